@@ -1,7 +1,7 @@
-"""Which prompts of a source a step draws, where that is more than an order: by success, by difficulty, the hard ones.
+"""Curricula: choose which prompts of a source a step draws, by success rate, by difficulty, or only the hard ones.
 
-A curriculum gives indices of one source. What it gives is a function of the seed, the data, the step and the
-statistics observed so far; its own state is a counter or two, so it goes on exactly where it was saved.
+A curriculum returns indices of one source. Its choice depends only on the seed, the data, the step and the statistics observed so far. Its
+own state is one or two counters, so it continues exactly where it was saved.
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ from burnish.core.random_keys import fold, permutation, uniform_from_key
 from burnish.core.trajectory import Trajectory, with_accuracy
 from burnish.data.prompt_pool import PromptPool
 
-# --- How well each prompt has been answered so far: what curricula choose by.
-#
-# Only prompts that were drawn have an entry, so it stays as small as what the run has seen.
-
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """What is known of one prompt."""
+    """How well one prompt has been answered so far."""
 
     success: float = 0.0
-    """Moving average of the accuracy of its visits."""
+    """Moving average of the accuracy per visit."""
     visits: int = 0
     right: float = 0.0
-    """Right answers, in shares where an accuracy is one."""
+    """Sum of accuracies; an accuracy between 0 and 1 counts as a fraction."""
     total: int = 0
 
 
@@ -49,12 +45,12 @@ NO_RECORD = PromptRecord()
 
 
 class PromptStatistics:
-    """A record for each prompt seen, moved by every visit."""
+    """A record for each prompt that was drawn, updated by every visit."""
 
     def __init__(self, ema: float = 0.5) -> None:
         self.ema = ema
         self.version = 0
-        """Another number whenever anything has changed."""
+        """Increases with every change."""
         self._records: dict[str, PromptRecord] = {}
 
     def __getitem__(self, prompt_id: str) -> PromptRecord:
@@ -64,7 +60,7 @@ class PromptStatistics:
         return len(self._records)
 
     def observe(self, prompt_id: str, right: float, total: int) -> None:
-        """One visit: `right` of `total` judged answers; a visit that nobody judged says nothing."""
+        """Record one visit with `right` of `total` judged answers. A visit without judged answers changes nothing."""
         if total == 0:
             return
         self.version += 1
@@ -73,17 +69,17 @@ class PromptStatistics:
         self._records[prompt_id] = PromptRecord(success, old.visits + 1, old.right + right, old.total + total)
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The state as plain JSON values."""
         return {name: [r.success, r.visits, r.right, r.total] for name, r in self._records.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to where `state()` was taken."""
+        """Restore what `state()` returned."""
         self._records = {name: PromptRecord(*values) for name, values in state.items()}
         self.version += 1
 
 
 def visit_accuracies(trajectories: Iterable[Trajectory]) -> list[tuple[str, float, int]]:
-    """(prompt id, right, judged) of each visit among the trajectories, in the order they first appear."""
+    """(prompt id, right, judged) for each visit among the trajectories, in order of first appearance."""
     found: dict[tuple[str, int], tuple[float, int]] = {}
     for t, accuracy in with_accuracy(trajectories):
         right, total = found.get((t.prompt_id, t.visit), (0.0, 0))
@@ -92,13 +88,13 @@ def visit_accuracies(trajectories: Iterable[Trajectory]) -> list[tuple[str, floa
 
 
 class Curriculum(Protocol):
-    """The choice of one source's prompts."""
+    """Chooses the prompts of one source."""
 
     def next(self, step: int) -> int | None:
-        """The index of the next prompt; None where a step leaves it to the source's ordinary order."""
+        """The index of the next prompt; None if the source's usual order applies at this step."""
 
     def is_empty(self, step: int) -> bool:
-        """Whether a step leaves nothing of this source to draw."""
+        """Whether nothing of this source can be drawn at this step."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -106,7 +102,7 @@ class Curriculum(Protocol):
 
 
 class ShuffledCycle:
-    """Goes round a list for ever, in a new order each time; where it is, is one number."""
+    """Cycles through a list for ever, in a new order each round. The position is one number."""
 
     def __init__(self, indices: list[int], *key: int | str) -> None:
         self._indices, self._key = indices, key
@@ -122,7 +118,7 @@ class ShuffledCycle:
 
 
 class Prioritised:
-    """With replacement, by how seldom a prompt is answered right."""
+    """Draws with replacement, with probability proportional to 1 - success rate."""
 
     def __init__(
         self, record: PrioritisedCurriculum, pool: PromptPool, statistics: PromptStatistics, seed: int
@@ -157,15 +153,15 @@ class Prioritised:
 
 
 def priority_weights(success: list[float]) -> list[float]:
-    """`algorithms.curriculum.prioritised` before it is normalised: 1 - s for each success rate, 1 for all if all are 1.
+    """The weights of `prioritised_probabilities` without normalisation: 1 - s for each success rate, or 1 for all if all are 1.
 
-    In Python, whose sums go from left to right: one in torch rounds otherwise with other threads, and a draw may change.
+    Computed in Python, which sums from left to right. A sum in torch rounds differently with other thread counts, and a draw could change.
     """
     return [1 - s for s in success] if any(s < 1 for s in success) else [1.0] * len(success)
 
 
 class EasyToHard:
-    """One bucket of difficulty after another."""
+    """Draws from one bucket of difficulty after another."""
 
     def __init__(self, record: EasyToHardCurriculum, pool: PromptPool, seed: int) -> None:
         self._record = record
@@ -190,7 +186,7 @@ class EasyToHard:
         return self._buckets[bucket].at(self._positions[bucket] - 1)
 
     def bucket(self, step: int) -> int:
-        """Which bucket a step after the warm-up draws from."""
+        """The bucket that a step after the warm-up draws from."""
         record = self._record
         return min(record.buckets - 1, record.buckets * (step - record.warmup_steps - 1) // record.steps)
 
@@ -202,7 +198,7 @@ class EasyToHard:
 
 
 def row_difficulty(pool: PromptPool, index: int, column: str) -> float:
-    """A row's number in the difficulty column; anything else there is an error that names the row."""
+    """The number in the difficulty column of a row; anything else is an error that names the row."""
     row = pool.row(index)
     if column not in row.extra:
         known = ", ".join(row.extra) or "none besides prompt and answer"
@@ -216,7 +212,7 @@ def row_difficulty(pool: PromptPool, index: int, column: str) -> float:
 
 
 class HardOnly:
-    """The prompts that were hard when the annealing began; which ones is settled once and kept."""
+    """Draws only prompts that were hard when the curriculum started. They are determined once and kept in the state."""
 
     def __init__(self, record: HardOnlyCurriculum, pool: PromptPool, statistics: PromptStatistics, seed: int) -> None:
         self._record, self._pool, self._statistics, self._seed = record, pool, statistics, seed
@@ -252,12 +248,12 @@ class HardOnly:
 
 
 def make_curriculum(record: Slot, pool: PromptPool, statistics: PromptStatistics, seed: int) -> Curriculum | None:
-    """The curriculum of one source; None where the ordinary order is all there is."""
+    """Make the curriculum of one source; None if the source's usual order applies."""
     if isinstance(record, NoCurriculum):
         return None
     if pool.size is None:
         raise UserError(
-            f"{pool.name} is a generated task without end: its prompts never come back for a curriculum to choose from; "
+            f"{pool.name} is an endless generated task, whose prompts never come back for a curriculum to choose from: "
             "set the source's limit"
         )
     if isinstance(record, PrioritisedCurriculum):

@@ -1,9 +1,9 @@
-"""Preferences as data: pairs of answers to one prompt, and single answers with a label.
+"""Preference data: pairs of answers to one prompt, and single answers with a label.
 
-A pair is a row with `prompt`, `chosen` and `rejected`, each text or messages. Without a `prompt`, `chosen` and `rejected`
-are whole conversations or whole texts, and what they begin with in common is the prompt. A labelled answer is a row with `prompt`,
-`completion` and `label` (true where it is good); a pair also serves as one good and one bad answer. Answers are tokenised
-as in supervised training, behind the very tokens of the prompt, each with its end token.
+A pair is a row with `prompt`, `chosen` and `rejected`, each text or messages. Without `prompt`, `chosen` and `rejected` are whole
+conversations or whole texts, and their common beginning is the prompt. A labelled answer is a row with `prompt`, `completion` and `label`
+(true if it is good). A pair also serves as one good and one bad answer. Answers are tokenised as in supervised training: after exactly the
+prompt's tokens, each with its end token.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from burnish.models.tokenizer import Tokenizer
 PREFERENCE_COLUMNS = (
     "rows of preferences, whose columns are prompt, chosen and rejected, or prompt, completion and label"
 )
-FIRST_CJK = 0x2E80  # the first code point of the scripts that are written without spaces
+FIRST_CJK = 0x2E80  # the first code point of scripts that are written without spaces
 
 
 @dataclass(frozen=True)
 class SharedText:
-    """The beginning that two whole texts share: their prompt, which stands as it is, without a template."""
+    """The common beginning of two whole texts. It is their prompt and is used without a template."""
 
     text: str
 
@@ -48,18 +48,18 @@ PairPrompt = TextOrMessages | SharedText
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to one prompt; the masks of both mark the tokens of the answer."""
+    """Two answers to one prompt. The masks mark the tokens of the answers."""
 
     id: str
     chosen: Example
     rejected: Example
     margin: float = 0.0
-    """How much better the chosen one is: the row's column `margin`."""
+    """How much better the chosen answer is, from the column `margin`."""
 
 
 @dataclass(frozen=True)
 class LabelledAnswer:
-    """An answer and whether it is good."""
+    """An answer, and whether it is good."""
 
     id: str
     answer: Example
@@ -68,16 +68,16 @@ class LabelledAnswer:
 
 @dataclass(frozen=True)
 class LeftOutRows:
-    """How many rows were not used, and why."""
+    """How many rows were left out, and why."""
 
     overlong: int = 0
     identical: int = 0
-    """Pairs whose two answers are the same tokens, which prefer nothing."""
+    """Pairs with two identical answers, which express no preference."""
     longest: int = 0
 
     @property
     def notes(self) -> list[str]:
-        """For people, one sentence a reason."""
+        """One sentence per reason."""
         overlong = f"{self.overlong} rows are longer than {self.longest} tokens and were left out"
         identical = f"{self.identical} pairs have the same answer twice and were left out"
         return [text for text, count in ((overlong, self.overlong), (identical, self.identical)) if count]
@@ -85,57 +85,57 @@ class LeftOutRows:
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """How rows become tokens, and which are too long."""
+    """How rows are tokenised, and what happens to over-long ones."""
 
     tokenizer: Tokenizer
     template: Template
     max_tokens: int
     overlong: Literal["filter", "error"] = "filter"
     base: Path | None = None
-    """The folder that relative paths are tried from first."""
+    """The folder that relative paths are tried against first."""
     seed: int = 0
 
 
 def load_pairs(
-    sources: list[Source], reading: EncodingOptions, split: str = "train"
+    sources: list[Source], options: EncodingOptions, split: str = "train"
 ) -> tuple[list[PreferencePair], LeftOutRows]:
-    """All pairs of the sources, in order, and what was left out; `split` is the side of a task that does not say one."""
+    """Load all pairs of the sources, in order; also return what was left out. `split` is for tasks that name none."""
     pairs: list[PreferencePair] = []
     overlong = identical = 0
-    for where, identity, record in _records(sources, reading.base, reading.seed, split):
+    for where, identity, record in _records(sources, options.base, options.seed, split):
         prompt, chosen, rejected = _parse_pair(record, where)
         pair = PreferencePair(
             identity,
-            _encode(f"{identity}/chosen", prompt, chosen, where, reading),
-            _encode(f"{identity}/rejected", prompt, rejected, where, reading),
+            _encode(f"{identity}/chosen", prompt, chosen, where, options),
+            _encode(f"{identity}/rejected", prompt, rejected, where, options),
             _margin(record, where),
         )
-        if not _is_short_enough(max(len(pair.chosen.tokens), len(pair.rejected.tokens)), where, reading):
+        if not _is_short_enough(max(len(pair.chosen.tokens), len(pair.rejected.tokens)), where, options):
             overlong += 1
         elif pair.chosen.tokens == pair.rejected.tokens:
             identical += 1
         else:
             pairs.append(pair)
-    left_out = LeftOutRows(overlong, identical, reading.max_tokens)
+    left_out = LeftOutRows(overlong, identical, options.max_tokens)
     if not pairs:
         raise _nothing_left("pairs", sources, left_out)
     return pairs, left_out
 
 
 def load_labelled(
-    sources: list[Source], reading: EncodingOptions, split: str = "train"
+    sources: list[Source], options: EncodingOptions, split: str = "train"
 ) -> tuple[list[LabelledAnswer], LeftOutRows]:
-    """All labelled answers of the sources, in order, and what was left out; a pair is a good one and a bad one."""
+    """Load all labelled answers of the sources, in order; also return what was left out. A pair gives a good and a bad answer."""
     found: list[LabelledAnswer] = []
     overlong = 0
-    for where, identity, record in _records(sources, reading.base, reading.seed, split):
+    for where, identity, record in _records(sources, options.base, options.seed, split):
         for name, prompt, answer, is_good in _parse_answers(record, where):
-            example = _encode(f"{identity}{name}", prompt, answer, where, reading)
-            if _is_short_enough(len(example.tokens), where, reading):
+            example = _encode(f"{identity}{name}", prompt, answer, where, options)
+            if _is_short_enough(len(example.tokens), where, options):
                 found.append(LabelledAnswer(example.id, example, is_good))
             else:
                 overlong += 1
-    left_out = LeftOutRows(overlong, 0, reading.max_tokens)
+    left_out = LeftOutRows(overlong, 0, options.max_tokens)
     if not found:
         raise _nothing_left("answers", sources, left_out)
     return found, left_out
@@ -144,7 +144,7 @@ def load_labelled(
 def count_rows(
     sources: list[Source], base: Path | None, seed: int, is_labelled: bool = False, split: str = "train"
 ) -> int:
-    """How many rows the sources have, each checked as far as it can be without a tokenizer."""
+    """Count the rows of the sources, and check each as far as that is possible without a tokenizer."""
     num_rows = 0
     for where, _, record in _records(sources, base, seed, split):
         if is_labelled:
@@ -156,7 +156,7 @@ def count_rows(
 
 
 def _records(sources: list[Source], base: Path | None, seed: int, split: str) -> Iterator[tuple[str, str, Record]]:
-    """Every record with its place and its id."""
+    """Every record, with its place and its id."""
     refuse_weights(sources, "preferences, which are used whole")
     refuse_column_keys(sources, PREFERENCE_COLUMNS)
     for source in sources:
@@ -169,11 +169,11 @@ def _records(sources: list[Source], base: Path | None, seed: int, split: str) ->
             yield where, f"{source_name(source)}/{index}", record
 
 
-# --- the shapes of a row ---------------------------------------------------------------------------------------------
+# --- parsing rows ----------------------------------------------------------------------------------------------------
 
 
 def _parse_pair(record: Record, where: str) -> tuple[PairPrompt, TextOrMessages, TextOrMessages]:
-    """Prompt, chosen and rejected of a row."""
+    """The prompt, the chosen and the rejected answer of a record."""
     row_formats.refuse_tools(record, where, TOOLS_IN_SUPERVISED_DATA)
     for key in ("chosen", "rejected"):
         if key not in record:
@@ -190,14 +190,14 @@ def _parse_pair(record: Record, where: str) -> tuple[PairPrompt, TextOrMessages,
         return _shared_text(chosen, rejected, where)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise UserError(
-            f"{where}: of chosen and rejected one is a text and one is messages, so what they share cannot be told: "
+            f"{where}: one of chosen and rejected is a text and the other is messages, so their common prompt cannot be found: "
             "give a column prompt, or both in the same form"
         )
     shared = next(
         (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other),
         min(len(chosen), len(rejected)),
     )
-    # Of two conversations that never part the last turn is the answer.
+    # If the conversations never differ, the last turn is the answer.
     shared = min(shared, len(chosen) - 1, len(rejected) - 1)
     if shared == 0:
         raise UserError(f"{where}: chosen and rejected have no first message in common, so there is no prompt")
@@ -205,7 +205,7 @@ def _parse_pair(record: Record, where: str) -> tuple[PairPrompt, TextOrMessages,
 
 
 def _prompt(record: Record, where: str) -> TextOrMessages | None:
-    """The prompt of a pair, under any of the names of `data/row_formats.py`; None where the answers have it in them."""
+    """The prompt column of a pair, under any known name; None if the answers contain the prompt."""
     if record.get("prompt") is not None:
         key: str | None = "prompt"
     elif record.get("conversations") is not None:
@@ -218,14 +218,14 @@ def _prompt(record: Record, where: str) -> TextOrMessages | None:
 
 
 def _parse_answer(value: Any, key: str, where: str) -> TextOrMessages:
-    """An answer: text, messages, or (as ShareGPT has it) one message."""
+    """An answer: text, messages, or one message, as in ShareGPT."""
     return text_or_messages([value] if isinstance(value, dict) else value, key, where)
 
 
 def _shared_text(chosen: str, rejected: str, where: str) -> tuple[SharedText, str, str]:
-    """The prompt of two whole texts is what they begin with in common, up to the end of a word.
+    """Split two whole texts into their common beginning, up to the end of a word, and the two answers.
 
-    The space before the answers goes with them, as tokenizers have it. Neither answer is empty.
+    The space before an answer belongs to it, because tokenizers join it to the next word. Neither answer is empty.
     """
     last = min(len(chosen), len(rejected)) - 1
     at = next((i for i in range(last) if chosen[i] != rejected[i]), last)
@@ -235,32 +235,32 @@ def _shared_text(chosen: str, rejected: str, where: str) -> tuple[SharedText, st
         at -= 1
     if not chosen[:at].strip():
         raise UserError(
-            f"{where}: chosen and rejected have no prompt column and do not begin with the same words, so where the answers begin "
-            "cannot be told: give a column prompt"
+            f"{where}: there is no prompt column, and chosen and rejected do not begin with the same words, so the start of the answers "
+            "cannot be found: give a column prompt"
         )
     return SharedText(chosen[:at]), chosen[at:], rejected[at:]
 
 
 def _is_letter(character: str) -> bool:
-    """Whether a character is part of a word that spaces end; scripts without spaces have no such words."""
+    """Whether a character belongs to a word that ends at a space; scripts without spaces have no such words."""
     return character.isalnum() and ord(character) < FIRST_CJK
 
 
-def _answer_after_prompt(prompt: TextOrMessages, said: TextOrMessages, key: str, where: str) -> TextOrMessages:
-    """What is said behind the prompt, also where the column repeats the prompt before it."""
-    if isinstance(said, str) or said[0]["role"] == "assistant":
-        return said
-    asked = as_messages(prompt, "user")
-    if said[: len(asked)] == asked and len(said) > len(asked):
-        return said[len(asked) :]
+def _answer_after_prompt(prompt: TextOrMessages, answer: TextOrMessages, key: str, where: str) -> TextOrMessages:
+    """The answer without the prompt, which the column may repeat before it."""
+    if isinstance(answer, str) or answer[0]["role"] == "assistant":
+        return answer
+    prompt = as_messages(prompt, "user")
+    if answer[: len(prompt)] == prompt and len(answer) > len(prompt):
+        return answer[len(prompt) :]
     raise UserError(
-        f"{where}: {key} begins with a message of role {said[0]['role']!r} and does not repeat the prompt: it should be the "
-        "assistant's messages, or the prompt's followed by them"
+        f"{where}: {key} begins with a message of role {answer[0]['role']!r} and does not repeat the prompt: it should be the "
+        "assistant's messages, or the prompt's messages followed by them"
     )
 
 
 def _parse_answers(record: Record, where: str) -> list[tuple[str, PairPrompt, TextOrMessages, bool]]:
-    """The labelled answers of a row: what to add to its id, the prompt, the answer, and whether it is good."""
+    """The labelled answers of a record, each as (suffix of its id, prompt, answer, whether it is good)."""
     if "completion" not in record and "chosen" in record:
         prompt, chosen, rejected = _parse_pair(record, where)
         return [("/chosen", prompt, chosen, True), ("/rejected", prompt, rejected, False)]
@@ -270,8 +270,8 @@ def _parse_answers(record: Record, where: str) -> list[tuple[str, PairPrompt, Te
     label = record["label"]
     if label not in (0, 1):
         raise UserError(f"{where}: label should be true (good) or false (bad), got {label!r}")
-    asked, said = prompt_and_completion(record, where)
-    return [("", asked, _answer_after_prompt(asked, said, "completion", where), bool(label))]
+    prompt, answer = prompt_and_completion(record, where)
+    return [("", prompt, _answer_after_prompt(prompt, answer, "completion", where), bool(label))]
 
 
 def _margin(record: Record, where: str) -> float:
@@ -286,24 +286,24 @@ def _margin(record: Record, where: str) -> float:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _encode(identity: str, prompt: PairPrompt, answer: TextOrMessages, where: str, reading: EncodingOptions) -> Example:
+def _encode(identity: str, prompt: PairPrompt, answer: TextOrMessages, where: str, options: EncodingOptions) -> Example:
     if isinstance(prompt, SharedText):
         row = Row(identity, [], "", None, {}, completion=answer, text=prompt.text)
     else:
         row = Row(identity, prompt, "", None, {}, completion=answer)
     try:
-        return Example(identity, *encode_example(row, reading.tokenizer, reading.template))
+        return Example(identity, *encode_example(row, options.tokenizer, options.template))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def _is_short_enough(length: int, where: str, reading: EncodingOptions) -> bool:
-    if length <= reading.max_tokens:
+def _is_short_enough(length: int, where: str, options: EncodingOptions) -> bool:
+    if length <= options.max_tokens:
         return True
-    if reading.overlong == "filter":
+    if options.overlong == "filter":
         return False
     raise UserError(
-        f"{where}: {length} tokens, more than max_tokens={reading.max_tokens}; raise it, or set overlong=filter"
+        f"{where}: {length} tokens, more than max_tokens={options.max_tokens}; raise it, or set overlong=filter"
     )
 
 
@@ -313,4 +313,4 @@ def _missing(key: str, record: dict[str, Any], where: str, needed: str) -> UserE
 
 def _nothing_left(what: str, sources: list[Source], left_out: LeftOutRows) -> UserError:
     names = ", ".join(source_name(source) for source in sources) or "no source at all"
-    return UserError(f"no {what} left in {names}: {'; '.join(left_out.notes) or 'there is not one row'}")
+    return UserError(f"no {what} left in {names}: {'; '.join(left_out.notes) or 'the source has no rows'}")

@@ -1,7 +1,7 @@
-"""A source's rows by index, rendered to prompts, with over-long ones kept out by policy.
+"""The prompts of one data source by index, with over-long ones handled by `data.overlong_prompts`.
 
-A training file is rendered once when it is opened, so that the policy speaks before the first step and the count is
-complete; only the indices of over-long rows are kept. A generated task has no end and is checked as it is drawn.
+A training file is rendered once when it is opened, so that over-long prompts are reported before the first step. Only the indices of
+over-long rows are kept. A generated task is endless; its prompts are checked as they are drawn.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from burnish.data.template import render_text, template_kind, tokenize_rendered,
 from burnish.models.compatibility import digest_parts
 from burnish.models.tokenizer import Tokenizer
 
-MAX_SKIPPED_PROMPTS = 1000  # over-long prompts in a row before an endless task is given up
+MAX_SKIPPED_PROMPTS = 1000  # over-long prompts in a row before an endless task is an error
 MAX_NAMED_ROWS = 5
+MAX_PROBED_PROMPTS = 256  # prompts of an endless task that are examined before a run starts
 ReadRows = Callable[[Source, Path | None], list[Row]]
-MAX_PROBED_PROMPTS = 256  # prompts of an endless task whose lengths are looked at before a run starts
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row with the text and the tokens a model continues."""
+    """A row with the text and the tokens of its prompt."""
 
     row: Row
     text: str
     tokens: list[int]
     budget: int | None = None
-    """Tokens its answer was asked to take."""
+    """The length in tokens that the prompt asks for (`data.budget`)."""
     is_chat: bool = False
-    """Whether the tokenizer's chat template wrote the text."""
+    """Whether the tokenizer's chat template rendered the text."""
 
     @cached_property
     def start(self) -> tuple[int, ...]:
-        """The tokens, one object for all samples of the prompt: engines see at a glance that they begin alike."""
+        """The tokens as one object for all samples of the prompt, so that engines see by identity that they share it."""
         return tuple(self.tokens)
 
 
 class PromptPool:
-    """Prompts of one source by index; `size` is None for an endless task."""
+    """The prompts of one source by index. `size` is None for an endless task."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PromptPool:
         self.name = source_name(source)
         self.num_overlong = 0
         self.first_overlong: list[str] = []
-        """Ids of the first rows found over-long."""
+        """Ids of the first over-long rows."""
         self._skip: set[int] = set()
         self._longest = 0
         self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
@@ -73,7 +73,7 @@ class PromptPool:
 
     @cached_property
     def digest(self) -> str | None:
-        """What tells these rows from others, all columns of them; None of a task, whose rows are its seed's."""
+        """A digest of all columns of the rows; None for a task, whose rows follow from the seed."""
         if not isinstance(self._rows, Sequence):
             return None
         columns = ((row.prompt, row.answer, row.extra) for row in self._rows)
@@ -82,23 +82,23 @@ class PromptPool:
         )
 
     def scan(self) -> None:
-        """Look at every prompt of a source that has an end, so that the policy speaks before the first step."""
+        """Render every prompt of a finite source, so that over-long prompts are found before the first step."""
         if self.size is not None:
             num_left = sum(self.prompt(index) is not None for index in range(self.size))
             if num_left == 0:
                 raise self.all_overlong()
 
     def rows(self) -> Iterator[Row]:
-        """The rows that are used; of an endless task the first ones, as a probe."""
+        """The rows that are used; for an endless task, its first ones."""
         fitting = (i for i in range(MAX_SKIPPED_PROMPTS if self.size is None else self.size) if i not in self._skip)
         return (self.row(i) for i in itertools.islice(fitting, MAX_PROBED_PROMPTS if self.size is None else None))
 
     def indices(self) -> list[int]:
-        """The indices of a source that has an end whose prompts are used, in order."""
+        """The indices of the prompts that are used, in order, for a finite source."""
         return [i for i in range(self.size or 0) if i not in self._skip]
 
     def longest(self) -> int:
-        """Tokens of the longest prompt that is used; of an endless task, among its first ones."""
+        """Length of the longest prompt that is used; for an endless task, among its first ones."""
         if self.size is not None:
             return self._longest
         lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED_PROMPTS))
@@ -109,16 +109,16 @@ class PromptPool:
         return longest
 
     def row(self, index: int) -> Row:
-        """The index-th row, its prompt with the sentence that asks for its budget."""
+        """The index-th row. With `data.budget`, its prompt ends with the sentence that asks for a length."""
         row = self._plain_row(index)
-        num_tokens = self._tokens_asked(row.id)
+        num_tokens = self._budget_of(row.id)
         if self._data.budget is None:
             return row
         suffix = self._data.budget.text.replace("{n}", str(num_tokens))
         return replace(row, prompt=with_suffix(row.prompt, suffix, f"row {row.id}"))
 
     def prompt(self, index: int) -> Prompt | None:
-        """The index-th prompt, or None when it is over-long and the policy is to leave it out."""
+        """The index-th prompt; None if it is over-long and `data.overlong_prompts` is filter."""
         if index in self._skip:
             return None
         row = self.row(index)
@@ -126,7 +126,7 @@ class PromptPool:
         if len(tokens) <= self._data.max_prompt_tokens:
             self._longest = max(self._longest, len(tokens))
             is_chat = template_kind(self._tokenizer, self._data.template) == "chat"
-            return Prompt(row, text, tokens, self._tokens_asked(row.id), is_chat)
+            return Prompt(row, text, tokens, self._budget_of(row.id), is_chat)
         if self._data.overlong_prompts == "error":
             raise UserError(
                 f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
@@ -135,12 +135,12 @@ class PromptPool:
         self.num_overlong += 1
         if len(self.first_overlong) < MAX_NAMED_ROWS:
             self.first_overlong.append(row.id)
-        if self.size is not None:  # an endless task hardly ever comes back to an index
+        if self.size is not None:  # an endless task hardly ever draws an index again
             self._skip.add(index)
         return None
 
     def all_overlong(self) -> UserError:
-        """The error for a source that has nothing left to give."""
+        """The error for a source without any usable prompt."""
         which = f"all {self.size}" if self.size is not None else f"{MAX_SKIPPED_PROMPTS} in a row"
         return UserError(
             f"{self.name}: {which} prompts are longer than data.max_prompt_tokens={self._data.max_prompt_tokens}"
@@ -164,8 +164,8 @@ class PromptPool:
             return row
         return replace(row, id=f"{self.name}/{self._split}/{index}", data_source=self.name)
 
-    def _tokens_asked(self, row_id: str) -> int | None:
-        """A row's budget: a row keeps it for the whole run, so that its prompt is one text whose length is known."""
+    def _budget_of(self, row_id: str) -> int | None:
+        """The length a row asks for. It stays the same for the whole run, so that the prompt's length is known."""
         budget = self._data.budget
         if budget is None:
             return None
@@ -182,9 +182,9 @@ def make_pools(
     base: Path | None,
     read: ReadRows = read_rows,
 ) -> list[PromptPool]:
-    """A pool for each source; two of one name are refused, because their rows would share ids and randomness.
+    """Make a pool for each source. Two sources of one name are an error, because their rows would share ids and randomness.
 
-    `read` gives the rows of a file or a plug-in.
+    `read` reads the rows of a file or a plug-in.
     """
     counts = Counter(source_name(source) for source in sources)
     twice = [name for name, count in counts.items() if count > 1]
@@ -201,7 +201,7 @@ def make_pools(
 
 
 def overlong_report(pools: list[PromptPool]) -> str | None:
-    """How many over-long prompts were left out, and the first of them; None if there were none."""
+    """A note on the over-long prompts that were left out; None if there were none."""
     total = sum(pool.num_overlong for pool in pools)
     if total == 0:
         return None

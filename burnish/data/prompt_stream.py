@@ -1,8 +1,8 @@
 """Prompts for rollouts: a seeded, resumable stream for training and a fixed list for validation.
 
-The order is a function of the seed and the data alone, or with a curriculum also of the step and of how prompts were
-answered, so it is the same on any machine; the stream's state is a handful of counters, with a curriculum also the
-statistics of the prompts seen, and restoring it continues as if the stream had never stopped.
+The order depends only on the seed and the data and, with a curriculum, on the step and on how prompts were answered. It is the same on any
+machine. The stream's state is a few counters, and with a curriculum also the statistics of the prompts seen. A restored stream continues
+as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptSample:
-    """A prompt taken from the stream; `visit` counts how often this run drew it before."""
+    """A prompt drawn from the stream. `visit` is how often this run had drawn it before."""
 
     prompt: Prompt
     visit: int
     source: str = ""
-    """The data source it came from,"""
+    """The data source it came from."""
     index: int = -1
-    """and its place there: what `PromptStream.recall` finds it by."""
+    """Its index in the source. `PromptStream.recall` finds it by source and index."""
     step: int = 0
-    """The training step it was drawn for, counted from 1; 0 outside of training."""
+    """The training step, counted from 1; 0 outside of training."""
 
 
 class PromptStream:
-    """Draws prompts for ever, from one source or several by weight."""
+    """An endless stream of prompts, from one source or from several by weight."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class PromptStream:
         self._record = record = curriculum or NoCurriculum()
         if data.sampler != "shuffle" and not isinstance(record, NoCurriculum):
             raise UserError(
-                f"a curriculum chooses the prompts, so data.sampler={data.sampler} has no place: use shuffle"
+                f"the curriculum chooses the prompts, so data.sampler={data.sampler} would have no effect: use shuffle"
             )
         ema = {"ema": record.ema} if isinstance(record, PrioritisedCurriculum) else {}
         self._statistics = PromptStatistics(**ema)
         pools = make_pools(sources, tokenizer, data, seed, default_split, base, read)
         for pool in pools:
             pool.scan()
-        self._lanes = [
+        self._cursors = [
             _SourceCursor(pool, sampler, seed, make_curriculum(record, pool, self._statistics, seed)) for pool in pools
         ]
         self._weights = [source.weight for source in sources]
@@ -85,99 +85,100 @@ class PromptStream:
         self._step = 1
 
     def at(self, step: int) -> None:
-        """Draws from now on are those of a step, counted from 1; only a curriculum takes note."""
+        """Set the step, counted from 1, that the next draws are for. Only a curriculum uses it."""
         self._step = step
 
     def draw(self, k: int) -> list[PromptSample]:
-        """The next k prompts."""
+        """Draw the next k prompts."""
         return [self._next() for _ in range(k)]
 
     def recall(self, source: str, index: int, visit: int, step: int = 0) -> PromptSample:
-        """A draw made before, by its place; the stream stays where it is."""
-        lane = next((lane for lane in self._lanes if lane.pool.name == source), None)
-        prompt = None if lane is None else lane.pool.prompt(index)
+        """Repeat an earlier draw by its source and index. The stream does not advance."""
+        cursor = next((cursor for cursor in self._cursors if cursor.pool.name == source), None)
+        prompt = None if cursor is None else cursor.pool.prompt(index)
         if prompt is None:
-            raise UserError(f"cannot resume: prompt {index} of {source}, which was drawn before, is not there any more")
+            raise UserError(f"cannot resume: prompt {index} of {source}, which was drawn before, no longer exists")
         return PromptSample(prompt, visit, source, index, step)
 
     def observe(self, trajectories: Iterable[Trajectory]) -> None:
-        """Learn how prompts were answered, from all samples of a step; kept where the curriculum chooses by it."""
+        """Record how prompts were answered, from all samples of a step, if the curriculum uses it."""
         if "accuracy" not in self._record.needs:
             return
         scored = [t for t in trajectories if t.reward is not None]
         if any(t.accuracy is None for t in scored) and not with_accuracy(scored):
             raise UserError(
-                "the curriculum chooses prompts by how often they are answered right, but no part of the reward says right or wrong: "
-                "set correct_at of a part to the value from which an answer is right, or set the curriculum to none"
+                "the curriculum chooses prompts by how often they are answered right, but no part of the reward tells right from wrong: "
+                "set correct_at of a part to the lowest value of a right answer, or set the curriculum to none"
             )
         for prompt_id, right, total in visit_accuracies(scored):
             self._statistics.observe(prompt_id, right, total)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream is, as plain JSON values."""
+        """The state of the stream, as plain JSON values."""
         return {
             "num_draws": self._num_draws,
             "step": self._step,
             "statistics": self._statistics.state(),
-            "sources": {lane.pool.name: lane.state() for lane in self._lanes},
+            "sources": {cursor.pool.name: cursor.state() for cursor in self._cursors},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state()` was taken; the sources must be the same."""
-        names = [lane.pool.name for lane in self._lanes]
+        """Continue exactly where `state()` was taken. The sources must be the same."""
+        names = [cursor.pool.name for cursor in self._cursors]
         if sorted(state["sources"]) != sorted(names):
             raise UserError(
                 f"cannot resume: the run drew from {', '.join(state['sources'])}, the config now names {', '.join(names)}"
             )
-        for lane in self._lanes:
-            lane.restore(state["sources"][lane.pool.name])
+        for cursor in self._cursors:
+            cursor.restore(state["sources"][cursor.pool.name])
         self._statistics.restore(state["statistics"])
         self._num_draws, self._step = state["num_draws"], state["step"]
 
     def report(self) -> str | None:
-        """How many over-long prompts were left out so far, and the first of them; None if there were none."""
-        return overlong_report([lane.pool for lane in self._lanes])
+        """A note on the over-long prompts that were left out so far; None if there were none."""
+        return overlong_report([cursor.pool for cursor in self._cursors])
 
     def rows(self) -> Iterator[Row]:
-        """Every row of the sources that have an end, the first ones of those that have none."""
-        return itertools.chain.from_iterable(lane.pool.rows() for lane in self._lanes)
+        """Every row of finite sources, and the first rows of endless tasks."""
+        return itertools.chain.from_iterable(cursor.pool.rows() for cursor in self._cursors)
 
     def longest(self) -> int:
-        """Tokens of the longest prompt, of an endless task among its first ones."""
-        return max(lane.pool.longest() for lane in self._lanes)
+        """Length of the longest prompt; for an endless task, among its first ones."""
+        return max(cursor.pool.longest() for cursor in self._cursors)
 
     def _next(self) -> PromptSample:
-        # The source depends on the draw's number only, never on what the sources gave before; one that the curriculum
-        # leaves empty has no share.
-        lanes = zip(self._lanes, self._weights, strict=True)
-        shares = list(itertools.accumulate(0.0 if lane.is_empty(self._step) else weight for lane, weight in lanes))
+        # The choice of the source depends only on the number of the draw. A source that the curriculum leaves empty gets no weight.
+        cursors = zip(self._cursors, self._weights, strict=True)
+        shares = list(
+            itertools.accumulate(0.0 if cursor.is_empty(self._step) else weight for cursor, weight in cursors)
+        )
         if shares[-1] == 0:
             raise UserError(
-                f"step {self._step}: not one prompt was hard enough for the curriculum hard_only (right answers below its "
-                "`below`) when its turn came; raise `below`, or start it earlier"
+                f"step {self._step}: no prompt was hard enough for the curriculum hard_only (share of right answers below its "
+                "`below`) when it started; raise `below`, or start it earlier"
             )
         point = uniform_from_key(fold(self._seed, "mix", self._num_draws)) * shares[-1]
-        lane = self._lanes[bisect.bisect_right(shares, point)]
+        cursor = self._cursors[bisect.bisect_right(shares, point)]
         self._num_draws += 1
-        return lane.next(self._step)
+        return cursor.next(self._step)
 
 
 class _SourceCursor:
-    """One source's place in its own order: which epoch, and how far into it."""
+    """The position in one source: the epoch, and how far into it."""
 
     def __init__(self, pool: PromptPool, sampler: Any, seed: int, curriculum: Curriculum | None) -> None:
         self.pool = pool
         self._sampler, self._seed, self._curriculum = sampler, seed, curriculum
-        self._visits: dict[int, int] = {}  # where an index may come twice in an epoch: plug-in samplers, curricula
+        self._visits: dict[int, int] = {}  # only if an index may come twice in an epoch: plug-in samplers, curricula
         self._start(epoch=0, position=0)
 
     def is_empty(self, step: int) -> bool:
-        """Whether the curriculum leaves nothing to draw here."""
+        """Whether the curriculum leaves nothing to draw from this source."""
         return self._curriculum is not None and self._curriculum.is_empty(step)
 
     def next(self, step: int) -> PromptSample:
-        """The next prompt that fits; where an index may come twice visits are counted, otherwise a visit is an epoch."""
-        # Two epochs may meet with nearly all of both to be skipped, so one epoch's length is not a bound.
+        """The next prompt that is not over-long. Visits are counted if an index may come twice; otherwise the visit is the epoch."""
+        # The search may cross into the next epoch and skip nearly all of both, so the bound is two epochs.
         for _ in range(2 * (self.pool.size or 0) + MAX_SKIPPED_PROMPTS):
             chosen = None if self._curriculum is None else self._curriculum.next(step)
             index = self._next_index() if chosen is None else chosen
@@ -207,13 +208,13 @@ class _SourceCursor:
     def restore(self, state: dict[str, Any]) -> None:
         if state["size"] != self.pool.size:
             raise UserError(
-                f"cannot resume: {self.pool.name} had {state['size']} rows when the run was saved, now {self.pool.size}; "
+                f"cannot resume: {self.pool.name} had {state['size']} rows when the run was saved, and has {self.pool.size} now; "
                 "restore the data, or start a new run"
             )
         if state.get("digest") not in (None, self.pool.digest):
             raise UserError(
-                f"cannot resume: the rows of {self.pool.name} are not those of when the run was saved (a prompt, an answer or another "
-                "column has changed); restore the data, or start a new run"
+                f"cannot resume: the rows of {self.pool.name} have changed since the run was saved (a prompt, an answer or another "
+                "column); restore the data, or start a new run"
             )
         self._visits = {int(index): count for index, count in state["visits"].items()}
         self.pool.num_overlong = state["num_overlong"]
@@ -230,7 +231,7 @@ class _SourceCursor:
         given = next(self._order, None)
         if given is None:
             if self._position == 0:
-                raise UserError(f"the sampler gave no index at all for epoch {self._epoch} of {self.pool.name}")
+                raise UserError(f"the sampler returned no index for epoch {self._epoch} of {self.pool.name}")
             self._start(self._epoch + 1, 0)
             return self._next_index()
         self._position += 1
@@ -238,7 +239,7 @@ class _SourceCursor:
         index = operator.index(given) if hasattr(given, "__index__") else -1
         if index < 0 or (size is not None and index >= size):
             limit = "whole numbers from 0" if size is None else f"whole numbers in 0..{size - 1}"
-            raise UserError(f"the sampler gave index {given!r} for {self.pool.name}; expected {limit}")
+            raise UserError(f"the sampler returned index {given!r} for {self.pool.name}; expected {limit}")
         return index
 
     def _order_of(self, epoch: int) -> Iterable[int]:
@@ -262,12 +263,12 @@ def validation_prompts(
     base: Path | None = None,
     read: ReadRows = read_rows,
 ) -> list[Prompt]:
-    """A fixed list, source after source in their own order; a limit is shared out equally between sources.
+    """The fixed list of validation prompts, source after source, each in its own order. A limit is divided equally among sources.
 
-    A source too small for its share leaves the rest to the others. Prompts left out as over-long are logged, because
-    they change what is measured.
+    A source that is too small for its share leaves the rest to the others. Prompts left out as over-long are logged, because they change
+    what is measured.
     """
-    refuse_weights(sources, "validation, which shares out equally")
+    refuse_weights(sources, "validation, which takes equally from all sources")
     pools = make_pools(sources, tokenizer, data, seed, "test", base, read)
     for pool in pools:
         if pool.size is None and limit is None:

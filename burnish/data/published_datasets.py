@@ -1,7 +1,12 @@
-"""One published record in, one question with its answer out: the functions behind `data/published_datasets.py`.
+"""Published data sets and benchmarks: how their rows are read, which verifier scores them, and where their files are.
 
-Each takes the record as the data set's authors wrote it, in any of the column names under which it is found, and gives an
-`Example`. A row that has no answer to check is `Unusable` with the reason, which `burnish data prepare` counts.
+A shape (the config key `shape`) reads one record as its authors publish it (GSM8K's `question` and `answer`, MATH's `problem`, ...) and
+converts it to verl's layout: the prompt as messages, `reward_model.ground_truth`, and in `extra_info` the bare question, the `verifier` and
+the row's other values. `SHAPES` is the table. A row without an answer to check raises `UnusableRow` with the reason, which
+`burnish data prepare` counts.
+
+`BENCHMARKS` are the test sets with a name. Their files are the user's own, in a folder given with the command or in the environment variable
+`BURNISH_DATA`.
 """
 
 from __future__ import annotations
@@ -16,21 +21,22 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean, unknown_name_error
 from burnish.data.files import LocatedRecord, Record
+from burnish.data.row import Message
 from burnish.data.tasks import arithmetic as countdown_task
 
-Message = dict[str, Any]
+FOLDER_VARIABLE = "BURNISH_DATA"
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TAGGED_INSTRUCTION = "\nThink step by step, then give the answer alone, in a few words, inside <answer> </answer>."
 NUMBER = re.compile(r"-?\d+(\.\d+)?(/\d+)?")
 
 
 class UnusableRow(Exception):
-    """A row that cannot be trained on or measured with; the text is the reason."""
+    """A row that cannot be used for training or evaluation; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class PublishedExample:
-    """A question as the data set has it, the messages that ask it, and the answer."""
+    """The question of a record, the messages that ask it, and the answer."""
 
     question: str
     messages: list[Message]
@@ -39,7 +45,7 @@ class PublishedExample:
 
 
 def user_messages(text: str) -> list[Message]:
-    """A text as what the user says."""
+    """A text as one user message."""
     return [{"role": "user", "content": text}]
 
 
@@ -49,7 +55,7 @@ def first_value(record: Record, *names: str) -> Any:
 
 
 def question_of(record: Record) -> str:
-    """The question, which some files keep as a conversation of one turn."""
+    """The question of a record; some files store it as a conversation of one turn."""
     value = first_value(record, "question", "problem", "Problem", "query", "prompt", "text")
     if isinstance(value, list):
         turns = [turn.get("content", turn.get("value")) for turn in value if isinstance(turn, dict)]
@@ -64,7 +70,7 @@ def question_of(record: Record) -> str:
 
 
 def renamed_columns(record: Record, **columns: str) -> dict[str, Any]:
-    """Those columns of a record that are there, under our names."""
+    """The given columns of a record that have a value, under our names (ours=theirs)."""
     return {ours: record[theirs] for ours, theirs in columns.items() if record.get(theirs) is not None}
 
 
@@ -72,7 +78,7 @@ def renamed_columns(record: Record, **columns: str) -> dict[str, Any]:
 
 
 def gsm8k(record: Record) -> PublishedExample:
-    """The number behind `####`, without commas."""
+    """GSM8K: the answer is the number after `####`, without commas."""
     question, solution = question_of(record), record["answer"]
     if solution is None:
         raise UnusableRow("no answer")
@@ -83,7 +89,7 @@ def gsm8k(record: Record) -> PublishedExample:
 
 
 def plain_number(text: str) -> str | None:
-    """`$1,450.0` as `1450`; None for what is no number."""
+    """`$1,450.0` as `1450`; None for a text that is not a number."""
     digits = text.strip().replace(",", "").replace("$", "").rstrip(".")
     if not NUMBER.fullmatch(digits):
         return None
@@ -91,7 +97,7 @@ def plain_number(text: str) -> str | None:
 
 
 def contest_problem(record: Record) -> PublishedExample:
-    """Contest problems whose answer is a number (AIME, AMC)."""
+    """AIME and AMC: contest problems whose answer is a number."""
     question, value = question_of(record), first_value(record, "answer", "final_answer", "Answer")
     if value is None:
         raise UnusableRow("no answer")
@@ -104,7 +110,7 @@ def contest_problem(record: Record) -> PublishedExample:
 
 
 def math_problem(record: Record) -> PublishedExample:
-    r"""MATH and its relatives: `answer` in LaTeX, or what the last `\boxed` of `solution` holds."""
+    r"""MATH and similar sets: the answer is `answer` in LaTeX, or the last `\boxed{}` of `solution`."""
     question, answer = question_of(record), first_value(record, "answer", "final_answer", "Answer")
     if answer is None and record.get("solution") is not None:
         answer = last_boxed_answer(str(record["solution"]))
@@ -135,7 +141,7 @@ def last_boxed_answer(solution: str) -> str | None:
 
 
 def verl_record(record: Record) -> PublishedExample:
-    """A row in verl's layout already: its prompt and ground truth as they are."""
+    """A record that is in verl's layout already: prompt and ground truth are taken as they are."""
     truth = (record["reward_model"] or {}).get("ground_truth")
     if (record["reward_model"] or {}).get("style") == "model":
         raise UnusableRow("reward_model.style is model, so no rule checks its answer")
@@ -150,7 +156,7 @@ def verl_record(record: Record) -> PublishedExample:
 
 
 def strip_format_request(question: str) -> str:
-    """A question without what asks for the format of its answer: two data sets may ask differently for the same."""
+    """A question without the sentence that asks for a format, which differs between data sets with the same question."""
     return re.sub(r"\s*(Let's think|Please reason) step by step[^.]*\\boxed\{\}\.?\s*$", "", question)
 
 
@@ -158,7 +164,7 @@ def strip_format_request(question: str) -> str:
 
 
 def mbpp(record: Record) -> PublishedExample:
-    """A task in words, with the tests its function must pass, which also tell the function's name."""
+    """MBPP: a task in words, with the tests that its function must pass. The tests also show the function's name."""
     question, tests = str(first_value(record, "prompt", "text")), list(record["test_list"])
     if not tests:
         raise UnusableRow("no tests")
@@ -172,7 +178,7 @@ def mbpp(record: Record) -> PublishedExample:
 
 
 def humaneval(record: Record) -> PublishedExample:
-    """A function's beginning to complete; the hidden tests are a function `check`."""
+    """HumanEval: the beginning of a function to complete. The hidden tests are a function `check`."""
     begun = record["prompt"]
     prompt = f"Complete this Python function. Give the whole function in a ```python block.\n\n```python\n{begun.rstrip()}\n```"
     answer = {"check": record["test"], "entry_point": record["entry_point"], "prefix": begun}
@@ -185,7 +191,7 @@ def humaneval(record: Record) -> PublishedExample:
 
 
 def ifeval(record: Record) -> PublishedExample:
-    """Instructions that a program can check; the answer is their list as JSON, with the arguments that are set."""
+    """IFEval: the answer is the list of instructions as JSON, with the arguments that are set."""
     prompt, ids, arguments = str(record["prompt"]), record["instruction_id_list"], record["kwargs"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     if len(ids) != len(arguments):
@@ -200,7 +206,7 @@ def ifeval(record: Record) -> PublishedExample:
 
 
 def short_answer(record: Record) -> PublishedExample:
-    """A question with one or several accepted answers."""
+    """Natural Questions and HotpotQA: a question with one or several accepted answers."""
     question, value = question_of(record), first_value(record, "answer", "answers")
     value = value.get("value") if isinstance(value, dict) else value
     answers = [str(item).strip() for item in (value if isinstance(value, list) else [value]) if item is not None]
@@ -218,13 +224,13 @@ def short_answer(record: Record) -> PublishedExample:
 
 
 def countdown(record: Record) -> PublishedExample:
-    """Numbers and a target, asked as the built-in task asks, so that its checker judges the answer."""
+    """Countdown: numbers and a target, asked as the built-in task asks, so that its checker can score the answer."""
     numbers, target = [int(n) for n in first_value(record, "numbers", "nums")], int(record["target"])
     return _puzzle(numbers, target, renamed_columns(record, solution="solution"))
 
 
 def game24(record: Record) -> PublishedExample:
-    """Four numbers that make 24; the rank by how long people take is kept."""
+    """Game of 24: four numbers that make 24. The rank, by how long people take, is kept."""
     value = first_value(record, "Puzzles", "numbers")
     numbers = [int(n) for n in (value.split() if isinstance(value, str) else value)]
     rank = record.get("Rank")
@@ -236,19 +242,14 @@ def _puzzle(numbers: list[int], target: int, extra: dict[str, Any]) -> Published
         raise ValueError(f"expected two or more positive numbers, got {numbers}")
     listed = ", ".join(map(str, numbers))
     prompt = countdown_task.COUNTDOWN_PROMPT.replace("{numbers}", listed).replace("{target}", str(target))
-    # Two puzzles are the same if their numbers are, in whatever order.
+    # Two puzzles are the same if their numbers are, in any order.
     question = f"{' '.join(map(str, sorted(numbers)))} make {target}"
     return PublishedExample(
         question, user_messages(prompt), target, {"task": countdown_task.COUNTDOWN, "numbers": numbers, **extra}
     )
 
 
-# --- Published data sets by the shape of their rows: what is asked, what the answer is, and which verifier judges it.
-#
-# A shape reads one record of a file as its authors publish it (GSM8K's `question` and `answer`, MATH's `problem`, ...) and
-# gives the record burnish trains on, in verl's layout: the prompt as messages, `reward_model.ground_truth`, and in
-# `extra_info` the bare question, the `verifier` and what else the row carries. `SHAPES` is the table; the functions that
-# read are in `data/published_datasets.py`.
+# --- shapes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -258,19 +259,19 @@ class DatasetShape:
     title: str
     read: Callable[[Record], PublishedExample]
     columns: tuple[tuple[str, ...], ...]
-    """What a record must have: of each of these names one."""
+    """Columns that a record must have: one name of each tuple."""
     ability: str
     verifier: str
     splits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of a file that holds several splits: the first and last `task_id` of each."""
+    """For a file with several splits: the first and last `task_id` of each."""
     tests: tuple[str, ...] = ()
-    """The benchmarks that should not be in it."""
+    """Benchmarks that must not overlap with this data."""
 
 
 QUESTION = ("question", "problem", "Problem", "query")
 ANSWER = ("answer", "final_answer", "Answer")
 PROBLEM = (("problem", "question", "Problem", "prompt"), (*ANSWER, "solution"))
-# The ranges of task_id of the paper (Austin et al. 2021, 2108.07732); 1 to 10 are its few-shot prompts.
+# Ranges of task_id from the paper (Austin et al. 2021, 2108.07732); 1 to 10 are its few-shot prompts.
 MBPP_SPLITS = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
 
 SHAPES: dict[str, DatasetShape] = {
@@ -299,17 +300,17 @@ SHAPES: dict[str, DatasetShape] = {
 
 
 def get_shape(name: str) -> DatasetShape:
-    """The shape of a name; an unknown one is an error that lists them."""
+    """The shape with this name; an unknown name is an error that lists the shapes."""
     if name not in SHAPES:
         raise unknown_name_error("data set", name, SHAPES)
     return SHAPES[name]
 
 
 def to_verl_layout(record: Record, where: str, name: str) -> Record:
-    """A published record in burnish's own layout; `Unusable` where it has no answer, an error where it is another shape."""
+    """Convert a published record to verl's layout; UnusableRow if it has no answer, UserError if it has another shape."""
     shape = get_shape(name)
     if record.get("data_source") == name and "verifier" in (record.get("extra_info") or {}):
-        return record  # prepared before
+        return record  # already prepared
     for names in shape.columns:
         if not any(key in record for key in names):
             raise UserError(
@@ -330,7 +331,7 @@ def to_verl_layout(record: Record, where: str, name: str) -> Record:
 
 
 def in_split(record: Record, shape: DatasetShape, split: str | None) -> bool:
-    """Whether a record belongs to the split asked for; files of most data sets are one split."""
+    """Whether a record belongs to the requested split. Files of most data sets hold one split."""
     if split is None or not shape.splits:
         return True
     first, last = shape.splits[split]
@@ -338,15 +339,15 @@ def in_split(record: Record, shape: DatasetShape, split: str | None) -> bool:
 
 
 def check_shape_split(name: str, split: str | None) -> None:
-    """Refuse a split that the shape cannot tell apart."""
+    """Raise a UserError for a split that the shape cannot tell apart."""
     shape = get_shape(name)
     if split is not None and split not in shape.splits:
-        known = f"one of {', '.join(shape.splits)}" if shape.splits else "none: a file of it is its own split"
+        known = f"one of {', '.join(shape.splits)}" if shape.splits else "none, because each file is one split"
         raise UserError(f"shape {name!r} has no split {split!r}; it can tell apart {known}")
 
 
 def read_shaped_records(located: Iterator[LocatedRecord], name: str, split: str | None) -> Iterator[LocatedRecord]:
-    """Published records as burnish's own, for a source that names its shape; what cannot be used is an error."""
+    """Convert the records of a source that names its shape. An unusable row is an error."""
     check_shape_split(name, split)
     for where, record in located:
         if in_split(record, get_shape(name), split):
@@ -358,31 +359,27 @@ def read_shaped_records(located: Iterator[LocatedRecord], name: str, split: str 
                 ) from error
 
 
-# --- Benchmarks by name: which file holds one, how its rows are read and judged, how long an answer may be.
-#
-# The files are the user's own, in a folder given with the command or in the environment variable `BURNISH_DATA`.
-
-FOLDER_VARIABLE = "BURNISH_DATA"
+# --- benchmarks ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A test set that has a name."""
+    """A test set with a name."""
 
     name: str
     title: str
     files: tuple[str, ...]
-    """Names and patterns looked for in the folder; the first that is there is taken."""
+    """File names and patterns to look for in the folder; the first that exists is used."""
     shape: str
     max_tokens: int
     split: str | None = None
-    """Which part is the benchmark, where the file holds several."""
+    """The split that is the benchmark, if the file has several."""
     subject: str | None = None
-    """The key of a row's `extra` that divides it into subjects."""
+    """The key of a row's `extra` that names its subject."""
 
     @property
     def reward(self) -> list[dict[str, Any]]:
-        """`reward.parts` that judge its answers."""
+        """The `reward.parts` that score its answers."""
         return [{"name": SHAPES[self.shape].verifier}]
 
 
@@ -411,30 +408,30 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def get_benchmark(name: str) -> Benchmark:
-    """The benchmark of a name; an unknown one is an error that lists them."""
+    """The benchmark with this name; an unknown name is an error that lists the benchmarks."""
     if name not in BENCHMARKS:
         raise unknown_name_error("benchmark", name, BENCHMARKS)
     return BENCHMARKS[name]
 
 
 def find_benchmark_file(name: str, folder: Path | None) -> Path:
-    """The file of a benchmark in a folder, or in that of `BURNISH_DATA`."""
+    """Find the file of a benchmark in a folder, or in the folder of `BURNISH_DATA`."""
     files = get_benchmark(name).files
     given = folder or (Path(os.environ[FOLDER_VARIABLE]) if os.environ.get(FOLDER_VARIABLE) else None)
     if given is None:
         raise UserError(
-            f"where are the files of {name}? give the folder with --data-dir, or in the environment variable {FOLDER_VARIABLE}"
+            f"no folder given for the files of {name}: give it with --data-dir, or in the environment variable {FOLDER_VARIABLE}"
         )
     if not given.is_dir():
-        raise UserError(f"{given} is no folder; the files of {name} are looked for in it")
+        raise UserError(f"{given} is not a folder; it should contain the files of {name}")
     found = look_for_benchmark_file(name, given)
     if found is None:
-        raise UserError(f"{given} holds no file of {name}; looked for {', '.join(files)}")
+        raise UserError(f"{given} has no file of {name}; looked for {', '.join(files)}")
     return found
 
 
 def look_for_benchmark_file(name: str, folder: Path) -> Path | None:
-    """The file of a benchmark in a folder, if it is there."""
+    """The file of a benchmark in a folder, or None."""
     for pattern in get_benchmark(name).files:
         found = sorted(path for path in folder.glob(pattern) if path.is_file())
         if found:
@@ -443,7 +440,7 @@ def look_for_benchmark_file(name: str, folder: Path) -> Path | None:
 
 
 def benchmark_source(name: str, folder: Path | None) -> dict[str, Any]:
-    """The data source of a benchmark, as a config spells it."""
+    """The data source of a benchmark, in the form of the config."""
     row = get_benchmark(name)
     source = {"path": str(find_benchmark_file(name, folder)), "shape": row.shape, "name": row.name}
     return {**source, **({"split": row.split} if row.split else {})}

@@ -103,7 +103,7 @@ def question_column(record: Mapping[str, Any], where: str, wanted: str) -> str |
         return "instruction"
     if len(found) > 1:
         raise UserError(
-            f"{where}: {' and '.join(map(repr, found))} could both be the prompt; name one with prompt_key, or rename it to 'prompt'"
+            f"{where}: {' and '.join(map(repr, found))} could each be the prompt; name one with prompt_key, or rename it to 'prompt'"
         )
     return found[0] if found else None
 
@@ -136,7 +136,7 @@ def completion_column(record: Mapping[str, Any], where: str) -> str | None:
     found = [key for key in COMPLETION_COLUMNS if record.get(key) is not None]
     if len(found) > 1:
         raise UserError(
-            f"{where}: {' and '.join(map(repr, found))} could both be the completion; rename the right one to 'completion'"
+            f"{where}: {' and '.join(map(repr, found))} could each be the completion; rename the right one to 'completion'"
         )
     if not found and "prompt" not in record and isinstance(record.get("answer"), str):
         return "answer"

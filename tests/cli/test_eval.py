@@ -174,7 +174,7 @@ def test_scorers_that_all_fail_are_an_exit_and_not_a_zero(model: Path, capsys: p
         (["mine.jsonl", "--reward", "exact", "--out", "mine.jsonl"], "is the data itself"),
         (["task:sort_digits", "--out", "mine.jsonl"], "mine.jsonl exists; give --force"),
         (["gsm8l"], "did you mean 'gsm8k'"),
-        (["gsm8k", "--data-dir", "."], "holds no file of gsm8k"),
+        (["gsm8k", "--data-dir", "."], "has no file of gsm8k"),
         (["task:sort_digits", "task:addition", "--out", "x.jsonl"], "there are 2 data sets"),
         (["task:sort_digits", "--best-by", "task"], "--best-by chooses among several samples"),
         (

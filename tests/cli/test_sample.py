@@ -124,7 +124,7 @@ def test_another_architecture_prints_whole_and_says_why(tmp_path: Path, capsys: 
         (["1>", "--n", "0"], "--n 0: expected 1 or more"),
         (["1>", "--top-p", "2"], "top_p: got 2.0"),
         (["1>", "--template", "chat"], "has no chat template"),
-        (["1>", "--system", "be kind"], "template.system belongs to chat templates"),
+        (["1>", "--system", "be kind"], "template.system is for chat templates"),
         (["1" * 40 + ">"], "41 tokens, but the model is made for 32 positions"),
     ],
 )

@@ -94,7 +94,7 @@ def test_an_authors_log_probs_come_along_and_must_fit(tmp_path: Path, tokenizer:
         short.scan(stream.rows())
     bare, stream = traces_of(tmp_path, tokenizer, [{"prompt": "11>", "completion": "1"}])
     bare.needs_logp = True
-    with pytest.raises(UserError, match="no `logp`, and algorithm"):
+    with pytest.raises(UserError, match="no `logp`, but algorithm"):
         bare.scan(stream.rows())
 
 
@@ -113,7 +113,7 @@ def test_answers_that_are_too_long_are_left_out_and_named(tmp_path: Path, tokeni
         ([{"prompt": "99>", "completion": "9"}], "none of 6 training prompts has a demonstration"),
         ([{"prompt": "11>"}], "a demonstration needs `completion`"),
         ([{"completion": "1"}], "a demonstration needs `completion`"),
-        ([{"messages": [{"role": "user", "content": "11>"}]}], "should end with the assistant's answer"),
+        ([{"messages": [{"role": "user", "content": "11>"}]}], "should end with an assistant message"),
         ([{"prompt": "11>", "completion": "1", "logp": [0.5, 0]}], "logp should be a list of log-probs"),
         ([{"prompt": "11>", "completion": "x"}], "shown.jsonl"),
     ],
@@ -135,7 +135,7 @@ def test_a_task_shows_its_train_side_alone(tokenizer: Tokenizer) -> None:
     data = Data.model_validate({"train": {"task": "sort_digits"}, "demonstrations": source})
     assert sum(map(len, demonstrations_by_prompt(data.demonstrations, 0, None).values())) == 4
     held_out = Data.model_validate({"train": {"task": "sort_digits"}, "demonstrations": {**source, "split": "test"}})
-    with pytest.raises(UserError, match="demonstrations come from the train side only; leave split out"):
+    with pytest.raises(UserError, match="demonstrations come from the train split only; remove split"):
         PromptDemonstrations(held_out, tokenizer, 8, 0, None)
 
 
@@ -157,5 +157,5 @@ def test_a_prompt_says_more_than_an_id_which_may_be_the_files_own(tmp_path: Path
     ]
     traces, _ = traces_of(tmp_path, tokenizer, rows, demonstrations_per_group=1)
     assert set(traces._found) == {prompt_key("16>"), prompt_key("12>")}
-    with pytest.raises(UserError, match="a demonstration needs `completion` and"):
+    with pytest.raises(UserError, match="a demonstration needs `completion`, and"):
         traces_of(tmp_path, tokenizer, [{"id": None, "completion": "6"}], demonstrations_per_group=1)

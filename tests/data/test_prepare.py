@@ -133,7 +133,7 @@ def test_a_saved_data_set_is_read_by_split_and_compared_with_its_test_split(tmp_
     assert (manifest["output"]["rows"], manifest["overlap"][0]["exact"]) == (3, 1)
     assert [row.answer for row in read_rows(Source(path=str(out)))] == ["0", "1", "2"]
     assert prepare(PrepareOptions("gsm8k", saved, split="test"), out)[0]["overlap"] == []
-    with pytest.raises(UserError, match="holds the splits train, test; choose one with --split"):
+    with pytest.raises(UserError, match="has the splits train, test; choose one with --split"):
         prepare(PrepareOptions("gsm8k", saved), out)
     alone, _ = prepare(PrepareOptions("gsm8k", f"{saved}/train"), tmp_path / "alone.parquet")
     assert alone["output"]["rows"] == 3
@@ -184,8 +184,8 @@ def test_the_command_prints_counts_checksum_and_recipe(tmp_path: Path, capsys: p
     assert "is up to date: 3 rows, nothing to do" in capsys.readouterr().out
     for wrong, words in (
         (["data", "prepare", "gsm9k", source, str(out)], "did you mean 'gsm8k'"),
-        ([*arguments, "--split", "train"], "a file of gsm8k is its own split"),
-        ([*arguments[:-1], str(tmp_path / "t.csv")], "give it the ending .parquet"),
+        ([*arguments, "--split", "train"], "each file of gsm8k is one split"),
+        ([*arguments[:-1], str(tmp_path / "t.csv")], "should be a .parquet file"),
         ([*arguments, "--ngram", "1"], "expected 2 words or more"),
     ):
         assert cli.main(wrong) == 2

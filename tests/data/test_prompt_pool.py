@@ -88,7 +88,7 @@ def test_a_conversation_gets_it_behind_what_the_user_says_last() -> None:
     asked = with_suffix(CONVERSATION, " !", "row 1")
     assert asked == [*CONVERSATION[:3], {"role": "user", "content": "last !", "name": "x"}, CONVERSATION[4]]
     assert json.dumps(CONVERSATION) == before
-    with pytest.raises(UserError, match="row 1: no message is the user's"):
+    with pytest.raises(UserError, match="row 1: no message has the role user"):
         with_suffix([CONVERSATION[0]], " !", "row 1")
 
 

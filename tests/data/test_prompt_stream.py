@@ -183,9 +183,9 @@ def test_a_plugin_sampler_decides_the_order(folder: Path) -> None:
     ("sampler", "message"),
     [
         ("shufle", "did you mean 'shuffle'"),
-        ("mine.py:nothing", "gave no index at all"),
-        ("mine.py:outside", r"gave index 3 for three\.jsonl; expected whole numbers in 0\.\.2"),
-        ("mine.py:words", "gave index 'a'"),
+        ("mine.py:nothing", "returned no index"),
+        ("mine.py:outside", r"returned index 3 for three\.jsonl; expected whole numbers in 0\.\.2"),
+        ("mine.py:words", "returned index 'a'"),
         ("mine.py:number", "is not a function"),
     ],
 )
@@ -201,7 +201,7 @@ def test_two_sources_of_one_name_and_changed_data_are_errors(folder: Path, tmp_p
     with pytest.raises(UserError, match=r"drew from ten\.jsonl, the config now names three\.jsonl"):
         stream(folder, {"path": "three.jsonl"}).restore(state)
     write(tmp_path / "ten.jsonl", ["1"])
-    with pytest.raises(UserError, match=r"had 10 rows when the run was saved, now 1"):
+    with pytest.raises(UserError, match=r"had 10 rows when the run was saved, and has 1 now"):
         stream(tmp_path, {"path": "ten.jsonl"}).restore(state)
 
 
@@ -214,7 +214,7 @@ def test_data_of_the_same_length_that_says_something_else_is_an_error(tmp_path: 
     stream(tmp_path, {"path": "data.jsonl"}).restore(state)
     rows[2][column] = "9"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=r"the rows of data\.jsonl are not those of when the run was saved"):
+    with pytest.raises(UserError, match=r"the rows of data\.jsonl have changed since the run was saved"):
         stream(tmp_path, {"path": "data.jsonl"}).restore(state)
 
 

@@ -195,14 +195,14 @@ def test_a_file_is_found_by_its_usual_names_in_the_order_given(tmp_path: Path) -
 
 def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    with pytest.raises(UserError, match=f"where are the files of amc.*--data-dir.*{FOLDER_VARIABLE}"):
+    with pytest.raises(UserError, match=f"no folder given for the files of amc.*--data-dir.*{FOLDER_VARIABLE}"):
         find_benchmark_file("amc", None)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    with pytest.raises(UserError, match=r"holds no file of amc; looked for amc_test\.jsonl"):
+    with pytest.raises(UserError, match=r"has no file of amc; looked for amc_test\.jsonl"):
         find_benchmark_file("amc", None)
     (tmp_path / "amc_rllm.json").write_text("[]")
     assert find_benchmark_file("amc", None) == tmp_path / "amc_rllm.json"
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         find_benchmark_file("amc", tmp_path / "amc_rllm.json")
 
 

@@ -103,7 +103,7 @@ def test_a_parquet_file_damaged_anywhere_is_one_line(tmp_path: Path) -> None:
             refused.append(str(error))
     assert len(refused) > 3
     for said in refused:
-        assert re.search(r"a\.parquet(, behind row \d+)?: not a readable parquet file: [^\n]+$", said)
+        assert re.search(r"a\.parquet(, after row \d+)?: not a readable parquet file: [^\n]+$", said)
 
 
 def test_text_that_is_not_utf8_and_missing_files_are_errors(tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ def test_a_row_that_a_model_scores_may_have_no_answer(tmp_path: Path) -> None:
         ({"prompt": [SYSTEM, MESSAGE], "system": "s"}, "are both system messages"),
         (
             {"prompt": "<image> x", "images": [{"bytes": "iVBO"}]},
-            "column 'images' has a value, and burnish trains on text",
+            "column 'images' has a value, but burnish trains on text",
         ),
         ({"prompt": "<video> x", "videos": ["a.mp4"]}, "column 'videos' has a value"),
-        ({"prompt": "x", "chat_template_kwargs": {"enable_thinking": False}}, "give them as template.kwargs"),
-        ({"prompt": "x", "enable_thinking": False}, "column 'enable_thinking' has arguments of the chat template"),
+        ({"prompt": "x", "chat_template_kwargs": {"enable_thinking": False}}, "set template.kwargs"),
+        ({"prompt": "x", "enable_thinking": False}, "column 'enable_thinking' has chat template arguments"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]},
             r"prompt\[0\]\.content\[0\] is a block of type 'image'",
@@ -267,11 +267,11 @@ def test_a_bad_parquet_row_names_file_and_row(tmp_path: Path) -> None:
         ({"messages": [MESSAGE]}, "no assistant turn"),
         ({"messages": "x"}, "messages should be a list of messages"),
         ({"prompt": "x", "response": "a", "output": "b"}, "'response' and 'output' could each be the completion"),
-        ({"text": " "}, "text should be a text to learn"),
+        ({"text": " "}, "text should be a non-empty text"),
         ({"messages": [MESSAGE, SAID], "tools": [{"name": "f"}]}, "column 'tools' asks for tools or an agent"),
         (
             {"messages": [MESSAGE, {**SAID, "weight": 0}]},
-            r"messages\[1\]\.weight says that this turn is not to be learnt",
+            r"messages\[1\]\.weight excludes this turn from training",
         ),
         ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "column 'images' has a value"),
     ],

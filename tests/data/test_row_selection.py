@@ -114,7 +114,7 @@ def test_options_without_effect_and_scores_of_another_file_are_refused(
     assert "no effect without" in refused(rows, out, "--scores", scores)
     assert "expected 1 or more" in refused(rows, out, "--scores", scores, "--agree", 0)
     assert "expected shares" in refused(rows, out, "--scores", scores, "--pass-rate", 10, 90)
-    assert "the first is the lowest" in refused(rows, out, "--words", 9, 2)
+    assert "the first number should not be above the second" in refused(rows, out, "--words", 9, 2)
     write(tmp_path / "swapped.jsonl", read(rows)[::-1])
     assert "scores are of another file" in refused(tmp_path / "swapped.jsonl", out, "--scores", scores, "--agree", 1)
     write(tmp_path / "few.jsonl", read(rows)[:2])
@@ -151,7 +151,7 @@ def test_buckets_are_a_column_that_the_curriculum_reads(rows: Path, tmp_path: Pa
     assert found == [(0, 1.0, 1), (1, 0.75, 1), (2, 0.5, 0), (3, 0.25, 0), (4, 0.0, 0)]
     assert "curriculum: {name: easy_to_hard, column: difficulty, buckets: 2}" in capsys.readouterr().out
     assert run_command("bucket", out, tmp_path / "again.jsonl", "--scores", scores) == 2
-    assert "there is a column 'difficulty' already" in capsys.readouterr().err
+    assert "the column 'difficulty' exists already" in capsys.readouterr().err
 
 
 def test_a_run_says_how_hard_its_rows_were_and_the_next_one_goes_from_easy_to_hard(
@@ -177,7 +177,7 @@ def test_a_run_says_how_hard_its_rows_were_and_the_next_one_goes_from_easy_to_ha
     error = capsys.readouterr().err
     assert "not trained on a file called bucketed.jsonl" in error
     assert "no such file: rows.jsonl" in error
-    assert "name it with --data" in error
+    assert "give its path with --data" in error
 
 
 def test_rows_that_overlap_a_test_set_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ def test_a_tasks_demonstrations_are_examples() -> None:
         assert answer == "".join(sorted(digits))
         assert example.mask == [False] * (len(digits) + 1) + [True] * (len(digits) + 1)
     assert len(load_examples([source.model_copy(update={"limit": 7})], tokenizer, Template(), 64, "error")[0]) == 7
-    with pytest.raises(UserError, match="train side only"):
+    with pytest.raises(UserError, match="train split only"):
         load_examples([source.model_copy(update={"split": "test"})], tokenizer, Template(), 64, "error")
 
 

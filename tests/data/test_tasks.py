@@ -118,7 +118,7 @@ def test_demonstrations_are_2000_by_default_and_follow_the_seed() -> None:
 def test_addition_is_asked_as_the_prompt_says() -> None:
     task = make_task("addition", {"prompt": "What is {a} + {b}?"}, 0)
     assert task.row("test", 0).prompt == "What is 306 + 9?"
-    with pytest.raises(UserError, match=r"the prompt .* must say"):
+    with pytest.raises(UserError, match=r"the prompt .* must contain"):
         make_task("addition", {"prompt": "add {a}!"}, 0)
 
 

@@ -64,8 +64,8 @@ def test_r1_zero_asks_for_tags_and_ends_with_the_assistant() -> None:
     ("tokenizer", "prompt", "template", "message"),
     [
         (plain_tokenizer, "x", {"kind": "chat"}, "the tokenizer has no chat template"),
-        (plain_tokenizer, "x", {"system": "s"}, r"template\.system belongs to chat templates"),
-        (chat_tokenizer, "x", {"kind": "plain", "kwargs": {"think": True}}, r"template\.kwargs belongs to chat"),
+        (plain_tokenizer, "x", {"system": "s"}, r"template\.system is for chat templates"),
+        (chat_tokenizer, "x", {"kind": "plain", "kwargs": {"think": True}}, r"template\.kwargs is for chat"),
         (chat_tokenizer, "x", {"text": "r1-zero"}, r"set template\.kind=plain"),
         (chat_tokenizer, "x", {"kwargs": {"thinking": True}}, r"template\.kwargs\.thinking has no effect"),
         (chat_tokenizer, "x", {"kwargs": {"add_generation_prompt": False}}, "has no effect"),

@@ -99,7 +99,7 @@ def test_an_unknown_benchmark_and_one_without_a_file_say_what_to_do(monkeypatch:
     with pytest.raises(UserError, match="--data-dir"):
         made("gsm8k")
     monkeypatch.setenv("BURNISH_DATA", ".")
-    with pytest.raises(UserError, match="holds no file of gsm8k"):
+    with pytest.raises(UserError, match="has no file of gsm8k"):
         made("gsm8k")
 
 

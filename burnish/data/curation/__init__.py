@@ -1,1 +1,1 @@
-"""The `burnish data` commands: filtering, decontamination, selection."""
+"""The `burnish data` commands: preparing, filtering, selecting and decontaminating data sets."""

@@ -1,6 +1,7 @@
-"""`burnish data decontaminate`: rows that share a run of words with a test set, or its whole question, go.
+"""`burnish data decontaminate`: drops rows whose question is in a test set, or shares a run of words with one of its questions.
 
-GPT-3's authors took 13 words in a row for the mark of contamination (Brown et al. 2020, 2005.14165).
+Texts are compared as words, without case and punctuation. A common run of 13 words counts as contamination, as for GPT-3 (Brown et al.
+2020, 2005.14165, appendix C).
 """
 
 from __future__ import annotations
@@ -37,18 +38,13 @@ from burnish.data.published_datasets import (
 from burnish.data.published_datasets import question_of as stated_question
 from burnish.run.durable_files import checksums
 
-# --- Which training questions are in a test set: the same words exactly, or a run of words in common.
-#
-# Texts are compared as words, folded to one case and without punctuation. A common run of 13 words is the mark of
-# contamination that GPT-3's authors used (Brown et al. 2020, 2005.14165, appendix C).
-
 NGRAM_WORDS = 13
 WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """A training question with what it shares with a test question; `words` is None where they are the same."""
+    """A training and a test question, by index, with the words that they share; None if the questions are the same."""
 
     train: int
     test: int
@@ -56,12 +52,12 @@ class Overlap:
 
 
 def comparable_words(text: str) -> list[str]:
-    """The words of a text, as they are compared."""
+    """The words of a text for comparison: normalised, without case and punctuation."""
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def find_overlap(train: Sequence[str], test: Sequence[str], ngram: int = NGRAM_WORDS) -> list[Overlap]:
-    """The training questions that overlap a test question, each with the first it does, by their indices."""
+    """The training questions that overlap with a test question, each with the first such test question."""
     whole: dict[str, int] = {}
     runs: dict[str, int] = {}
     for index, text in enumerate(test):
@@ -83,12 +79,12 @@ def find_overlap(train: Sequence[str], test: Sequence[str], ngram: int = NGRAM_W
 
 
 def word_ngrams(words: Sequence[str], length: int) -> Iterator[str]:
-    """Every run of so many words in a row."""
+    """Every run of `length` consecutive words."""
     return (" ".join(words[at : at + length]) for at in range(len(words) - length + 1))
 
 
 def count_repeated(texts: Sequence[str]) -> int:
-    """How many texts say the same as one before them."""
+    """How many texts repeat an earlier one."""
     return len(texts) - len({" ".join(comparable_words(text)) for text in texts})
 
 
@@ -101,7 +97,7 @@ def decontaminate(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the rows that overlap none of the test sets; each is a benchmark's name, a file, or `SHAPE:FILE`."""
+    """Write the rows that overlap none of the test sets. Each test set is a benchmark's name, a file, or `SHAPE:FILE`."""
     if ngram < 2:
         raise UserError(f"--ngram {ngram}: expected 2 words or more")
     if not against:
@@ -118,7 +114,7 @@ def decontaminate(
 
 
 def resolve_test_set(text: str, folder: Path | None) -> tuple[str, str | None, list[Path]]:
-    """A test set's name, the shape of its rows where it has one, and its files."""
+    """The name of a test set, the shape of its rows if it has one, and its files."""
     if text in BENCHMARKS:
         return text, get_benchmark(text).shape, [find_benchmark_file(text, folder)]
     head, _, rest = text.partition(":")
@@ -129,7 +125,7 @@ def resolve_test_set(text: str, folder: Path | None) -> tuple[str, str | None, l
 
 
 def read_test_questions(name: str, shape: str | None, files: list[Path]) -> list[tuple[str, str]]:
-    """Where each question of a test set stands, and the question."""
+    """The questions of a test set, each with its place."""
     split = BENCHMARKS[name].split if name in BENCHMARKS else None
     located = [located for file in files for located in read_records(str(file))]
     if shape is not None:
@@ -138,7 +134,7 @@ def read_test_questions(name: str, shape: str | None, files: list[Path]) -> list
 
 
 def _question(where: str, record: Record, shape: str | None = None) -> str:
-    """What a row asks, whatever else it is for: to be answered, imitated or preferred; one without an answer asks too."""
+    """The question of a row of any kind: for rollouts, supervised or preference data, also without an answer."""
     if shape is not None:
         with suppress(UnusableRow):
             return str(to_verl_layout(record, where, shape)["extra_info"]["question"])

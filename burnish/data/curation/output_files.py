@@ -1,8 +1,7 @@
-"""What a `burnish data` command writes: rows as jsonl or parquet, and a manifest beside them.
+"""The output of a `burnish data` command: rows as jsonl or parquet, and a manifest next to them.
 
-The output is a function of the sources' bytes and the options. The manifest has the checksums of both ends, so the same
-command again finds its output up to date and leaves it alone; a file that no such command wrote is never replaced unless
-that is asked for.
+The output depends only on the bytes of the sources and on the options. The manifest has the checksums of sources and output, so the same
+command finds its output up to date and does nothing. A file that no such command wrote is never replaced without --force.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from burnish.data.files import Record
 from burnish.run.durable_files import atomic_write, sha256
 
 FORMAT = 1
-"""Counts changes of what the commands write: a file of another number is made again."""
+"""Version of what the commands write. A file of another version is written again."""
 SUFFIXES = (".jsonl", ".parquet")
 NUM_SHOWN = 5
 REPORT_EVERY_S = 2.0
 ProgressReport = Callable[[str], None]
-"""Says how far a command is."""
+"""Reports the progress of a command."""
 T = TypeVar("T")
 
 
 @dataclass
 class KeptRows:
-    """Rows on their way through the steps of a command: those still there, and why the others are not."""
+    """The rows that a command keeps, and why the others were dropped."""
 
     records: list[Record]
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """Places of the first rows dropped for each reason."""
+    """Places of the first rows that were dropped, by reason."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else the manifest tells."""
+    """Further entries of the manifest."""
 
     def drop(self, reason: str, where: str) -> None:
-        """Count a row that is left out."""
+        """Count a dropped row."""
         self.dropped[reason] += 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < NUM_SHOWN:
@@ -50,16 +49,16 @@ class KeptRows:
 
 
 def short_place(where: str) -> str:
-    """Where a row stands, without the folder of its file."""
+    """The place of a row, without the folder of its file."""
     return Path(where).name
 
 
 def no_progress(text: str) -> None:
-    """A report nobody wants."""
+    """Report nothing."""
 
 
 def with_progress(things: Sequence[T], what: str, report: ProgressReport) -> Iterator[T]:
-    """The things, with a word every few seconds on how many there have been."""
+    """Iterate, and report every few seconds how many items are done."""
     last = time.monotonic()
     for index, thing in enumerate(things):
         if time.monotonic() - last > REPORT_EVERY_S:
@@ -75,19 +74,16 @@ def write_output(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Have the rows made and write them with their manifest; gives the manifest, and whether anything had to be written."""
+    """Make the rows and write them with their manifest; return the manifest and whether anything was written."""
     if out.suffix not in SUFFIXES:
-        raise UserError(f"{out}: the output is {' or '.join(SUFFIXES)}; give it one of these endings")
+        raise UserError(f"{out}: the output should be {' or '.join(SUFFIXES)}")
     asked = json.loads(json.dumps({"format": FORMAT, **asked}))
-    old = read_manifest(out)
-    if old is not None and old.get("asked") == asked and out.is_file() and sha256(out) == old["output"]["sha256"]:
-        return old, False
-    if old is None and out.exists() and not force:
-        raise UserError(f"{out} exists and was not written by this command; give --force to replace it")
+    if (up_to_date := up_to_date_manifest(out, asked, force)) is not None:
+        return up_to_date, False
     kept = make(report)
     if not kept.records:
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in kept.dropped.items())
-        raise UserError(f"no row is left for {out}: {reasons or 'there was none'}; nothing was written")
+        raise UserError(f"no row is left for {out}: {reasons or 'the source has no rows'}; nothing was written")
     content = encode_rows(kept.records, out.suffix)
     manifest = {
         "asked": asked,
@@ -100,15 +96,25 @@ def write_output(
     return manifest, True
 
 
+def up_to_date_manifest(out: Path, asked: dict[str, Any], force: bool) -> dict[str, Any] | None:
+    """The manifest of an output that is up to date, else None. A file without a manifest is an error unless `force`."""
+    old = read_manifest(out)
+    if old is not None and old.get("asked") == asked and out.is_file() and sha256(out) == old["output"]["sha256"]:
+        return old
+    if old is None and out.exists() and not force:
+        raise UserError(f"{out} exists and was not written by this command; give --force to replace it")
+    return None
+
+
 def write_pair(out: Path, content: bytes, manifest: dict[str, Any]) -> None:
-    """The file, then its manifest: one that is there always speaks of the file beside it, or of none that matches."""
+    """Write the file, then its manifest, so that a manifest never describes a file that was not written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, content)
     atomic_write(manifest_path(out), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
 def encode_rows(records: Sequence[Record], suffix: str) -> bytes:
-    """The file: the same rows give the same bytes. A key that some rows lack is null in parquet's columns."""
+    """The bytes of the file; the same rows give the same bytes. In parquet, a missing key is null."""
     if suffix == ".jsonl":
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
         return "".join(lines).encode("utf-8", "replace")
@@ -122,19 +128,19 @@ def encode_rows(records: Sequence[Record], suffix: str) -> bytes:
         table = pyarrow.table(columns)
     except pyarrow.ArrowException as error:
         raise UserError(
-            f"the rows do not fit into parquet, whose columns have one type each ({error}); give the output the ending .jsonl"
+            f"the rows do not fit into parquet, whose columns have one type each ({error}); write a .jsonl file instead"
         ) from error
     pyarrow.parquet.write_table(table, sink, compression="zstd")
     return bytes(sink.getvalue())
 
 
 def manifest_path(out: Path) -> Path:
-    """Where the manifest of a file lies."""
+    """The path of a file's manifest."""
     return out.with_name(out.name + ".manifest.json")
 
 
 def read_manifest(out: Path) -> dict[str, Any] | None:
-    """The manifest of a file, or None where there is none."""
+    """The manifest of a file, or None if it has none."""
     path = manifest_path(out)
     if not path.is_file():
         return None
@@ -146,7 +152,7 @@ def read_manifest(out: Path) -> dict[str, Any] | None:
 
 
 def summary(manifest: dict[str, Any], out: Path, is_new: bool) -> list[str]:
-    """What a person wants to know of any command's output, a line each."""
+    """The lines that a command prints about its output."""
     output = manifest["output"]
     first = (
         f"{out}: {output['rows']:,} rows" if is_new else f"{out} is up to date: {output['rows']:,} rows, nothing to do"
@@ -159,7 +165,7 @@ def summary(manifest: dict[str, Any], out: Path, is_new: bool) -> list[str]:
 
 
 def aligned_table(header: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "  ") -> list[str]:
-    """Aligned columns: the first to the left, the others to the right."""
+    """A text table: the first column left-aligned, the others right-aligned."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     return [

@@ -1,8 +1,8 @@
-"""`burnish data prepare`: a published data set becomes one parquet file with a manifest beside it.
+"""`burnish data prepare`: converts a published data set to one parquet file with a manifest next to it.
 
-The file is a function of the source's bytes and the options: preparing twice gives the same bytes, and what is up to date is
-left alone. The manifest has the checksums of source and output, how many rows were read, used and left out for which
-reason, and how much of it overlaps a test set.
+The file depends only on the bytes of the source and on the options. Preparing twice gives the same bytes, and a file that is up to date is
+left alone. The manifest has the checksums of source and output, the number of rows read and used, the reasons why rows were left out, and
+the overlap with test sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.curation.decontamination import NGRAM_WORDS, Overlap, count_repeated, find_overlap
-from burnish.data.curation.output_files import read_manifest, write_pair
+from burnish.data.curation.output_files import NUM_SHOWN, short_place, up_to_date_manifest, write_pair
 from burnish.data.files import READERS, WHOLE_SPLIT, Record, choose_split, file_format, find_files, find_splits
 from burnish.data.published_datasets import (
     DatasetShape,
@@ -29,29 +29,28 @@ from burnish.data.published_datasets import (
 from burnish.run.durable_files import checksums, sha256
 
 FORMAT = 1
-"""Counts changes of what is written: a file of another number is prepared again."""
-NUM_SHOWN = 5
+"""Version of what is written. A file of another version is prepared again."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to prepare."""
+    """Options of `burnish data prepare`."""
 
     name: str
     source: str
     split: str | None = None
     config: str | None = None
-    """The configuration of a snapshot that has several."""
+    """The configuration of a snapshot with several."""
     against: tuple[str, ...] = ()
-    """Test sets to compare with: a path, or `NAME:PATH` where it has another shape."""
+    """Test sets to compare with: a path, or `NAME:PATH` for another shape."""
     ngram: int = NGRAM_WORDS
     drop: str | None = None
-    """Which overlapping rows are left out: `exact`, or `any`."""
+    """Which overlapping rows to leave out: `exact` or `any`; None leaves none out."""
 
 
 @dataclass
 class PreparedRows:
-    """What a source gave."""
+    """The usable rows of a source, and why others were dropped."""
 
     records: list[Record] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
@@ -64,17 +63,14 @@ class PreparedRows:
 
 
 def prepare(wanted: PrepareOptions, out: Path, force: bool = False) -> tuple[dict[str, Any], bool]:
-    """Write the parquet file and its manifest; gives the manifest, and whether anything had to be written."""
+    """Write the parquet file and its manifest; return the manifest and whether anything was written."""
     if out.suffix != ".parquet":
-        raise UserError(f"{out}: the output is a parquet file; give it the ending .parquet")
+        raise UserError(f"{out}: the output should be a .parquet file")
     shape, files = get_shape(wanted.name), source_files(wanted)
     tests = find_test_sets(wanted, files)
     asked = _output_key(wanted, files, tests)
-    old = read_manifest(out)
-    if old is not None and old.get("asked") == asked and out.is_file() and sha256(out) == old["output"]["sha256"]:
-        return old, False
-    if old is None and out.exists() and not force:
-        raise UserError(f"{out} exists and was not written by this command; give --force to replace it")
+    if (up_to_date := up_to_date_manifest(out, asked, force)) is not None:
+        return up_to_date, False
     rows = read_source(wanted, files)
     repeated, overlaps = count_repeated(rows.questions), []
     for label, test_files in tests:
@@ -96,11 +92,11 @@ def prepare(wanted: PrepareOptions, out: Path, force: bool = False) -> tuple[dic
     return manifest, True
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def source_files(wanted: PrepareOptions) -> list[Path]:
-    """The files of the source: one, a glob, or a folder of `datasets` with the split asked for."""
+    """The files of the source: one file, a glob, or a folder of `datasets` with the requested split."""
     return _files(wanted.source, wanted.name, wanted.split, wanted.config)
 
 
@@ -108,19 +104,20 @@ def _files(source: str, name: str, split: str | None, config: str | None) -> lis
     if Path(source).is_dir():
         splits = find_splits(Path(source), config)
         if get_shape(name).splits and list(splits) == [WHOLE_SPLIT]:
-            return splits[WHOLE_SPLIT]  # the shape tells the splits of one file apart
+            return splits[WHOLE_SPLIT]  # the shape can tell the splits of one file apart
         return choose_split(splits, split, source)[1]
     if config is not None:
-        raise UserError(f"--config chooses a folder of a snapshot; {source} is a file")
+        raise UserError(f"--config chooses a folder of a snapshot, but {source} is a file")
     if split is not None and split not in get_shape(name).splits:
-        raise UserError(f"--split {split}: a file of {name} is its own split; leave it out")
+        raise UserError(f"--split {split}: each file of {name} is one split; remove the option")
     return find_files(source)
 
 
 def find_test_sets(wanted: PrepareOptions, files: Sequence[Path]) -> list[tuple[str, list[Path]]]:
     """The test sets to compare with, each as its shape and files.
 
-    Those named, a folder's own test split, and beside a file the benchmarks that should not be in such data.
+    These are the given ones, the test split of a source folder, and, in the folder of a source file, benchmarks that the data must not
+    overlap.
     """
     found: list[tuple[str, list[Path]]] = []
     for text in wanted.against:
@@ -135,7 +132,7 @@ def find_test_sets(wanted: PrepareOptions, files: Sequence[Path]) -> list[tuple[
     else:
         beside = ((name, look_for_benchmark_file(name, files[0].parent)) for name in get_shape(wanted.name).tests)
         found += [(name, [path]) for name, path in beside if path is not None]
-    # A test set is not compared with itself; of a file that holds several splits the others are.
+    # A test set is not compared with itself, but one split of a file is compared with the test split of that file.
     is_part = wanted.split != "test" and wanted.split in get_shape(wanted.name).splits
     kept = [(name, paths) for name, paths in found if is_part or not _same(paths, files)]
     return [test for index, test in enumerate(kept) if test not in kept[:index]]
@@ -146,7 +143,7 @@ def _same(paths: Sequence[Path], others: Sequence[Path]) -> bool:
 
 
 def read_source(wanted: PrepareOptions, files: Sequence[Path]) -> PreparedRows:
-    """All usable rows, and what was left out for which reason."""
+    """Read all usable rows, and count the others by reason."""
     rows, shape = PreparedRows(files=list(files)), get_shape(wanted.name)
     split = wanted.split if wanted.split in shape.splits else None
     for path in files:
@@ -166,7 +163,7 @@ def read_source(wanted: PrepareOptions, files: Sequence[Path]) -> PreparedRows:
 
 
 def remove_overlap(rows: PreparedRows, wanted: PrepareOptions, name: str, files: Sequence[Path]) -> dict[str, Any]:
-    """How the rows overlap one test set; those that do are taken out where that was asked for."""
+    """Report the overlap of the rows with one test set, and remove overlapping rows if `drop` says so."""
     test = read_source(PrepareOptions(name, "", "test" if "test" in get_shape(name).splits else None), files)
     matches = find_overlap(rows.questions, test.questions, wanted.ngram)
     exact = [match for match in matches if match.words is None]
@@ -187,15 +184,15 @@ def remove_overlap(rows: PreparedRows, wanted: PrepareOptions, name: str, files:
 
 
 def _shown(match: Overlap, rows: PreparedRows, test: PreparedRows) -> dict[str, str]:
-    train, held_out = Path(rows.places[match.train]).name, Path(test.places[match.test]).name
+    train, held_out = short_place(rows.places[match.train]), short_place(test.places[match.test])
     return {"row": train, "test_row": held_out, "shared": match.words or "the whole question"}
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def parquet_bytes(records: Sequence[Record]) -> bytes:
-    """The file: the same rows give the same bytes."""
+    """The bytes of the file; the same rows give the same bytes."""
     import pyarrow
     import pyarrow.parquet
 
@@ -206,14 +203,14 @@ def parquet_bytes(records: Sequence[Record]) -> bytes:
 
 
 def recipe_lines(shape: DatasetShape, file: str) -> str:
-    """The lines of a recipe that train on the file with its verifier."""
+    """The lines of a recipe for training on the file with its verifier."""
     return f"data:\n  train: {{path: {file}}}\nreward:\n  parts: {shape.verifier}\n"
 
 
 def _output_key(
     wanted: PrepareOptions, files: Sequence[Path], tests: Sequence[tuple[str, list[Path]]]
 ) -> dict[str, Any]:
-    """All that decides the output, without the names of folders."""
+    """Everything that determines the output, without the names of folders."""
     options = {key: value for key, value in asdict(wanted).items() if key not in ("source", "against")}
     return {
         "format": FORMAT,

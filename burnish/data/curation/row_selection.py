@@ -1,6 +1,11 @@
-"""`burnish data filter`: rows that are too easy, too hard, mislabelled, contradictory, repeated or of the wrong length go.
+"""Selects rows by how they were answered: `burnish data filter`, `impact` and `bucket`.
 
-Every criterion that is asked for is applied in one fixed order, and a row is counted under the first that drops it.
+filter   drops rows that are too easy, too hard, mislabelled, contradictory, repeated or of the wrong length. The criteria are applied in one
+         fixed order, and a row counts under the first that drops it.
+impact   keeps the rows of a run's training data whose rewards followed the run's own learning curve. Every epoch gives a prompt one number,
+         the mean of its samples; a prompt whose numbers move like the average of all prompts taught the policy something. Scores and
+         threshold are those of LIMR (Li et al. 2025, 2502.11886).
+bucket   adds a column with the difficulty of each row, which `curriculum: easy_to_hard` reads.
 """
 
 from __future__ import annotations
@@ -32,25 +37,34 @@ from burnish.data.row import Row
 from burnish.run.durable_files import checksums
 from burnish.run.run import PromptVisit, read_visits
 
+IMPACT_COLUMN = "impact"
+IMPACT_THRESHOLD = 0.6
+IMPACT_BINS = (-math.inf, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+DIFFICULTY_COLUMN = "difficulty"
+BUCKET_COLUMN = "bucket"
+
+
+# --- filter ----------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a row must be like; None asks for nothing."""
+    """The criteria of `burnish data filter`; None applies no criterion."""
 
     pass_rate: tuple[float, float] | None = None
-    """Lowest and highest share of right answers, both included (DAPO and Kimi k1.5 leave out what is never or always right)."""
+    """Lowest and highest pass rate, both included (DAPO and Kimi k1.5 drop rows that are never or always right)."""
     agree: int | None = None
-    """So many samples at least must give the row's answer: none says that the label is probably wrong (2502.03373)."""
+    """Fewest samples that must give the row's answer. If none does, the label is probably wrong (2502.03373)."""
     contradictions: bool = False
-    """Drop every row whose question stands in the file with another answer."""
+    """Drop every row whose question is in the file with another answer, too."""
     duplicates: bool = False
-    """Of rows that ask the same keep the first."""
+    """Keep only the first of rows with the same question."""
     words: tuple[int, int] | None = None
     """Fewest and most words of the question."""
     answer_chars: int | None = None
-    """Most characters of the answer: short ones can be checked."""
+    """Most characters of the answer; short answers can be checked."""
     keep_unseen: bool = False
-    """Keep rows that were never sampled, which are dropped otherwise where pass_rate or agree asks."""
+    """Keep rows that were never sampled, which pass_rate and agree drop otherwise."""
 
     @property
     def needs_scores(self) -> bool:
@@ -66,7 +80,7 @@ def filter_rows(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the rows that meet the criteria; `guesses` are completions without reasoning, none of which may be right."""
+    """Write the rows that meet the criteria. `guesses` are completions without reasoning; a row with a right guess is dropped."""
     _check_criteria(criteria, scores, guesses)
     given = {"scores": scores, "guesses": guesses}
     used = {name: checksums(pass_count_files(path)) for name, path in given.items() if path is not None}
@@ -75,7 +89,7 @@ def filter_rows(
 
 
 def _check_criteria(criteria: Criteria, scores: Path | None, guesses: Path | None) -> None:
-    """Refuse what would have no effect."""
+    """Raise a UserError for options that would have no effect or make no sense."""
     if criteria.needs_scores and scores is None:
         raise UserError("--pass-rate and --agree need --scores: a run, or completions of `burnish eval --n K`")
     if scores is not None and not criteria.needs_scores:
@@ -91,7 +105,7 @@ def _check_criteria(criteria: Criteria, scores: Path | None, guesses: Path | Non
         raise UserError(f"--pass-rate {criteria.pass_rate[0]:g} {criteria.pass_rate[1]:g}: expected shares in 0..1")
     for name, span in (("--pass-rate", criteria.pass_rate), ("--words", criteria.words)):
         if span is not None and span[0] > span[1]:
-            raise UserError(f"{name} {span[0]} {span[1]}: the first is the lowest, the second the highest")
+            raise UserError(f"{name} {span[0]} {span[1]}: the first number should not be above the second")
 
 
 def _filtered(
@@ -132,7 +146,7 @@ def _drop_reasons(
     disputed: set[str],
     seen: set[str],
 ) -> Iterator[str]:
-    """Why a row goes, the first reason first."""
+    """The reasons to drop a row, in order."""
     if question in disputed:
         yield "its question has several answers"
     if criteria.duplicates and question in seen:
@@ -158,7 +172,7 @@ def _drop_reasons(
 
 
 def comparable_question(row: Row) -> str:
-    """The question of a row as it is compared: its words, without what asks for a format."""
+    """The question of a row for comparison: its words, without the sentence that asks for a format."""
     stated = row.extra.get("question")
     if not isinstance(stated, str):
         said = row.prompt
@@ -176,32 +190,25 @@ def _contradicted_questions(items: list[LocatedRow], questions: list[str]) -> se
 
 
 def pass_rate_histogram(rates: list[float]) -> list[int]:
-    """How many rates are 0, in each tenth between, and 1: twelve counts."""
+    """Twelve counts of rates: those that are 0, in each tenth between, and 1."""
     counts = [0] * 12
     for rate in rates:
         counts[0 if rate <= 0 else 11 if rate >= 1 else 1 + min(9, int(rate * 10))] += 1
     return counts
 
 
-# --- `burnish data impact`: the rows of a run's training data whose rewards followed the run's own learning curve.
-#
-# Every epoch gives a prompt one number, the mean of its samples; a prompt whose numbers move as the average of all
-# prompts does taught the policy something. Scores and threshold are those of LIMR (Li et al. 2025, 2502.11886).
-
-IMPACT_COLUMN = "impact"
-IMPACT_THRESHOLD = 0.6
-IMPACT_BINS = (-math.inf, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+# --- impact ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ImpactOptions:
-    """What to select by."""
+    """Options of `burnish data impact`."""
 
     threshold: float = IMPACT_THRESHOLD
     by: str | None = None
-    """`accuracy` or `reward`; None means accuracy where every visit was judged."""
+    """`accuracy` or `reward`; None means accuracy if every visit was judged, else reward."""
     epochs: int | None = None
-    """How many epochs count; None means all that were finished."""
+    """Number of epochs to use; None means all finished ones."""
 
 
 def select_by_impact(
@@ -212,7 +219,7 @@ def select_by_impact(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the rows worth training on, with their score in the column `impact`; the manifest and whether it is new."""
+    """Write the rows above the threshold, with their score in the column `impact`; return the manifest and whether it is new."""
     sources, seed = run_sources(run, data, "--data")
     files = [file for source in sources if source.path is not None for file in find_files(source.path)]
     asked = {
@@ -257,7 +264,7 @@ def _keep_or_drop(kept: KeptRows, item: LocatedRow, score: float | None, thresho
 
 
 def _impact_histogram(scores: Sequence[float]) -> list[list[Any]]:
-    """[where a bin begins, how many scores it holds], the lowest first."""
+    """[lower bound, number of scores] of each bin, the lowest first."""
     return [
         [
             low if math.isfinite(low) else None,
@@ -267,14 +274,10 @@ def _impact_histogram(scores: Sequence[float]) -> list[list[Any]]:
     ]
 
 
-# --- curves --------------------------------------------------------------------------------------------------------------
-
-
 def reward_curves(visits: Sequence[PromptVisit], options: ImpactOptions) -> tuple[dict[str, list[float]], str]:
-    """Of each prompt the mean of its samples in each epoch, nan where it has none; and what it is the mean of.
+    """The mean of each prompt's samples in each epoch, nan if it has none; and what it is the mean of (accuracy or reward).
 
-    The epochs are the visits that every prompt drawn so far has had: an epoch that the run did not finish says nothing
-    of the prompts it did not reach.
+    Only epochs that every drawn prompt has completed are used: an unfinished epoch says nothing about the prompts it did not reach.
     """
     by = options.by or ("accuracy" if all(v.judged == v.scored for v in visits) else "reward")
     num = _num_epochs(visits, options.epochs)
@@ -288,7 +291,7 @@ def reward_curves(visits: Sequence[PromptVisit], options: ImpactOptions) -> tupl
         raise UserError(f"no sample has {'an' if by == 'accuracy' else 'a'} {by}, so no prompt has a curve")
     if best > 1:
         raise UserError(
-            f"a prompt has a mean reward of {best:g}, and learning impact takes 1 for the best there is: use --by accuracy"
+            f"a prompt has a mean reward of {best:g}, but learning impact assumes that 1 is the best reward: use --by accuracy"
         )
     return curves, by
 
@@ -299,14 +302,14 @@ def _num_epochs(visits: Sequence[PromptVisit], wanted: int | None) -> int:
         seen[visit.prompt_id] = max(seen.get(visit.prompt_id, 0), visit.visit + 1)
     finished = min(seen.values())
     if finished < 2:
-        raise UserError("the run has not seen all its prompts twice; a learning curve takes two epochs at least")
+        raise UserError("the run has not seen all its prompts twice; a learning curve needs at least two epochs")
     if wanted is not None and not 2 <= wanted <= finished:
-        raise UserError(f"--epochs {wanted}: the run has finished {finished}, and a curve takes two at least")
+        raise UserError(f"--epochs {wanted}: the run has finished {finished}, and a curve needs at least two")
     return wanted or finished
 
 
 def impact_scores(curves: dict[str, list[float]]) -> tuple[dict[str, float], list[float]]:
-    """LIMR's score of each prompt, -inf for one that cannot be scored; and the average curve they are held to."""
+    """LIMR's score of each prompt, -inf if it cannot be scored; and the average curve that they are compared with."""
     import torch
 
     from burnish.algorithms.curriculum.prompt_selection import backfill_nan, limr_scores
@@ -317,10 +320,7 @@ def impact_scores(curves: dict[str, list[float]]) -> tuple[dict[str, float], lis
     return dict(zip(curves, limr_scores(rewards).tolist(), strict=True)), average.tolist()
 
 
-# --- `burnish data bucket`: how hard each row is, as a column of numbers that `curriculum: easy_to_hard` reads.
-
-DIFFICULTY_COLUMN = "difficulty"
-BUCKET_COLUMN = "bucket"
+# --- bucket ----------------------------------------------------------------------------------------------------------
 
 
 def bucket_rows(
@@ -332,9 +332,9 @@ def bucket_rows(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the rows that were sampled, each with 1 - its pass rate in `column` and its place among the buckets in `bucket`.
+    """Write the rows that were sampled, each with 1 - pass rate in `column` and the number of its bucket in `bucket`.
 
-    Buckets are equally large, 0 the easiest (Kimi k1.5, 2501.12599, curriculum sampling).
+    Buckets are equally large; 0 is the easiest (Kimi k1.5, 2501.12599, curriculum sampling).
     """
     if buckets < 2:
         raise UserError(f"--buckets {buckets}: expected 2 or more")
@@ -352,7 +352,7 @@ def _rows_with_buckets(file: Path, scores: Path, buckets: int, column: str, repo
     kept = KeptRows([], facts={"rows_read": len(items)})
     taken = [name for name in (column, BUCKET_COLUMN) if any(name in item.record for item in items)]
     if taken:
-        raise UserError(f"{items[0].where}: there is a column {taken[0]!r} already; name another with --column")
+        raise UserError(f"{items[0].where}: the column {taken[0]!r} exists already; name another with --column")
     for item, tally in with_progress(list(zip(items, tallies, strict=True)), "rows", report):
         if tally is None:
             kept.drop(NEVER_SAMPLED, item.where)

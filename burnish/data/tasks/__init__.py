@@ -1,1 +1,1 @@
-"""Generated tasks: endless rows with a checker, and train and held-out sides that cannot overlap."""
+"""Generated tasks: endless rows with a checker, and train and test splits that cannot overlap."""

@@ -1,6 +1,11 @@
-"""Addition: `17+5=` is answered by `22`. Held out iff a hash of the unordered pair says so.
+"""Arithmetic tasks: addition and countdown.
 
-A model that talks is asked in words (`prompt`), and its answer is read by the reward `number`.
+Addition: `17+5=` is answered by `22`. A hash of the unordered pair decides the split. A chat model can be asked in words (`prompt`) and
+scored by the reward `number`.
+
+Countdown: combine all the given numbers, each once, with + - * / to reach a target. Every problem has a solution, because it is generated
+from one. Answers are parsed with `ast` against a whitelist of four operators and computed in exact fractions, so nothing in an answer is
+ever executed. A hash of the sorted numbers and the target decides the split.
 """
 
 from __future__ import annotations
@@ -17,15 +22,27 @@ from burnish.data.row import Row
 from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_split
 
 ADDITION = "addition"
+COUNTDOWN = "countdown"
+COUNTDOWN_PROMPT = (
+    "Using all the numbers {numbers}, each exactly once, write an arithmetic expression that equals {target}. "
+    "Use only + - * / and parentheses. Give the expression alone, or inside <answer> </answer>."
+)
+MAX_EXPRESSION_CHARS = 200  # far more than any solution; keeps the parser from inputs that are made to exhaust it
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def score_addition(completion: str, answer: Any, extra: dict[str, Any]) -> float:
-    """1 for exactly the sum in digits (spaces around it do not matter), else 0."""
+    """1 for exactly the sum in digits, ignoring spaces around it; else 0."""
     return float(completion.strip() == answer)
 
 
 class Addition:
-    """Two numbers of `min_digits` to `max_digits` digits, every pair of lengths equally often, asked for by `prompt`."""
+    """Add two numbers of `min_digits` to `max_digits` digits. Every pair of lengths is equally frequent."""
 
     name = ADDITION
     alphabet = "0123456789+="
@@ -35,12 +52,12 @@ class Addition:
         check_span(ADDITION, "digits", min_digits, max_digits, least=1, most=64)
         if "{a}" not in prompt or "{b}" not in prompt:
             raise UserError(
-                f"task {ADDITION}: the prompt {prompt!r} must say {{a}} and {{b}}, where the two numbers go"
+                f"task {ADDITION}: the prompt {prompt!r} must contain {{a}} and {{b}}, where the two numbers go"
             )
         self.seed, self.min_digits, self.max_digits, self.prompt = seed, min_digits, max_digits, prompt
 
     def row(self, split: str, index: int) -> Row:
-        """The index-th problem of a split; extra["length"] is the digits of the longer number."""
+        """The index-th problem of a split; extra["length"] is the number of digits of the longer number."""
 
         def propose(attempt: int) -> tuple[str, tuple[int, int]]:
             dice = Dice(self.seed, ADDITION, split, index, attempt)
@@ -58,26 +75,6 @@ class Addition:
         return int("".join(str(d) for d in [first, *(dice.between(0, 9) for _ in range(length - 1))]))
 
 
-# --- Countdown: combine all the given numbers, each once, with + - * / to reach a target.
-#
-# Every problem has a solution because it is made from one. Answers are parsed with `ast` against a whitelist of four
-# operators and computed in exact fractions: nothing an answer says is ever executed. Held out iff a hash of the sorted
-# numbers and the target says so.
-
-COUNTDOWN = "countdown"
-COUNTDOWN_PROMPT = (
-    "Using all the numbers {numbers}, each exactly once, write an arithmetic expression that equals {target}. "
-    "Use only + - * / and parentheses. Give the expression alone, or inside <answer> </answer>."
-)
-MAX_EXPRESSION_CHARS = 200  # far more than any solution; keeps the parser away from inputs made to exhaust it
-OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
 def score_countdown(completion: str, answer: Any, extra: dict[str, Any]) -> float:
     """1 for an expression that uses exactly the numbers of `extra["numbers"]` and equals the target, else 0."""
     result = evaluate_expression(final_answer(completion))
@@ -88,7 +85,7 @@ def score_countdown(completion: str, answer: Any, extra: dict[str, Any]) -> floa
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
-    """An expression's exact value and the numbers in it; None for anything but numbers, + - * / and parentheses."""
+    """The exact value of an expression and the numbers in it; None for anything but numbers, + - * / and parentheses."""
     if len(expression) > MAX_EXPRESSION_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None
     used: list[int] = []
@@ -108,7 +105,7 @@ def _expression_value(node: ast.expr, used: list[int]) -> Fraction:
 
 
 class Countdown:
-    """`min_numbers` to `max_numbers` numbers of 1 to `max_number`, with a whole target of 1 to `max_target`."""
+    """`min_numbers` to `max_numbers` numbers from 1 to `max_number`, with a whole target from 1 to `max_target`."""
 
     name = COUNTDOWN
     alphabet = "".join(sorted(set(COUNTDOWN_PROMPT) - set("{}") | set("0123456789, ")))
@@ -143,7 +140,7 @@ class Countdown:
 
 
 def random_expression(numbers: list[int], dice: Dice) -> tuple[Fraction, str]:
-    """A random expression over all the numbers, each once: its value and its text."""
+    """A random expression that uses every number once; its value and its text."""
     parts = [(Fraction(n), str(n)) for n in numbers]
     while len(parts) > 1:
         left_value, left = parts.pop(dice.between(0, len(parts) - 1))

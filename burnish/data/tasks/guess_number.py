@@ -1,9 +1,9 @@
-"""A number to be guessed: the smallest task of several turns. `17-23?` is answered by a guess, that by `21-23?`, and so on.
+"""Guess a number: the smallest task with several turns. `17-23?` is answered by a guess, which is answered by `21-23?`, and so on.
 
-Each wrong guess is answered by what is still possible, so a guess is judged by where it leads: halving finds one of 7 numbers in
-three guesses for certain, guessing anywhere in what is left finds it in two games of three. The environment `guess_number`
-(`burnish/environments/`) plays the other side. Held out iff a hash of the range says so: if some numbers of a range were, a player
-would learn never to guess those.
+Each wrong guess is answered by the range that is still possible, so a guess is judged by where it leads. Halving always finds one of 7
+numbers in three guesses; guessing at random in the remaining range finds it in two games of three. The environment `guess_number`
+(`burnish/environments/`) plays the other side. A hash of the range decides the split. If single numbers of a range were in the test split,
+a player would learn never to guess them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from burnish.data.tasks.task import Dice, first_on_split
 
 GUESS_NUMBER = "guess_number"
 MAX_NUMBERS = 100  # numbers have two digits
-SAME_FIRST_DIGIT = 10  # up to so many have the first of them in common
+SAME_FIRST_DIGIT = 10  # ranges of up to this many numbers share the first digit
 
 
 def narrow_range(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
-    """What is still possible after a wrong guess; one outside of it says nothing new."""
+    """The range that is still possible after a wrong guess; a guess outside of it changes nothing."""
     return (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
 
 
 def guess_question(low: int, high: int, words: bool, is_first: bool) -> str:
-    """What the model is asked when the number is known to be from `low` to `high`."""
+    """The question to the model when the number is known to be from `low` to `high`."""
     if not words:
         return f"{low:02}-{high:02}?"
     if not is_first:
@@ -37,14 +37,14 @@ def guess_question(low: int, high: int, words: bool, is_first: bool) -> str:
 
 
 def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
-    """Nobody can tell from a text alone: the environment gives the rewards."""
+    """Raise a UserError: a text alone cannot be scored, because the environment gives the rewards."""
     raise UserError(
         f"task {GUESS_NUMBER} has no checker of texts: set environment={GUESS_NUMBER}, which gives the rewards"
     )
 
 
 class GuessNumberTask:
-    """One of `numbers` neighbours below a hundred; with `words` the questions are English, for a model that reads it."""
+    """Guess one of `numbers` consecutive numbers below a hundred. With `words` the questions are in English."""
 
     name = GUESS_NUMBER
     score = staticmethod(score)
@@ -72,12 +72,12 @@ class GuessNumberTask:
     def demonstrations(
         self, num: int = 2000, seed: int = 0, guesses: int = 3, forgetful: float = 0.5
     ) -> list[dict[str, Any]]:
-        """Dialogues of a poor player from the train side, `guesses` long at most.
+        """Dialogues of a weak player from the train split, with at most `guesses` guesses.
 
-        A guess is anywhere in what is still possible; a share `forgetful` of them anywhere in what was possible at first.
+        A guess is uniform in the range that is still possible; a fraction `forgetful` of them is uniform in the first range.
         """
         if not 0 <= forgetful <= 1:
-            raise UserError(f"{GUESS_NUMBER}: forgetful should be a share from 0 to 1, got {forgetful!r}")
+            raise UserError(f"{GUESS_NUMBER}: forgetful should be a fraction from 0 to 1, got {forgetful!r}")
         rows = []
         for index in range(num):
             low, secret = self._problem("train", seed, GUESS_NUMBER, "demonstrations", index)
@@ -95,7 +95,7 @@ class GuessNumberTask:
         return rows
 
     def _problem(self, split: str, *key: int | str) -> tuple[int, int]:
-        """The first of the numbers, and the one to be guessed."""
+        """The lowest number of the range, and the number to guess."""
 
         def propose(attempt: int) -> tuple[str, tuple[int, int]]:
             dice = Dice(*key, attempt)

@@ -1,10 +1,9 @@
-"""Any task of the reasoning-gym library as `reasoning-gym/<name>` (extra: tasks), with the library's own checker.
+"""Tasks of the reasoning-gym library as `reasoning-gym/<name>` (extra: tasks), with the library's own checkers.
 
-Each row is entry 0 of a data set of size one, whose seed is folded from the row's place: even seeds for train, odd
-for held-out. Entry i of seed s is often entry 0 of seed s+i in that library, so seeds alone prove nothing; a hash of
-the question's text decides the side as well. What the checker needs travels in `extra`. Several of the library's
-checkers run the answer through `eval`: score only inside the reward workers. Some pay for partial or odd answers;
-the number is passed on as the library gives it.
+Each row is entry 0 of a data set of size one. Its seed is derived from the split and the index: even seeds for train, odd for test. In that
+library, entry i of seed s is often entry 0 of seed s+i, so different seeds do not guarantee different problems. A hash of the question
+therefore decides the split as well. `extra` holds what the checker needs. Several of the library's checkers run `eval` on the answer, so
+score only inside reward workers. Some give partial credit; the number is passed on as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HASH_ORDERED = (
     "ransom_note",
     "word_ladder",
 )
-"""Tasks that walk through sets of strings while generating, so that their entries change with Python's hash seed."""
+"""Tasks whose generators iterate over sets of strings, so that their entries depend on Python's hash seed."""
 
 
 def score(name: str, completion: str, answer: Any, extra: dict[str, Any]) -> float:
@@ -48,18 +47,18 @@ class ReasoningGymTask:
         self.name, self.seed, self.options = name, seed, dict(options)
         for key in ("seed", "size"):
             if key in options:
-                raise UserError(f"{name}: {key} is not an option here; it follows from the run's seed and the split")
+                raise UserError(f"{name}: {key} is not an option here; it is derived from the run's seed and the split")
         short = name.removeprefix(PREFIX)
         if short in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise UserError(
                 f"{name}: its generator depends on Python's string hashing, so a restarted run would get other "
-                "problems; start with PYTHONHASHSEED=0 in the environment"
+                "problems; set PYTHONHASHSEED=0 in the environment"
             )
         try:
             self._options_text = json.dumps(self.options, sort_keys=True)
         except TypeError as error:
             raise UserError(f"{name}: options should be plain values: {error}") from error
-        _make(name, self.options, 0)  # a wrong name or option should stop the run before it starts
+        _make(name, self.options, 0)  # report a wrong name or option before the run starts
 
     def row(self, split: str, index: int) -> Row:
         """The index-th entry of a split."""
@@ -84,22 +83,22 @@ class ReasoningGymTask:
 
 
 def _entry(name: str, options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One entry. A few generators also draw from global randomness (Python's, numpy's), so it is pinned meanwhile."""
+    """One entry. A few generators also use Python's and numpy's global random state, so it is seeded meanwhile."""
     import numpy
 
-    outside = random.getstate(), numpy.random.get_state()
+    saved = random.getstate(), numpy.random.get_state()
     random.seed(seed)
     numpy.random.seed(seed)
     try:
         entry: dict[str, Any] = _make(name, options, seed)[0]
         return entry
     finally:
-        random.setstate(outside[0])
-        numpy.random.set_state(outside[1])
+        random.setstate(saved[0])
+        numpy.random.set_state(saved[1])
 
 
 def _make(name: str, options: dict[str, Any], seed: int) -> Any:
-    """The library's data set of one entry; a wrong name or option is an error for the user."""
+    """The library's data set of one entry; a wrong name or option is a UserError."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -116,5 +115,5 @@ def _make(name: str, options: dict[str, Any], seed: int) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _dataset(name: str, options_text: str, seed: int) -> Any:
-    """The data set whose checker scores; kept, because some load word lists or puzzles when they are made."""
+    """The data set whose checker scores. It is cached, because some load word lists or puzzles when created."""
     return _make(name, json.loads(options_text), seed)

@@ -1,4 +1,4 @@
-"""Tasks by name, and their checkers for reward workers (no torch, nothing heavy imported)."""
+"""Tasks by name, and their checkers for reward workers. It imports neither torch nor the config schema, so that workers start fast."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
 
 
 def make_task(name: str, options: dict[str, Any], seed: int) -> Task:
-    """The task of a name, with its options checked."""
+    """Make the task with this name, after checking its options."""
     if name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.ReasoningGymTask(name, options, seed)
     if name not in TASKS:
         raise unknown_name_error("task", name, [*TASKS, reasoning_gym.PREFIX + "<name>"])
     if "seed" in options:
-        raise UserError(f"task {name!r}: seed is not an option; it follows from the run's seed")
+        raise UserError(f"task {name!r}: seed is not an option; the run's seed is used")
     check_options(TASKS[name], options, f"task {name!r}")
     task: Task = TASKS[name](seed=seed, **options)
     return task
 
 
 def make_demonstrations(name: str, options: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """Prompt and completion rows of a task that has them; options are those of the task and of its demonstrations."""
+    """The demonstrations of a task: rows of prompt and completion. `options` are those of the task and of its demonstrations."""
     return _task_rows(name, "demonstrations", "prompt and completion rows", options, seed)
 
 
 def make_preferences(name: str, options: dict[str, Any], seed: int, split: str) -> list[dict[str, str]]:
-    """Prompt, chosen and rejected rows of one side of a task that has them, judged by its checker."""
+    """The preferences of one split of a task: rows of prompt, chosen and rejected, judged by its checker."""
     return _task_rows(name, "preferences", "prompt, chosen and rejected rows", options, seed, split=split)
 
 
 def _task_rows(
     name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any
 ) -> list[dict[str, Any]]:
-    """The rows that a task's method `what` makes; options are those of the task and of the method."""
+    """The rows that the method `what` of a task returns. `options` are those of the task and of the method."""
     function = getattr(TASKS.get(name), what, None)
     if function is None:
         raise UserError(f"task {name!r} has no {what}; give a file of {instead} instead")
@@ -70,7 +70,7 @@ def _task_rows(
 
 
 def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, Any]) -> float:
-    """How good a completion is, by the checker of the task that made the row (`extra["task"]`)."""
+    """The score of a completion, by the checker of the row's task (`extra["task"]`)."""
     if task_name.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.score(task_name, completion, answer, extra)
     if task_name not in TASK_SCORES:
@@ -79,7 +79,7 @@ def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, 
 
 
 def alphabet_of(sources: list[Source], seed: int) -> str | None:
-    """The characters a generated task is written in, for the tokenizer of a new model."""
+    """The characters that generated tasks use, for the tokenizer of a new model; None if a task has no alphabet."""
     tasks = [make_task(s.task, s.options, seed) for s in sources if s.task is not None]
     alphabets = [t.alphabet for t in tasks]
     if not alphabets or any(a is None for a in alphabets):

@@ -1,8 +1,7 @@
 """The default task: sort a string of digits. `507508>` is answered by `005578`.
 
-Small enough for a two-layer model and two CPU cores, yet a model that has seen only flawed demonstrations can be
-taught by reward alone to do it right. Held out iff a hash of the sorted digits says so: every permutation of the
-same digits, and their common answer, are on one side.
+It is small enough for a two-layer model on two CPU cores. A model that has seen only flawed demonstrations can learn it from the reward
+alone. A hash of the sorted digits decides the split, so every permutation of the same digits, with their common answer, is in one split.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from burnish.data.tasks.task import Dice, check_span, first_on_split
 
 SORT_DIGITS = "sort_digits"
 FLAWED_ACCURACY = {4: 0.8, 5: 0.6, 6: 0.4, 7: 0.2}
-"""How often a flawed demonstration is right, by number of digits; otherwise it copies its input."""
+"""Probability that a flawed demonstration is right, by number of digits. A wrong one copies its input."""
 
 
 def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
-    """1 for exactly the sorted digits (spaces around them do not matter), else 0."""
+    """1 for exactly the sorted digits, ignoring spaces around them; else 0."""
     return float(completion.strip() == answer)
 
 
@@ -48,10 +47,10 @@ class SortDigits:
         verified: bool = False,
         right: dict[int, float] | None = None,
     ) -> list[dict[str, str]]:
-        """Supervised rows from the train side.
+        """Supervised rows from the train split.
 
-        Flawed as `right` says (by number of digits), or always right if `clean`; with `verified` the flawed ones
-        are thrown away and drawing goes on until there are `num`.
+        `right` gives the probability of a right answer by number of digits; `clean` makes all right. `verified` discards wrong ones and
+        draws until there are `num`.
         """
         chances = self._chances(clean, right)
         rows: list[dict[str, str]] = []
@@ -67,10 +66,10 @@ class SortDigits:
         return rows
 
     def preferences(self, num: int = 2000, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
-        """Pairs from one side: the right answer, and one the checker refuses.
+        """Pairs from one split: the right answer, and one that the checker rejects.
 
-        Half of those copy their input, as flawed demonstrations do; the others are sorted but for two neighbours. Digits
-        that are all alike, or in order already, have no such answer and are passed over.
+        Half of the rejected answers copy their input, as flawed demonstrations do. The others are sorted except for two neighbours. Digits
+        that are all equal or already sorted have no such answer and are skipped.
         """
         rows: list[dict[str, str]] = []
         index = 0
@@ -89,7 +88,7 @@ class SortDigits:
         return rows
 
     def _digits(self, split: str, *key: int | str) -> str:
-        # The length is drawn before the side is looked at, so that lengths are as frequent on one side as on the other.
+        # The length is drawn before the split is checked, so that lengths are equally frequent in both splits.
         length = Dice(*key).between(self.min_digits, self.max_digits)
 
         def propose(attempt: int) -> tuple[str, str]:

@@ -1,8 +1,8 @@
-"""What a generated task is, and how its train and held-out sides are kept apart.
+"""The protocol of a generated task, and how its train and test splits are kept apart.
 
-A row is a pure function of (task options, seed, split, index), so any machine makes the same one. Which side a
-problem is on depends on the problem alone (a hash of what makes two problems the same), never on the seed: whatever
-the seeds of demonstrations, training and validation, no held-out problem is ever trained on.
+A row is a pure function of (task options, seed, split, index), so every machine generates the same one. The split of a problem depends on
+the problem alone (on a hash of what identifies it), never on the seed. So no test problem is ever trained on, whatever the seeds of
+demonstrations, training and validation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from burnish.core.random_keys import fold, hash_text, uniform_from_key
 from burnish.data.row import Row
 
 HELD_OUT_ONE_IN = 4
-MAX_ATTEMPTS = 1000  # by chance alone, missing a side of a quarter this often has probability 1e-125
+MAX_ATTEMPTS = 1000  # the probability of missing the smaller split (a quarter) this often is 1e-125
 SPLITS = ("train", "test")
 
 T = TypeVar("T")
@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Task(Protocol):
     """Endless problems of one kind, with their checker.
 
-    A task may also have `demonstrations(num, seed, ...)`, which gives rows of prompt and completion to imitate, and
-    `preferences(num, seed, split, ...)`, which gives rows of prompt, chosen and rejected.
+    A task may also have `demonstrations(num, seed, ...)`, which returns rows of prompt and completion, and
+    `preferences(num, seed, split, ...)`, which returns rows of prompt, chosen and rejected.
     """
 
     @property
@@ -34,7 +34,7 @@ class Task(Protocol):
 
     @property
     def alphabet(self) -> str | None:
-        """The characters of its prompts and answers, for a character tokenizer; None where that makes no sense."""
+        """The characters of its prompts and answers, for a character tokenizer; None if they are not a small set."""
 
     def row(self, split: str, index: int) -> Row: ...
 
@@ -42,14 +42,14 @@ class Task(Protocol):
 
 
 def is_held_out(problem: str) -> bool:
-    """Which side a problem is on, from the text that identifies it: about one in four is held out."""
+    """Whether a problem belongs to the test split, from the text that identifies it. About one in four does."""
     return hash_text(problem) % HELD_OUT_ONE_IN == 0
 
 
 def first_on_split(split: str, propose: Callable[[int], tuple[str, T] | None], where: str) -> T:
-    """The first of propose(0), propose(1), ... that is on the wanted side.
+    """The first of propose(0), propose(1), ... that belongs to the split.
 
-    `propose` gives (the text that identifies the problem, the problem), or None where an attempt came to nothing.
+    `propose` returns (the text that identifies the problem, the problem), or None for a failed attempt.
     """
     if split not in SPLITS:
         raise unknown_name_error("split", split, SPLITS)
@@ -58,13 +58,13 @@ def first_on_split(split: str, propose: Callable[[int], tuple[str, T] | None], w
         if proposal is not None and is_held_out(proposal[0]) == (split == "test"):
             return proposal[1]
     raise UserError(
-        f"{where}: no {split} problem in {MAX_ATTEMPTS} attempts; its options leave too few different problems to "
-        "hold some out"
+        f"{where}: no {split} problem in {MAX_ATTEMPTS} attempts; its options allow too few different problems for "
+        "two splits"
     )
 
 
 class Dice:
-    """Whole numbers from a key: the same throws on every machine and Python version."""
+    """Random numbers that depend only on a key: the same on every machine and Python version."""
 
     def __init__(self, *key: int | str) -> None:
         self._key = fold(*key)
@@ -81,7 +81,7 @@ class Dice:
 
 
 def check_span(where: str, what: str, low: Any, high: Any, least: int, most: int) -> None:
-    """Refuse options `min_<what>` and `max_<what>` that are not least <= min <= max <= most."""
+    """Raise a UserError unless least <= `min_<what>` <= `max_<what>` <= most."""
     for key, value in ((f"min_{what}", low), (f"max_{what}", high)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise UserError(f"{where}: {key} should be a whole number, got {value!r}")
@@ -92,6 +92,6 @@ def check_span(where: str, what: str, low: Any, high: Any, least: int, most: int
 
 
 def final_answer(completion: str) -> str:
-    """What a completion answers: the last `<answer>...</answer>` in it, or all of it."""
+    """The answer of a completion: its last `<answer>...</answer>`, or all of it."""
     tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
     return str(tagged[-1] if tagged else completion).strip()
