@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.data.tasks.base import Dice
-
 from burnish.data.tasks.sort_digits import SortDigits
+from burnish.data.tasks.task import Dice
 
 
 def demonstrations(num: int, share_long: float, right: float = 1.0, seed: int = 0) -> list[dict[str, str]]:
