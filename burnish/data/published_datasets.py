@@ -150,9 +150,9 @@ def verl_record(record: Record) -> PublishedExample:
     messages = record["prompt"]
     if not isinstance(messages, list) or not messages:
         raise TypeError(f"prompt should be a list of messages, got {type(messages).__name__}")
-    said = [{"role": message["role"], "content": message["content"]} for message in messages]
-    question = "\n".join(message["content"] for message in said if message["role"] == "user")
-    return PublishedExample(strip_format_request(question), said, truth)
+    plain_messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    question = "\n".join(message["content"] for message in plain_messages if message["role"] == "user")
+    return PublishedExample(strip_format_request(question), plain_messages, truth)
 
 
 def strip_format_request(question: str) -> str:
@@ -179,11 +179,11 @@ def mbpp(record: Record) -> PublishedExample:
 
 def humaneval(record: Record) -> PublishedExample:
     """HumanEval: the beginning of a function to complete. The hidden tests are a function `check`."""
-    begun = record["prompt"]
-    prompt = f"Complete this Python function. Give the whole function in a ```python block.\n\n```python\n{begun.rstrip()}\n```"
-    answer = {"check": record["test"], "entry_point": record["entry_point"], "prefix": begun}
+    function_start = record["prompt"]
+    prompt = f"Complete this Python function. Give the whole function in a ```python block.\n\n```python\n{function_start.rstrip()}\n```"
+    answer = {"check": record["test"], "entry_point": record["entry_point"], "prefix": function_start}
     return PublishedExample(
-        begun, user_messages(prompt), json.dumps(answer), renamed_columns(record, task_id="task_id")
+        function_start, user_messages(prompt), json.dumps(answer), renamed_columns(record, task_id="task_id")
     )
 
 

@@ -251,9 +251,9 @@ def supervised_row(record: Record, where: str, source: Source, index: int) -> Ro
             messages = checked_messages(record[key], key, where)
             if not any(m["role"] == "assistant" for m in messages):
                 raise UserError(f"{where}: {key} has no assistant turn, so there is nothing to train on")
-            said = full_prompt(record, key, messages, where)
-            assert isinstance(said, list)
-            return Row(identity, [], name, None, {}, messages=said, where=where)
+            with_system = full_prompt(record, key, messages, where)
+            assert isinstance(with_system, list)
+            return Row(identity, [], name, None, {}, messages=with_system, where=where)
     if "prompt" in record or "text" not in record:
         prompt, completion = prompt_and_completion(record, where)
         return Row(identity, prompt, name, None, {}, completion=completion, where=where)
@@ -266,15 +266,15 @@ def supervised_row(record: Record, where: str, source: Source, index: int) -> Ro
 def prompt_and_completion(record: Record, where: str) -> tuple[str | list[Message], str | list[Message]]:
     """The prompt and the completion of a record, under any of the known column names."""
     key = "prompt" if "prompt" in record else question_column(record, where, "question")
-    said = completion_column(record, where)
-    if key is None or said is None:
+    completion_key = completion_column(record, where)
+    if key is None or completion_key is None:
         missing = "prompt" if key is None else "completion"
         raise UserError(
             f"{where}: no column {missing!r}; supervised rows need prompt and completion, question and response, messages, or text "
             f"(has: {', '.join(map(str, record))})"
         )
     prompt = full_prompt(record, key, text_or_messages(record[key], key, where), where)
-    return prompt, text_or_messages(record[said], said, where)
+    return prompt, text_or_messages(record[completion_key], completion_key, where)
 
 
 def _verl_reward(record: Record, where: str) -> tuple[str | None, Any]:

@@ -92,8 +92,8 @@ class JudgeEndpoint:
             try:
                 return self._once(data, min(self._call_s, left_s)), attempt
             except HTTPError as error:
-                said = error.read(MAX_SHOWN_CHARS).decode(errors="replace")
-                problem = f"{self.address} answered {error.code}: {said}"
+                body_text = error.read(MAX_SHOWN_CHARS).decode(errors="replace")
+                problem = f"{self.address} answered {error.code}: {body_text}"
                 if error.code != 429 and error.code < 500:
                     raise JudgeFailed(problem) from error
                 after_s = _retry_after_s(error.headers.get("Retry-After"))
@@ -115,13 +115,15 @@ class JudgeEndpoint:
     def _once(self, data: bytes, timeout_s: float) -> str:
         request = Request(self.address, data, self._headers)
         with OPENER.open(request, timeout=max(timeout_s, 0.001)) as reply:
-            said = json.loads(reply.read())
+            message = json.loads(reply.read())
         try:
-            content = said["choices"][0]["message"]["content"]
+            content = message["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"the reply has no choices[0].message.content: {str(said)[:MAX_SHOWN_CHARS]}") from error
+            raise ValueError(
+                f"the reply has no choices[0].message.content: {str(message)[:MAX_SHOWN_CHARS]}"
+            ) from error
         if not isinstance(content, str):
-            raise ValueError(f"choices[0].message.content is not text: {str(said)[:MAX_SHOWN_CHARS]}")
+            raise ValueError(f"choices[0].message.content is not text: {str(message)[:MAX_SHOWN_CHARS]}")
         return content
 
     def _pause(self, seconds: float, deadline: float, problem: str) -> None:

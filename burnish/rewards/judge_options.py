@@ -89,9 +89,9 @@ def parse_score(text: str, parser: str, low: float = 0.0, high: float = 1.0) -> 
     if parser == "verdict":
         return _verdict(text)
     matches = list(re.finditer(SCORE_PATTERNS.get(parser, parser), text))
-    said = matches[-1]["score"] if matches else None
+    found = matches[-1]["score"] if matches else None
     try:
-        number = math.nan if said is None else float(said)
+        number = math.nan if found is None else float(found)
     except ValueError:
         return None
     return (number - low) / (high - low) if low <= number <= high else None
@@ -101,10 +101,10 @@ def _verdict(text: str) -> float | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     try:
-        said = json.loads(last)
+        verdict = json.loads(last)
     except (ValueError, RecursionError):
         return None
-    correct = said.get("correct") if isinstance(said, dict) else None
+    correct = verdict.get("correct") if isinstance(verdict, dict) else None
     return float(correct) if isinstance(correct, bool) else None
 
 

@@ -1,6 +1,6 @@
 """The LLM judge: a language model reads an answer and scores it (a generative reward model).
 
-It asks an endpoint or an engine for one or more votes per sample, from threads of its own. A vote that cannot be parsed is asked for again
+It asks an endpoint or an engine for one or more votes per sample, from threads of its own. A vote that cannot be parsed is prompt for again
 with another seed. The score is the median of the parsed votes (Kimi k1.5, 2501.12599). A sample without a parsed vote scores 0 and counts
 in `parse_fail`. If the endpoint does not answer, the scorer has failed and the sample has no reward.
 """
@@ -25,7 +25,7 @@ from burnish.rewards.worker_pool import CallOutcome, OutcomeQueue, ScoringCall
 
 MAX_DETAIL_CHARS = 2000
 MIN_RETRY_TEMPERATURE = 0.7
-"""The lowest temperature when a vote is asked for again. At temperature 0 the answer would be the same."""
+"""The lowest temperature when a vote is prompt for again. At temperature 0 the answer would be the same."""
 CLOSE_TIMEOUT_S = 1.0
 """How long `close` waits for a thread in the middle of a call. The thread ends with the process."""
 
@@ -94,29 +94,29 @@ class Judge:
         if options.shows_expected:
             require_answer(request.answer)
         expected = "" if request.answer is None else str(request.answer)
-        asked, answer = prompt_as_text(request.prompt), request.completion
-        if options.url is not None:  # for a model directory our own tokenizer keeps such names as text
-            asked, answer, expected = map(defuse_control_tokens, (asked, answer, expected))
-        question = fill_template(options.template, asked, answer, expected)
-        seen, votes, num_unparsed = list[str](), list[float](), 0
+        prompt, answer = prompt_as_text(request.prompt), request.completion
+        if options.url is not None:  # servers may parse control tokens in text; our own tokenizer does not
+            prompt, answer, expected = map(defuse_control_tokens, (prompt, answer, expected))
+        question = fill_template(options.template, prompt, answer, expected)
+        answers, votes, num_unparsed = list[str](), list[float](), 0
         for vote in range(options.votes):
             for attempt in range(options.parse_retries + 1):
                 text = self._answer(question, vote, attempt, deadline)
-                seen.append(text)
+                answers.append(text)
                 value = parse_score(text, options.parser, options.low, options.high)
                 if value is not None:
                     votes.append(value)
                     break
                 num_unparsed += 1
         numbers = {"parse_fail": float(not votes), "unread": float(num_unparsed)}
-        said = "\n---\n".join(seen)[-MAX_DETAIL_CHARS:]
+        transcript = "\n---\n".join(answers)[-MAX_DETAIL_CHARS:]
         if not votes:
             self._count("judge_parse_fail")
-            return PartResult(0.0, 0.0 if options.parser == "verdict" else None, numbers, said)
+            return PartResult(0.0, 0.0 if options.parser == "verdict" else None, numbers, transcript)
         value, disagreement = median_vote(votes)
         # A score is graded, so it gives no accuracy. A tied vote (0.5) does not count as correct.
         accuracy = float(value > 0.5) if options.parser == "verdict" else None
-        return PartResult(value, accuracy, numbers | {"disagreement": disagreement}, said)
+        return PartResult(value, accuracy, numbers | {"disagreement": disagreement}, transcript)
 
     def _answer(self, question: str, vote: int, attempt: int, deadline: float) -> str:
         """The judge's answer, from the cache if it was given before. Every vote and attempt is a separate cache entry."""
@@ -144,6 +144,3 @@ class Judge:
     def _count(self, name: str, number: int = 1) -> None:
         with self._lock:
             self.counters[name] += number
-
-
-# --- A language model that reads an answer and gives a verdict: a generative reward model behind an endpoint or an engine.

@@ -78,9 +78,7 @@ class Score:
     timed_out: bool = False
     error: str | None = None
     details: dict[str, str] = field(default_factory=dict)  # explanations of the values, by part
-    steps: list[tuple[int, float]] = field(
-        default_factory=list
-    )  # (token position, reward) for reward given before the last token
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (token position, reward) before the last token
     extra: dict[str, Any] = field(default_factory=dict)  # values that functions log with the sample, by "part/column"
 
 

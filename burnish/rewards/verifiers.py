@@ -161,12 +161,12 @@ def normalized_words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", bare).split() or text.lower().split()
 
 
-def token_f1(said: list[str], expected: list[str]) -> float:
+def token_f1(answered: list[str], expected: list[str]) -> float:
     """Harmonic mean of precision and recall over words; 1 for two empty answers."""
-    if not said or not expected:
-        return float(said == expected)
-    common = sum((Counter(said) & Counter(expected)).values())
-    return 2 * common / (len(said) + len(expected))
+    if not answered or not expected:
+        return float(answered == expected)
+    common = sum((Counter(answered) & Counter(expected)).values())
+    return 2 * common / (len(answered) + len(expected))
 
 
 def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = "em") -> float:
@@ -177,10 +177,10 @@ def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = 
     require_answer(answer)
     accepted = [normalized_words(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
     block = answer_block(completion)
-    said = normalized_words(block if block is not None else last_boxed(completion) or completion)
+    answered = normalized_words(block if block is not None else last_boxed(completion) or completion)
     if metric == "em":
-        return float(said in accepted)
-    return max(token_f1(said, expected) for expected in accepted)
+        return float(answered in accepted)
+    return max(token_f1(answered, expected) for expected in accepted)
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------------

@@ -109,10 +109,8 @@ REFUSED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {  # numbers on x86
     "vmsplice": (278, 75),
 }
 CLONE = (56, 220)
-CLONE3 = (
-    435,
-    435,
-)  # refused as absent (ENOSYS), so that libc uses clone: its flags are behind a pointer, which no filter can read
+# clone3 is refused as absent (ENOSYS), so that libc uses clone: its flags are behind a pointer, which no filter can read.
+CLONE3 = (435, 435)
 SOCKET = (41, 198)
 AF_UNIX = 1
 MMAP = (9, 222)

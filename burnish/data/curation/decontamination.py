@@ -138,12 +138,12 @@ def _question(where: str, record: Record, shape: str | None = None) -> str:
     if shape is not None:
         with suppress(UnusableRow):
             return str(to_verl_layout(record, where, shape)["extra_info"]["question"])
-    info, said = record.get("extra_info"), record.get("messages", record.get("prompt"))
+    info, messages = record.get("extra_info"), record.get("messages", record.get("prompt"))
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         return str(info["question"])
-    if isinstance(said, list):
+    if isinstance(messages, list):
         return strip_format_request(
-            "\n".join(str(turn.get("content", "")) for turn in said if turn.get("role") == "user")
+            "\n".join(str(turn.get("content", "")) for turn in messages if turn.get("role") == "user")
         )
     try:
         return strip_format_request(stated_question(record))

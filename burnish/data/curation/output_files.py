@@ -57,14 +57,14 @@ def no_progress(text: str) -> None:
     """Report nothing."""
 
 
-def with_progress(things: Sequence[T], what: str, report: ProgressReport) -> Iterator[T]:
+def with_progress(items: Sequence[T], what: str, report: ProgressReport) -> Iterator[T]:
     """Iterate, and report every few seconds how many items are done."""
     last = time.monotonic()
-    for index, thing in enumerate(things):
+    for index, item in enumerate(items):
         if time.monotonic() - last > REPORT_EVERY_S:
             last = time.monotonic()
-            report(f"{index:,} of {len(things):,} {what}")
-        yield thing
+            report(f"{index:,} of {len(items):,} {what}")
+        yield item
 
 
 def write_output(

@@ -111,43 +111,43 @@ def _check_criteria(criteria: Criteria, scores: Path | None, guesses: Path | Non
 def _filtered(
     file: Path, criteria: Criteria, scores: Path | None, guesses: Path | None, report: ProgressReport
 ) -> KeptRows:
-    tallies: list[PassCount | None]
+    counts: list[PassCount | None]
     if scores is not None:
-        items, tallies = rows_with_pass_counts(file, scores)
+        items, counts = rows_with_pass_counts(file, scores)
     else:
         items = read_located_rows(Source(path=str(file)))
-        tallies = [None] * len(items)
+        counts = [None] * len(items)
     guessed = (
         [None] * len(items) if guesses is None else match_pass_counts(items, completion_pass_counts(guesses), guesses)
     )
     asked = [comparable_question(item.row) for item in items]
-    disputed = _contradicted_questions(items, asked) if criteria.contradictions else set()
+    contradicted = _contradicted_questions(items, asked) if criteria.contradictions else set()
     seen: set[str] = set()
     kept = KeptRows([], facts={"rows_read": len(items)})
-    rows = list(zip(items, tallies, guessed, asked, strict=True))
-    for item, tally, guess, question in with_progress(rows, "rows", report):
-        reason = next(_drop_reasons(item, tally, guess, question, criteria, disputed, seen), None)
+    rows = list(zip(items, counts, guessed, asked, strict=True))
+    for item, count, guess, question in with_progress(rows, "rows", report):
+        reason = next(_drop_reasons(item, count, guess, question, criteria, contradicted, seen), None)
         if reason is not None:
             kept.drop(reason, item.where)
             continue
         seen.add(question)
         kept.records.append(item.record)
     if scores is not None:
-        kept.facts["pass_rates"] = pass_rate_histogram([tally.rate for tally in tallies if tally is not None])
+        kept.facts["pass_rates"] = pass_rate_histogram([count.rate for count in counts if count is not None])
     return kept
 
 
 def _drop_reasons(
     item: LocatedRow,
-    tally: PassCount | None,
+    count: PassCount | None,
     guess: PassCount | None,
     question: str,
     criteria: Criteria,
-    disputed: set[str],
+    contradicted: set[str],
     seen: set[str],
 ) -> Iterator[str]:
     """The reasons to drop a row, in order."""
-    if question in disputed:
+    if question in contradicted:
         yield "its question has several answers"
     if criteria.duplicates and question in seen:
         yield "repeated question"
@@ -159,27 +159,27 @@ def _drop_reasons(
         yield f"answer longer than {criteria.answer_chars} characters"
     if guess is not None and guess.right > 0:
         yield "guessed without reasoning"
-    if criteria.needs_scores and tally is None and not criteria.keep_unseen:
+    if criteria.needs_scores and count is None and not criteria.keep_unseen:
         yield NEVER_SAMPLED
-    if tally is not None and criteria.agree is not None and tally.right < criteria.agree:
+    if count is not None and criteria.agree is not None and count.right < criteria.agree:
         yield f"fewer than {criteria.agree} samples agree with its answer"
-    if tally is not None and criteria.pass_rate is not None:
+    if count is not None and criteria.pass_rate is not None:
         low_rate, high_rate = criteria.pass_rate
-        if tally.rate < low_rate:
+        if count.rate < low_rate:
             yield f"pass rate below {low_rate:g}"
-        if tally.rate > high_rate:
+        if count.rate > high_rate:
             yield f"pass rate above {high_rate:g}"
 
 
 def comparable_question(row: Row) -> str:
     """The question of a row for comparison: its words, without the sentence that asks for a format."""
-    stated = row.extra.get("question")
-    if not isinstance(stated, str):
-        said = row.prompt
-        if not isinstance(said, str):
-            said = "\n".join(str(message["content"]) for message in said if message["role"] == "user")
-        stated = strip_format_request(said)
-    return " ".join(comparable_words(stated)) or stated.strip()
+    question = row.extra.get("question")
+    if not isinstance(question, str):
+        prompt = row.prompt
+        if not isinstance(prompt, str):
+            prompt = "\n".join(str(message["content"]) for message in prompt if message["role"] == "user")
+        question = strip_format_request(prompt)
+    return " ".join(comparable_words(question)) or question.strip()
 
 
 def _contradicted_questions(items: list[LocatedRow], questions: list[str]) -> set[str]:
@@ -348,16 +348,16 @@ def _rows_with_buckets(file: Path, scores: Path, buckets: int, column: str, repo
 
     from burnish.algorithms.curriculum.prompt_selection import difficulty_buckets
 
-    items, tallies = rows_with_pass_counts(file, scores)
+    items, counts = rows_with_pass_counts(file, scores)
     kept = KeptRows([], facts={"rows_read": len(items)})
     taken = [name for name in (column, BUCKET_COLUMN) if any(name in item.record for item in items)]
     if taken:
         raise UserError(f"{items[0].where}: the column {taken[0]!r} exists already; name another with --column")
-    for item, tally in with_progress(list(zip(items, tallies, strict=True)), "rows", report):
-        if tally is None:
+    for item, count in with_progress(list(zip(items, counts, strict=True)), "rows", report):
+        if count is None:
             kept.drop(NEVER_SAMPLED, item.where)
         else:
-            kept.records.append({**item.record, column: 1 - tally.rate})
+            kept.records.append({**item.record, column: 1 - count.rate})
     if len(kept.records) < buckets:
         raise UserError(f"{scores}: {len(kept.records)} rows of {file} were sampled, too few for {buckets} buckets")
     hardness = [record[column] for record in kept.records]

@@ -83,15 +83,15 @@ class GuessNumberTask:
             low, secret = self._problem("train", seed, GUESS_NUMBER, "demonstrations", index)
             high, dice = low + self.numbers - 1, Dice(seed, GUESS_NUMBER, "guesses", index)
             first = low, high
-            asked, said = guess_question(low, high, self.words, True), list[dict[str, str]]()
+            prompt, turns = guess_question(low, high, self.words, True), list[dict[str, str]]()
             for k in range(guesses):
                 guess = dice.between(*(first if dice.unit() < forgetful else (low, high)))
-                said.append({"role": "assistant", "content": str(guess) if self.words else f"{guess:02}"})
+                turns.append({"role": "assistant", "content": str(guess) if self.words else f"{guess:02}"})
                 if guess == secret or k == guesses - 1:
                     break
                 low, high = narrow_range(low, high, guess, secret)
-                said.append({"role": "user", "content": guess_question(low, high, self.words, False)})
-            rows.append({"prompt": asked, "completion": said})
+                turns.append({"role": "user", "content": guess_question(low, high, self.words, False)})
+            rows.append({"prompt": prompt, "completion": turns})
         return rows
 
     def _problem(self, split: str, *key: int | str) -> tuple[int, int]:
