@@ -218,26 +218,26 @@ class HardOnly:
         self._record, self._pool, self._statistics, self._seed = record, pool, statistics, seed
         self._position = 0
         self._hard: list[int] | None = None
-        self._rounds: ShuffledCycle | None = None
+        self._cycle: ShuffledCycle | None = None
 
     def is_empty(self, step: int) -> bool:
-        return step >= self._record.start and not self._mined()
+        return step >= self._record.start and not self._hard_indices()
 
     def next(self, step: int) -> int | None:
         if step < self._record.start:
             return None
-        if self._rounds is None:
-            self._rounds = ShuffledCycle(self._mined(), self._seed, "hard", self._pool.name)
+        if self._cycle is None:
+            self._cycle = ShuffledCycle(self._hard_indices(), self._seed, "hard", self._pool.name)
         self._position += 1
-        return self._rounds.at(self._position - 1)
+        return self._cycle.at(self._position - 1)
 
     def state(self) -> dict[str, Any]:
         return {"hard": self._hard, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._hard, self._position, self._rounds = state["hard"], state["position"], None
+        self._hard, self._position, self._cycle = state["hard"], state["position"], None
 
-    def _mined(self) -> list[int]:
+    def _hard_indices(self) -> list[int]:
         if self._hard is None:
             indices = self._pool.indices()
             seen = [self._statistics[self._pool.row(i).id] for i in indices]

@@ -272,7 +272,7 @@ def validation_prompts(
     pools = make_pools(sources, tokenizer, data, seed, "test", base, read)
     for pool in pools:
         if pool.size is None and limit is None:
-            raise UserError(f"{pool.name} is a generated task without end: set validation.limit or the source's limit")
+            raise UserError(f"{pool.name} is an endless generated task: set validation.limit or the source's limit")
     waiting = {pool.name: _in_order(pool) for pool in pools}
     taken: dict[str, list[Prompt]] = {pool.name: [] for pool in pools}
     num_taken = 0

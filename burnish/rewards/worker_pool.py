@@ -75,33 +75,6 @@ class CallOutcome:
 OutcomeQueue = queue.SimpleQueue[CallOutcome | BaseException]
 
 
-def _parse_result(
-    value: float | None,
-    accuracy: float | None,
-    parts: dict[str, float],
-    details: str,
-    timed_out: bool,
-    extra: dict[str, Any],
-) -> PartResult:
-    """Parse a result that a worker sent; ValueError or TypeError if it is malformed."""
-    as_floats = {key: float(number) for key, number in parts.items()}
-    return PartResult(
-        None if value is None else float(value),
-        None if accuracy is None else float(accuracy),
-        as_floats,
-        str(details),
-        bool(timed_out),
-        extra={str(column): _checked_log_value(shown) for column, shown in extra.items()},
-    )
-
-
-def _checked_log_value(shown: Any) -> Any:
-    """Check a value that a function logged; ValueError for anything but a number, a boolean, None or a text."""
-    if shown is not None and not isinstance(shown, bool | int | float | str):
-        raise ValueError(f"a {type(shown).__name__} is not a value to log")
-    return shown
-
-
 @dataclass
 class WorkerProcess:
     """A running worker process and its unanswered calls. It is running the first of them. No method blocks without a bound."""
@@ -376,3 +349,30 @@ class WorkerPool:
 
     def _part_names(self) -> str:
         return ", ".join(part.name for part in self._setup.parts.values())
+
+
+def _parse_result(
+    value: float | None,
+    accuracy: float | None,
+    parts: dict[str, float],
+    details: str,
+    timed_out: bool,
+    extra: dict[str, Any],
+) -> PartResult:
+    """Parse a result that a worker sent; ValueError or TypeError if it is malformed."""
+    as_floats = {key: float(number) for key, number in parts.items()}
+    return PartResult(
+        None if value is None else float(value),
+        None if accuracy is None else float(accuracy),
+        as_floats,
+        str(details),
+        bool(timed_out),
+        extra={str(column): _checked_log_value(logged) for column, logged in extra.items()},
+    )
+
+
+def _checked_log_value(logged: Any) -> Any:
+    """Check a value that a function logged; ValueError for anything but a number, a boolean, None or a text."""
+    if logged is not None and not isinstance(logged, bool | int | float | str):
+        raise ValueError(f"a {type(logged).__name__} is not a value to log")
+    return logged

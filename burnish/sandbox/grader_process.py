@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 import json
 import os
@@ -22,27 +23,14 @@ from typing import Any
 from burnish.sandbox.program_process import names_defined, whole_statements
 from burnish.sandbox.rpc import ProgramClient, ProgramGone, Untransferable
 
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED, FAILED = "passed", "failed"
 MAX_OUTCOME_CHARS = 300
 SEED = 0
 
 
-class VerdictWriter:
-    """Writes verdicts to a pipe that only the grader has."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def write(self, **message: Any) -> None:
-        """Write one message as a line of JSON."""
-        data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-
-
 def run_grader(channel: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
-    """Run the tests against the program at the other end of the channel, and write a verdict on each."""
-    write = VerdictWriter(verdicts).write
+    """Run the tests against the program at the other end of the channel. Write verdicts to a pipe that only the grader has."""
+    write = functools.partial(_write_verdict, verdicts)
     sys.set_int_max_str_digits(0)
     random.seed(SEED)
     program = ProgramClient(channel)
@@ -60,6 +48,13 @@ def run_grader(channel: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
         write(gone=str(error)[:MAX_OUTCOME_CHARS])
     except (Untransferable, BrokenTest) as error:
         write(broken=str(error)[:MAX_OUTCOME_CHARS])
+
+
+def _write_verdict(descriptor: int, **message: Any) -> None:
+    """Write one message as a line of JSON."""
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 class BrokenTest(BaseException):

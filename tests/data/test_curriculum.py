@@ -1,4 +1,4 @@
-"""Curricula choose by seed, data, step and what was observed, and by nothing else; they go on where they were saved."""
+"""Curricula depend only on seed, data, step and observations, and continue where they were saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stream(folder: Path, *files: str, seed: int = 0, curriculum: Any = None, **d
 
 
 def answers(draws: Iterable[PromptSample], right: Iterable[int], n: int = 2) -> list[Trajectory]:
-    """`n` answers to each draw, all right where the row's index is among `right`, else all wrong."""
+    """`n` answers to each draw: all right if the row's index is in `right`, else all wrong."""
     chosen = set(right)
     return [
         Trajectory(d.prompt.row.id, d.visit, k, [], "stop", "", 1.0, float(index_of(d) in chosen))
@@ -91,7 +91,7 @@ def test_statistics_move_by_half_from_zero_and_count_everything() -> None:
     statistics.observe("p", 1, 4)
     record = statistics["p"]
     assert (record.success, record.visits, record.right, record.total) == (0.375, 2, 5, 8)
-    statistics.observe("q", 0, 0)  # nobody judged it
+    statistics.observe("q", 0, 0)  # no answer was judged
     assert len(statistics) == 1
     last_only = PromptStatistics(ema=1.0)
     last_only.observe("p", 4, 4)
@@ -298,7 +298,7 @@ def test_a_stream_restored_in_a_curriculum_goes_on_as_the_unbroken_one(
         one_step(unbroken, step, size)
     saved = json.loads(json.dumps(unbroken.state()))
     restored = stream(folder, *files, seed=seed, curriculum=record, max_prompt_tokens=4)
-    one_step(restored, 1, 3)  # whatever it did before does not matter
+    one_step(restored, 1, 3)  # its earlier state must not matter
     restored.restore(saved)
     for step in range(cut + 1, 10):
         assert one_step(restored, step, size) == one_step(unbroken, step, size)
@@ -340,14 +340,14 @@ def test_another_seed_draws_otherwise(folder: Path, record: Any) -> None:
 def test_curricula_refuse_what_they_cannot_work_with(folder: Path, record: Any) -> None:
     with pytest.raises(UserError, match=r"sort_digits is an endless generated task.*set the source's limit"):
         PromptStream([Source(task="sort_digits")], TOKENIZER, Data(), 0, curriculum=record)
-    with pytest.raises(UserError, match=r"data\.sampler=sequential has no place"):
+    with pytest.raises(UserError, match=r"data\.sampler=sequential would have no effect"):
         stream(folder, "eight.jsonl", curriculum=record, sampler="sequential")
 
 
 @pytest.mark.parametrize("record", [RECORDS[0], RECORDS[2]], ids=name)
 def test_a_reward_that_never_says_right_or_wrong_is_refused(folder: Path, record: Any) -> None:
     made = stream(folder, "four.jsonl", curriculum=record)
-    made.observe([Trajectory("four.jsonl/0", 0, 0, [], "stop", "", None, None)])  # a failed scorer is no verdict
+    made.observe([Trajectory("four.jsonl/0", 0, 0, [], "stop", "", None, None)])  # a failed scorer gives no verdict
     with pytest.raises(UserError, match="no part of the reward tells right from wrong"):
         made.observe([Trajectory("four.jsonl/0", 0, 0, [], "stop", "", 0.5, None)])
     late = Trajectory("four.jsonl/1", 0, 0, [], "stop", "", 0.0, 0.0, metadata={"timed_out": True})

@@ -1,4 +1,4 @@
-"""Demonstrations for groups: found by row id, by prompt or in a column, turned into the tokens a rollout would have."""
+"""Demonstrations: looked up by row id, by prompt or in a column, and tokenised as a rollout would be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preferences as data: the shapes people have, what is left out, and what is refused."""
+"""Preference data: the accepted formats, what is left out, and what is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`burnish data prepare`: the same bytes again, counted, checksummed, compared with test sets."""
+"""`burnish data prepare`: reproducible output with counts, checksums and the overlap with test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Length budgets: a sentence behind each prompt, the number the same for a row in a run."""
+"""Length budgets: a sentence at the end of each prompt, with the same number for a row throughout a run."""
 
 from __future__ import annotations
 

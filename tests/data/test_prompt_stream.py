@@ -79,7 +79,7 @@ def test_a_restored_stream_continues_exactly_as_the_unbroken_one(
     unbroken.draw(before)
     saved = json.loads(json.dumps(unbroken.state()))
     restored = stream(folder, *sources, **options)
-    restored.draw(size)  # whatever it did before does not matter
+    restored.draw(size)  # its earlier state must not matter
     restored.restore(saved)
     for _ in range(5):
         assert restored.draw(size) == unbroken.draw(size)
@@ -244,7 +244,7 @@ def test_validation_says_what_it_left_out_and_refuses_the_endless(
     assert "2 over-long prompts left out: long.jsonl/1, long.jsonl/3" in caplog.text
     with pytest.raises(UserError, match=r"weight=2\.0 has no effect on validation"):
         ids(folder, [{"path": "ten.jsonl", "weight": 2.0}], None)
-    with pytest.raises(UserError, match="without end"):
+    with pytest.raises(UserError, match="endless generated task"):
         ids(folder, [{"task": "addition"}], None)
     for source in ({"path": "ten.jsonl"}, {"task": "sort_digits"}):
         with pytest.raises(UserError, match="prompts are longer"):

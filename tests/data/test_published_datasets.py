@@ -1,4 +1,4 @@
-"""Published rows in, prompts with answers and verifiers out."""
+"""Published data sets are converted to prompts with answers and verifiers; benchmarks are found by name."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_options_without_effect_are_refused(given: dict[str, Any], words: str) -
         Source(**given)
 
 
-# --- Benchmarks by name: their files are found in the user's folder, their rows carry what judges them.
+# --- benchmarks ------------------------------------------------------------------------------------------------------
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 NUM_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "amc": 83, "humaneval": 164, "mbpp": 257, "ifeval": 541}

@@ -1,4 +1,4 @@
-"""`burnish data filter`, `bucket` and `decontaminate`: which rows stay, which go and why."""
+"""`burnish data filter`, `bucket`, `decontaminate` and `impact`: which rows are kept, which are dropped and why."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def completion(index: int, accuracies: list[float | None], name: str = "rows.jso
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Six rows, whose answers are right 0, 1, 2, 3 and 4 times of four; the last was never sampled."""
+    """Six rows: five were answered right 0, 1, 2, 3 and 4 times of four, the last was never sampled."""
     write(tmp_path / "rows.jsonl", [{"question": f"what is number {k}?", "answer": k, "level": k} for k in range(6)])
     lines = [line for k in range(5) for line in completion(k, [1.0] * k + [0.0] * (4 - k))]
     write(tmp_path / "scores.jsonl", [*lines, *completion(5, [None])])
@@ -228,7 +228,7 @@ def test_a_benchmark_is_found_by_its_name(tmp_path: Path, capsys: pytest.Capture
     assert "4: overlaps gsm8k" in capsys.readouterr().out
 
 
-# --- `burnish data impact`: LIMR's scores of the rows a run was trained on, from what its journal says of them.
+# --- impact ----------------------------------------------------------------------------------------------------------
 
 EPOCHS = 3
 

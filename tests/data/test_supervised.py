@@ -41,7 +41,7 @@ def qwen() -> Tokenizer:
 
 
 def learnt(tokenizer: Tokenizer, row: Row, **template: Any) -> tuple[str, list[str]]:
-    """The whole text, and each unbroken run of learnt text."""
+    """The whole text, and each contiguous run of trained text."""
     tokens, mask = encode_example(row, tokenizer, Template(**template))
     assert len(tokens) == len(mask)
     runs: list[list[int]] = []

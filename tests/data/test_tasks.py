@@ -20,7 +20,7 @@ BUILT_IN = ("sort_digits", "addition", "countdown")
 
 
 def identity(name: str, row) -> object:
-    """What makes two problems the same, written out again apart from the tasks' own code."""
+    """What identifies a problem, written again independently of the tasks' code."""
     if name == "sort_digits":
         return tuple(sorted(row.prompt[:-1]))
     if name == "addition":

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on loopback that answers, fails, stalls or talks nonsense, as a script says."""
+"""An OpenAI-compatible endpoint on loopback that answers, fails, stalls or returns nonsense, as a test scripts it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reply:
 
 @dataclass
 class Endpoint:
-    """A running server and what it was asked."""
+    """A running server and the requests it received."""
 
     url: str
     asked: list[Body] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Endpoint:
 
 @contextmanager
 def serving(answer: Callable[[Body, int], Reply]) -> Iterator[Endpoint]:
-    """A server whose replies `answer(body, number of the call)` gives."""
+    """A server whose replies are `answer(body, number of the call)`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -68,7 +68,7 @@ def serving(answer: Callable[[Body, int], Reply]) -> Iterator[Endpoint]:
                 self.end_headers()
                 self.wfile.write(content)
             except BrokenPipeError:
-                return  # whoever asked was tired of waiting
+                return  # the client has given up
 
         def log_message(self, format: str, *args: Any) -> None:
             return

@@ -1,4 +1,4 @@
-"""Reward functions as users of TRL, verl and OpenRLHF bring them, through a whole run: every score is computed a second time here."""
+"""Reward functions of TRL, verl and OpenRLHF users in a whole run; every score is computed a second time here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WEIGHTS = {"accuracy": 2.0, "answer_column": 0.125, "short": 0.5}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run whose recipe stands beside the users' files."""
+    """A finished run whose recipe is in the folder of the users' files."""
     folder = tmp_path_factory.mktemp("users")
     for path in [*USER_FILES.glob("*.py"), *USER_FILES.glob("house_rules/*.py")]:
         (folder / path.relative_to(USER_FILES)).parent.mkdir(exist_ok=True)

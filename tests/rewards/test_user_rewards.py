@@ -284,5 +284,6 @@ def test_rows_are_checked_against_what_a_function_takes(tmp_path, caplog):
         rewards.check(Row(f"rows/{k}", "p", "s", None, {"solution": "x"}) for k in range(3))
     (warning,) = caplog.records
     assert (
-        "row 'rows/0' has no expected answer, so ground_truth is None there (its columns: solution)" in warning.getMessage()
+        "row 'rows/0' has no expected answer, so ground_truth is None there (its columns: solution)"
+        in warning.getMessage()
     )

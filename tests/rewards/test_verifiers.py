@@ -1,4 +1,4 @@
-""""""
+"""The built-in verifiers: what counts as an answer, and that errors in the data raise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ from burnish.rewards.verifiers import (
     rule_total,
     think_format,
 )
-from burnish.rewards.verifiers import row_verifier as judge
 
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 
@@ -223,7 +222,7 @@ def test_missing_math_verify_is_named_before_a_run(monkeypatch):
         check_verifier("math", {}, "reward.parts[0]")
 
 
-# --- The verifiers think_format, language and rule_scores (ALGORITHMS.md 10.1 and 10.2).
+# --- think_format, language and rule_scores (ALGORITHMS.md 10.1 and 10.2) --------------------------------------------
 
 GOOD = "<think>a</think><answer>4</answer>"
 
@@ -297,7 +296,7 @@ def test_a_rule_asks_the_checker_it_is_told():
     text = "<think>a</think><answer>(b)</answer>"
     assert rule_scores(text, "B", {}, rule="simple_rl", checker="choice") == 1.0
     assert rule_scores(text, "B", {}, rule="simple_rl", checker="exact") == -0.5
-    assert rule_scores("so 4", "4", {}, rule="simple_rl") == -1.0  # a number in passing is no answer
+    assert rule_scores("so 4", "4", {}, rule="simple_rl") == -1.0  # a number in running text is not an answer
     assert rule_scores("<think>4</think><answer> </answer>", "4", {}, rule="deepscaler") == 0.0
 
 
@@ -330,7 +329,7 @@ def test_a_rule_with_the_math_checker_needs_math_verify(monkeypatch):
         check_verifier("rule_scores", {"rule": "simple_rl", "checker": "math"}, "here")
 
 
-# --- Short answers (`qa`) and the verifier that asks the row which one to use (`row`).
+# --- qa and row ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -378,7 +377,7 @@ def test_rows_of_several_verifiers_are_scored_by_one_part() -> None:
             rewards.check([Row("b/0", "q", "b", "7")])
 
 
-# --- The published data sets with their own verifiers: the published answer is right, and no answer is not.
+# --- published data sets ---------------------------------------------------------------------------------------------
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
 FILES = {
@@ -395,7 +394,7 @@ FILES = {
 
 
 def answered(row: Row) -> str:
-    """A completion that gives the published answer as its prompt asks for it."""
+    """A completion with the published answer, in the format that its prompt asks for."""
     if row.extra["verifier"] == "task":
         return f"<answer>{row.extra['solution']}</answer>"
     if row.extra["verifier"] == "qa":
@@ -410,5 +409,5 @@ def test_published_answers_are_right_and_none_is_wrong(name: str) -> None:
     if rows[0].extra["verifier"] == "math" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("math-verify is not installed")
     for row in rows:
-        assert judge(answered(row), row.answer, row.extra) == 1.0, row.id
-        assert judge("I do not know.", row.answer, row.extra) == 0.0, row.id
+        assert row_verifier(answered(row), row.answer, row.extra) == 1.0, row.id
+        assert row_verifier("I do not know.", row.answer, row.extra) == 0.0, row.id

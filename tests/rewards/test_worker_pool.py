@@ -1,4 +1,4 @@
-"""Answers and scorers that hang, crash, raise or hoard: what each costs, and that nothing survives them."""
+"""The worker pool with answers and scorers that hang, crash, raise or use up memory: what is counted, and that no process survives."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def processes_with(mark: str) -> list[int]:
             ):
                 found.append(int(entry.name))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended while we looked, or is not ours
+            continue  # it ended meanwhile, or is another user's
     return [pid for pid in found if pid != os.getpid()]
 
 
-def gone(mark: str, within_s: float = 5.0) -> bool:
+def gone(mark: str, within_s: float = 60.0) -> bool:
     end = time.monotonic() + within_s
     while processes_with(mark) and time.monotonic() < end:
         time.sleep(0.02)
@@ -77,7 +77,7 @@ def gone(mark: str, within_s: float = 5.0) -> bool:
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 def test_a_tower_of_powers_is_incorrect_and_counted():
-    with Rewards(reward("math", timeout_s=0.5)) as rewards:
+    with Rewards(reward("math", timeout_s=2.0)) as rewards:
         tower, right = rewards.score([request(r"\boxed{9^{9^{9^{9}}}}"), request(r"\boxed{4}")])
         assert (tower.reward, tower.accuracy, tower.timed_out, tower.error) == (0.0, 0.0, True, None)
         assert (right.reward, right.timed_out) == (1.0, False)
@@ -88,7 +88,7 @@ def test_a_hanging_call_is_killed_and_its_batch_goes_on(folder):
     asked = [request("2+2") for _ in range(40)]
     asked[7] = request("9**9**9")
     asked[20] = request("__import__('time').sleep(60)")
-    with Rewards(reward("mine.py:evaluates", timeout_s=0.5), base=folder) as rewards:
+    with Rewards(reward("mine.py:evaluates", timeout_s=2.0), base=folder) as rewards:
         scores = rewards.score(asked)
         assert [i for i, s in enumerate(scores) if s.timed_out] == [7, 20]
         assert [s.reward for s in scores] == [0.0 if i in (7, 20) else 1.0 for i in range(40)]
@@ -97,7 +97,7 @@ def test_a_hanging_call_is_killed_and_its_batch_goes_on(folder):
 
 def test_a_regular_expression_that_backtracks_for_ever_is_killed():
     parts = [{"name": "format", "options": {"pattern": "(a+)+b"}}, {"name": "exact", "weight": 2.0}]
-    with Rewards(Reward.model_validate({"parts": parts, "timeout_s": 0.3})) as rewards:
+    with Rewards(Reward.model_validate({"parts": parts, "timeout_s": 2.0})) as rewards:
         (score,) = rewards.score([request("a" * 40, answer="a" * 40)])
     assert (score.reward, score.accuracy, score.timed_out) == (2.0, 1.0, True)
     assert score.parts == {"format": 0.0, "exact": 1.0}
@@ -144,7 +144,7 @@ def test_the_retry_runs_in_another_process(folder):
 
 
 def test_the_deadline_of_a_batch_function_is_for_its_call(folder):
-    with Rewards(reward("mine.py:together", timeout_s=0.4), base=folder) as rewards:
+    with Rewards(reward("mine.py:together", timeout_s=2.0), base=folder) as rewards:
         scores = rewards.score([request("pass"), request("import time; time.sleep(60)")])
         assert [(s.reward, s.timed_out) for s in scores] == [(0.0, True)] * 2
         assert rewards.score([request("pass")])[0].reward == 1.0
@@ -162,10 +162,10 @@ def test_a_forged_reply_is_refused_and_replies_are_not_unpickled(folder):
 
 
 def test_deadlines_hold_while_nobody_polls(folder):
-    with Rewards(reward("mine.py:executes", timeout_s=1.0, workers=1), base=folder) as rewards:
+    with Rewards(reward("mine.py:executes", timeout_s=2.0, workers=1), base=folder) as rewards:
         rewards.score([request("pass")])
         rewards.submit([request("time.sleep(60)"), request("pass")])
-        give_up = time.monotonic() + 50
+        give_up = time.monotonic() + 120
         while rewards._outcomes.qsize() < 2 and time.monotonic() < give_up:
             time.sleep(0.02)
         assert sorted((s.reward, s.timed_out) for s in rewards.poll(0.0)) == [(0.0, True), (1.0, False)]
@@ -173,7 +173,7 @@ def test_deadlines_hold_while_nobody_polls(folder):
 
 @pytest.fixture(scope="module")
 def can_leave_network() -> bool:
-    """Whether this kernel lets a process go offline; if it says so, connecting must indeed fail."""
+    """Whether this kernel lets a process drop the network; if so, connecting must fail."""
     probe = (
         "import socket, sys\n"
         "from burnish.rewards.worker_limits import leave_network\n"
@@ -283,9 +283,9 @@ def test_workers_that_cannot_start_end_the_run_with_the_reason(folder):
                 rewards.score([request("1")])
 
 
-# --- Scoring processes that are killed or stopped in the middle of a call: the call is made again, and no answer is blamed.
+# --- workers that are killed or stopped during a call ----------------------------------------------------------------
 
-KILLED_PLUGIN = """
+SLOW_PLUGIN = """
 import os, time
 from pathlib import Path
 from typing import Any
@@ -299,11 +299,11 @@ def slowly(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
 def test_a_call_whose_process_is_lost_is_made_again(tmp_path: Path, number: int, workers: int) -> None:
-    (tmp_path / "mine.py").write_text(KILLED_PLUGIN)
-    config = Reward(parts=["mine.py:slowly"], workers=workers, timeout_s=2.0)
+    (tmp_path / "mine.py").write_text(SLOW_PLUGIN)
+    config = Reward(parts=["mine.py:slowly"], workers=workers, timeout_s=4.0)
     with Rewards(config, base=tmp_path) as rewards:
         rewards.submit([ScoreRequest(str(k), "p", "x" * k, "s", "1", {}) for k in range(6)])
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not (begun := list(tmp_path.glob("at-*"))) and time.monotonic() < until:
             time.sleep(0.01)
         victim = int(begun[0].name.removeprefix("at-"))
@@ -321,7 +321,7 @@ def test_a_call_whose_process_is_lost_is_made_again(tmp_path: Path, number: int,
 def test_a_process_that_ends_before_it_hears_its_task_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine.py").write_text(KILLED_PLUGIN)
+    (tmp_path / "mine.py").write_text(SLOW_PLUGIN)
     begin, begun = worker_pool.subprocess.Popen, list[int]()
 
     def begin_dead(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Programs that try what a program must not do. Each prints `held` where it was stopped, or ends as the table says.
+"""Programs that try what a program must not do. Each prints `held` if it was stopped, or ends as the table says.
 
 `refused` is for one attempt: it prints what happened if the attempt succeeded. `{canary}` is a directory outside with a file
 `secret` in it, `{socket}` the name of an abstract Unix socket that somebody outside listens on, `{port}` a TCP port.

@@ -1,4 +1,4 @@
-"""What a sandbox has left: its processes are told by their command line, which names its limits and goes on to all it forks."""
+"""Finds processes that a sandbox has left: their command line names its limits and is inherited by all forks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def processes(memory_gib: float) -> list[int]:
             if entry.name.isdigit() and mark in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
     return found
 
 
-def settles(memory_gib: float, expected: int, within_s: float = 5.0) -> int:
-    """How many there are, once there are as many as expected or time is up."""
+def settles(memory_gib: float, expected: int, within_s: float = 60.0) -> int:
+    """Wait until there are as many processes as expected, at most `within_s`; return how many there are."""
     end = time.monotonic() + within_s
     while len(processes(memory_gib)) != expected and time.monotonic() < end:
         time.sleep(0.02)

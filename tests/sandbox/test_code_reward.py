@@ -1,4 +1,4 @@
-"""The `code` reward on programs that mean well: where the program is found, how each kind of test is run, what is said of it."""
+"""The `code` reward on harmless programs: extracting the program, running each kind of test, and the details it reports."""
 
 from __future__ import annotations
 
@@ -214,7 +214,9 @@ def test_time_memory_and_output_are_named() -> None:
     verdicts = [{"test": 0, "outcome": "passed"}]
     assert outcomes_from_verdicts(RunResult("time", -9, "", "", verdicts), 2) == ["passed", "failed: out of time"]
     assert outcomes_from_verdicts(RunResult("ended", 0, "", "", [{"done": True}, *verdicts]), 1) == ["passed"]
-    assert outcomes_from_verdicts(RunResult("ended", 0, "", "", []), 1) == ["failed: the test ended the process it ran in"]
+    assert outcomes_from_verdicts(RunResult("ended", 0, "", "", []), 1) == [
+        "failed: the test ended the process it ran in"
+    ]
     assert stdio_outcome(RunResult("memory", -9, "", "", []), "") == "failed: out of memory"
     assert stdio_outcome(RunResult("ended", -11, "", "", []), "") == "failed: the program was killed by SIGSEGV"
     assert stdio_outcome(RunResult("ended", -40, "", "", []), "") == "failed: the program was killed by signal 40"
@@ -305,7 +307,7 @@ def test_a_row_may_name_the_code_reward_itself() -> None:
         assert [s.reward for s in rewards.score([request])] == [1.0]
 
 
-# --- The reference solutions of MBPP and HumanEval pass their own tests, all of them; a wrong one of each does not.
+# --- reference solutions of MBPP and HumanEval -----------------------------------------------------------------------
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 MBPP, HUMANEVAL = DATA / "mbpp_sanitized.json", DATA / "HumanEval.jsonl.gz"
@@ -341,7 +343,7 @@ needs_data = pytest.mark.skipif(
 
 
 def judged(every: int) -> int:
-    """How many reference solutions pass, of every so many; the test fails at one that does not."""
+    """Number of reference solutions that pass, checking every k-th; the test fails at the first that does not."""
     right = (mbpp() + humaneval(is_whole=True))[::every]
     continued = humaneval(is_whole=False)[:: 4 * every]
     wrong = [request(f"wrong {r.id}", "def nothing(): pass", json.loads(str(r.answer))) for r in right[::8]]
@@ -357,7 +359,7 @@ def test_reference_solutions_pass_and_others_do_not() -> None:
     assert judged(every=8) == 74
 
 
-FORGED = {  # tasks whose check calls a function of the prompt, and a program that defines it anew
+FORGED = {  # tasks whose check calls a function of the prompt, and a program that redefines it
     "HumanEval/32": "def poly(xs, x): return 0.0\ndef find_zero(xs): return 0.0",
     "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",
     "HumanEval/50": "def encode_shift(s): return s\ndef decode_shift(s): return s",

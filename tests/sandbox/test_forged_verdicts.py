@@ -1,4 +1,4 @@
-"""Programs that do not solve their task and try to pass all the same. The tests are `f(20) == 42` and `f(21) == 44`."""
+"""Programs that do not solve their task and try to pass anyway. The tests are `f(20) == 42` and `f(21) == 44`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_program_forges_its_verdict() -> None:
     assert {s.id: s.error for s in scores if s.error} == {}
     assert {s.id: s.details for s in scores if (s.reward == 1.0) != (s.id in RIGHT)} == {}
     assert all(s.accuracy == s.reward for s in scores)
-    # Not one test, that is: what would pass one of two by a trick could pass both of others.
+    # No test may pass: a trick that passes one of two tests here could pass all tests elsewhere.
     assert {s.id for s in scores if s.id in FORGED and s.parts["code/passed"] > 0} == {"answers the first only"}
 
 
@@ -141,7 +141,7 @@ def test_a_helper_that_calls_the_function_under_test_calls_the_programs(runner: 
     assert runner.outcomes("    return 3 * x", parse_tests(CALLS_BACK), stops_early=True)[0] == ["failed"]
 
 
-SWALLOWING = [  # each passes if Python takes what the function raises for the end of a loop
+SWALLOWING = [  # each would pass if Python took the function's exception for the end of a loop
     "assert all(map(f, [1, 2]))",
     "assert list(filter(f, [1])) == []",
     "assert sum(map(f, [1])) == 0",

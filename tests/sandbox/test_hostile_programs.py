@@ -1,4 +1,4 @@
-"""A hundred hostile programs beside harmless ones: none gets out, none changes another's verdict, nothing stays behind."""
+"""A hundred hostile programs next to harmless ones: none escapes, none changes the verdict of another, no process is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from burnish.rewards.scoring import Rewards
 from tests.sandbox import hostile_programs
 from tests.sandbox.leftovers import settles
 
-MEMORY_GIB = 0.5 + os.getpid() * 1e-8  # in the command lines of our sandboxes, and of nobody else's
+MEMORY_GIB = 0.5 + os.getpid() * 1e-8  # a value that only the command lines of our sandboxes contain
 IDLE = 4  # processes of two workers' sandboxes that have nothing to do
 
 
@@ -80,7 +80,7 @@ def hostile_requests(names: dict[str, str]) -> list[ScoreRequest]:
         stdio(name, hostile_programs.PRELUDE + text, "", "held") for name, (text, _) in hostile_programs.ENDS.items()
     ]
     assert len(held + ends) >= 100
-    # Elsewhere than on x86_64 a number is another call.
+    # On other machines than x86_64 the number is another system call.
     by_number = ("syscall,", "CFUNCTYPE") if platform.machine() != "x86_64" else ()
     return [one for one in held + ends if not any(word in one.completion for word in by_number)]
 

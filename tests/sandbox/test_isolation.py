@@ -1,4 +1,4 @@
-"""Where the sandbox runs: as root, as an ordinary user, not at all; and what happens when it breaks itself."""
+"""The sandbox as root, as an ordinary user and without namespaces, and what happens when the sandbox itself breaks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ with Sandbox(Limits(), is_isolated=False) as sandbox:
 print("done")
 """
 
-# The filter that programs run under forbids namespaces, so under it this system is one without them.
+# The seccomp filter of programs forbids namespaces, so it turns this system into one without them.
 WITHOUT_NAMESPACES = """
 import sys
 sys.path.append({root!r})
@@ -99,7 +99,7 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
     program = AS_A_USER.format(root=ROOT, uid=NOBODY)
     done = subprocess.run(
         [python, "-B", "-c", program], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={"SECRET": "1"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     if "max_user_namespaces" in done.stderr:
         pytest.skip("this system gives ordinary users no user namespaces")
@@ -141,7 +141,7 @@ def test_a_python_in_a_temporary_folder_runs_programs() -> None:
         Path(folder, "bin").mkdir()
         python = shutil.copy(executable, Path(folder, "bin"))
         script = IN_A_TEMPORARY_FOLDER.format(root=ROOT, folder=folder)
-        done = subprocess.run([python, "-B", "-S", "-c", script], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([python, "-B", "-S", "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 
@@ -153,7 +153,7 @@ def test_a_library_below_a_temporary_folder_has_a_place_in_the_scratch_directory
 
 def test_without_namespaces_code_rewards_refuse_to_start_and_say_what_to_do() -> None:
     script = WITHOUT_NAMESPACES.format(root=ROOT)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "new namespaces" in done.stdout
     assert "Operation not permitted" in done.stdout
@@ -168,9 +168,7 @@ def test_unsafe_is_what_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n    os._exit(0)\nprint('seen')"
     tests = json.dumps({"stdio": [{"input": "", "output": "seen"}]})
     requests = [ScoreRequest(text, "p", f"```python\n{text}\n```", "s", tests, {}) for text in (program, daemon)]
-    memory_gib = (
-        1 + os.getpid() * 1e-8
-    )  # in the command line of our sandbox, of nobody else's, and of whatever it forks
+    memory_gib = 1 + os.getpid() * 1e-8  # a value that only the command lines of this sandbox and its forks contain
     fields = {"parts": ["code"], "workers": 1, "memory_gib": memory_gib}
     with Rewards(Reward.model_validate(fields | {"sandbox": "unsafe"})) as rewards:
         assert [s.reward for s in rewards.score(requests)] == [1.0, 1.0]
@@ -211,7 +209,7 @@ def test_sockets_of_the_machine_are_out_of_reach() -> None:
         listener.listen()
         with Sandbox(Limits()) as sandbox:
             assert sandbox.run_stdio(program, "", 10.0).output == "ConnectionRefusedError\n"
-        with Sandbox(Limits(), is_isolated=False) as sandbox:  # which shows that the program would know the way
+        with Sandbox(Limits(), is_isolated=False) as sandbox:  # shows that the program itself is right
             assert sandbox.run_stdio(program, "", 10.0).output == "reached\n"
 
 
@@ -233,14 +231,14 @@ def test_a_sandbox_that_hangs_is_an_error_in_time() -> None:
         os.kill(int(zygote), signal.SIGSTOP)
         with pytest.raises(SandboxError, match="does not answer"):
             sandbox.run_stdio("print(1)", "", 0.2)
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 60.0
         while Path(f"/proc/{zygote}").exists() and time.monotonic() < end:
             time.sleep(0.02)
         assert not Path(f"/proc/{zygote}").exists()
 
 
 class Meddled(Sandbox):
-    """A sandbox in which something happens to the supervisor of each program as soon as the program has started."""
+    """A sandbox that does something to the supervisor of each program as soon as the program has started."""
 
     def __init__(self, meddle: Callable[[int], object]) -> None:
         super().__init__(Limits(), slack_s=1.0)
@@ -288,7 +286,9 @@ def test_the_kernel_ends_a_program_before_its_supervisor_when_memory_runs_out() 
     def score(process: int) -> int:
         return int(Path(f"/proc/{process}/oom_score_adj").read_text())
 
-    with Meddled(lambda supervisor: seen.append((score(supervisor), [score(child) for child in children(supervisor)]))) as sandbox:
+    with Meddled(
+        lambda supervisor: seen.append((score(supervisor), [score(child) for child in children(supervisor)]))
+    ) as sandbox:
         sandbox.run_calls({"program": SLOW}, {"asserts": ["assert 1"]}, 10.0)
     ((own, of_programs),) = seen
     assert of_programs == [1000, 1000]  # the program's and the grader's

@@ -1,4 +1,4 @@
-"""The watch sees each process of a tree, however it was started, and the memory and CPU time of each."""
+"""`tree_usage` finds every process of a tree, however it was started, with its memory and CPU time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from burnish.sandbox import confined_process
 MIB = 1 << 20
 TAKEN = 60 * MIB
 
-# Says the numbers of its processes, one a line, then waits until its standard input ends.
+# Prints the pids of its processes, one per line, then waits until its standard input ends.
 SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
 TREE = """
 import ctypes, os, sys, threading, time
 libc = ctypes.CDLL(None)
-libc.prctl(36, 1, 0, 0, 0)  # orphans come to this process
+libc.prctl(36, 1, 0, 0, 0)  # this process adopts orphans
 def say(what): os.write(1, f"{what}\\n".encode())
 def wait(): os.read(0, 1)
 def take():
@@ -88,7 +88,7 @@ def test_cpu_time_of_children_counts_while_they_run_and_after_they_were_waited_f
 
 
 def test_a_tree_that_changes_during_the_walk_is_read_again(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process forks and ends between two reads of one walk: what it has started is found all the same."""
+    """A process that forks and ends between two reads of one walk: its child is found anyway."""
     hop = "r, w = os.pipe()\nchild(lambda: (say(os.getpid()), os.read(r, 1), child(take)))\n"
     hop += "os.read(0, 1); os.write(w, b'!'); os.wait()"
     with started(hop) as tree:
