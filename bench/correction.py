@@ -52,7 +52,12 @@ ALL = {
     "token_k1": (0.5, 2.0), "token_k2": 0.5, "token_k3": 0.5, "seq_sum_k1": (0.01, 100.0), "seq_sum_k2": 50.0, "seq_sum_k3": 50.0,
     "seq_mean_k1": (0.9, 1.1), "seq_mean_k2": 0.1, "seq_mean_k3": 0.1, "seq_max_k2": 5.0, "seq_max_k3": 5.0,
 }  # fmt: skip
-PARTS = ((pipeline, "corrected"), (pipeline, "gap_report"), (step_metrics, "worst_rows"), (WorstTokensFile, "append"))
+PARTS = (
+    (pipeline, "apply_correction"),
+    (pipeline, "gap_report"),
+    (step_metrics, "worst_token_rows"),
+    (WorstTokensFile, "append"),
+)
 """All a step does about the gap."""
 WINDOW = "the gap"
 

@@ -93,7 +93,7 @@ class AheadSource(SyncSource):
         self._coming = None
         return split_by_kind(coming.draws, made.trajectories, made.rollout_s, made.reward_s)
 
-    def begin(self, step: int) -> None:
+    def start_next(self, step: int) -> None:
         plan = self.plans(step)
         if plan is not None:
             draws, place = self._draw(step, plan, 0)
@@ -108,11 +108,11 @@ class AheadSource(SyncSource):
         self._complete(saves=version)
         super().load(version)
 
-    def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
+    def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         waited_s, self._waited_s = self._waited_s, 0.0
         return staleness_metrics(rollouts.trajectories, version) | {"time/rollout_wait_s": waited_s}
 
-    def waiting(self) -> list[PendingDraw]:
+    def pending_draws(self) -> list[PendingDraw]:
         coming = self._coming
         return [] if coming is None else [[d.source, d.index, d.visit, coming.place.step] for d in coming.draws]
 

@@ -214,10 +214,10 @@ class AsyncSource:
         self._waited_s += time.perf_counter() - started
         return split_by_kind([group.draw for group in chosen], trajectories, self.pump.take_worked_s(), 0.0)
 
-    def begin(self, step: int) -> None:
+    def start_next(self, step: int) -> None:
         """Nothing more: whatever may be on its way is."""
 
-    def learnt(
+    def after_step(
         self, step: int, rollouts: RolloutBatch, batch: Batch | None, unfinished: Sequence[int] | None = None
     ) -> None:
         """What was handed over is never asked for again."""
@@ -233,12 +233,12 @@ class AsyncSource:
     def stop(self) -> None:
         self.driver.stopping.request()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         while self._scoring:  # every call of a scorer has its own deadline
             self._take_scores()
             time.sleep(POLL_INTERVAL_S)
 
-    def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
+    def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         found = staleness_metrics(rollouts.trajectories, version) | {
             "staleness/groups_waiting": float(len(self.groups)),
             "staleness/reissued": float(self._num_reissued),
@@ -247,7 +247,7 @@ class AsyncSource:
         self._num_reissued, self._waited_s = 0, 0.0
         return found
 
-    def waiting(self) -> list[PendingDraw]:
+    def pending_draws(self) -> list[PendingDraw]:
         return [[g.draw.source, g.draw.index, g.draw.visit, g.step] for g in self.groups.values()]
 
     def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:

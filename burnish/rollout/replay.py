@@ -78,7 +78,7 @@ class ReplayStore:
                 found.append(trajectory)
         return found
 
-    def learnt(
+    def after_step(
         self, step: int, rollouts: RolloutBatch, used: Iterable[str], unfinished: Iterable[str] | None = None
     ) -> None:
         """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups.
@@ -114,7 +114,7 @@ class ReplayStore:
         """Whether the next step, which begins with weights `step`, could use it."""
         return step - entry.oldest <= self.settings.max_age
 
-    def values(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the last step: groups and tokens held; groups that came back, their share of the samples in the loss, their age."""
         return self._values
 
@@ -162,17 +162,17 @@ class ReplaySource:
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
 
-    def learnt(
+    def after_step(
         self, step: int, rollouts: RolloutBatch, batch: Batch | None, unfinished: Sequence[int] | None = None
     ) -> None:
-        self.inner.learnt(step, rollouts, batch, unfinished)
+        self.inner.after_step(step, rollouts, batch, unfinished)
         usable = rollouts.usable
         owners = [] if batch is None else batch.sequence["trajectory_ids"].unique().tolist()
         left = None if unfinished is None else [usable[i].id for i in unfinished]
-        self.store.learnt(step, rollouts, [usable[i].id for i in owners], left)
+        self.store.after_step(step, rollouts, [usable[i].id for i in owners], left)
 
-    def begin(self, step: int) -> None:
-        self.inner.begin(step)
+    def start_next(self, step: int) -> None:
+        self.inner.start_next(step)
 
     def load(self, version: int) -> None:
         self.inner.load(version)
@@ -180,14 +180,14 @@ class ReplaySource:
     def stop(self) -> None:
         self.inner.stop()
 
-    def rest(self) -> None:
-        self.inner.rest()
+    def pause(self) -> None:
+        self.inner.pause()
 
-    def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
-        return self.inner.values(rollouts, version) | self.store.values()
+    def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
+        return self.inner.metrics(rollouts, version) | self.store.metrics()
 
-    def waiting(self) -> list[PendingDraw]:
-        return self.inner.waiting()
+    def pending_draws(self) -> list[PendingDraw]:
+        return self.inner.pending_draws()
 
     def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
         self.inner.restore(tickets, version)

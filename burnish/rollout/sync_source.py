@@ -73,10 +73,10 @@ class RolloutSource(Protocol):
         A step's rounds are numbered from 0 and asked for in order; each draws new prompts.
         """
 
-    def begin(self, step: int) -> None:
+    def start_next(self, step: int) -> None:
         """The step before has all its rollouts and is learnt now: what is to be made for this one may be begun."""
 
-    def learnt(
+    def after_step(
         self, step: int, rollouts: RolloutBatch, batch: Batch | None, unfinished: Sequence[int] | None = None
     ) -> None:
         """A step is learnt from its rollouts; `batch` is what of them was in its loss, None where nothing was. `unfinished` are the
@@ -90,13 +90,13 @@ class RolloutSource(Protocol):
         """The user asked to stop: end `next` soon with `RolloutStopped`, and keep in the journal what has ended. `load` is not cut
         short. May be called from another thread, again and again."""
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leave engine and rewards to somebody else until `next`; called after `load`."""
 
-    def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
+    def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         """Metrics of a step, whose rollouts and weights these are."""
 
-    def waiting(self) -> list[PendingDraw]:
+    def pending_draws(self) -> list[PendingDraw]:
         """The draws that no step was given yet, for a checkpoint."""
 
     def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
@@ -292,10 +292,10 @@ class SyncSource:
         self.journal.append("drawn", **place._asdict())
         return draws, place
 
-    def begin(self, step: int) -> None:
+    def start_next(self, step: int) -> None:
         """Nothing is made before its weights are there."""
 
-    def learnt(
+    def after_step(
         self, step: int, rollouts: RolloutBatch, batch: Batch | None, unfinished: Sequence[int] | None = None
     ) -> None:
         """What was handed over is never asked for again."""
@@ -306,13 +306,13 @@ class SyncSource:
     def stop(self) -> None:
         self.driver.stopping.request()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Nothing goes on between two calls."""
 
-    def values(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
+    def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
         return {}
 
-    def waiting(self) -> list[PendingDraw]:
+    def pending_draws(self) -> list[PendingDraw]:
         return []
 
     def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:

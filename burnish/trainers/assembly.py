@@ -1,4 +1,4 @@
-"""Puts an RL run together: roles from the controller, prompts, rewards, the recipe, validation.
+"""Puts an RL run together: roles from the controller, prompts, rewards, the pipeline, validation.
 
 Everything that can be wrong with a config's files, names and sizes is found by `check_parts`, before a run directory
 is made for it; `assemble` then binds the parts to the run.
@@ -137,7 +137,7 @@ class RunParts:
     config: TrainConfig
     policy: PolicyModel
     rewards: Rewards
-    recipe: AlgorithmPipeline
+    pipeline: AlgorithmPipeline
     engine: Engine
     driver: RolloutRunner
     stream: PromptStream
@@ -148,7 +148,7 @@ class RunParts:
     """Of the warm start, where it is still to be made."""
     imitated: list[Example] = field(default_factory=list)
     """Of `data.demonstrations`, imitated during RL."""
-    memory: MemoryPlanCheck | None = None
+    memory_check: MemoryPlanCheck | None = None
     """The memory plan."""
     base: Path | None = None
     """The folder that relative paths are tried from first."""
@@ -164,7 +164,7 @@ class RunParts:
 class RunInputs:
     """The parts of a run that are made of its config, its rows and the policy's tokenizer, without weights."""
 
-    recipe: AlgorithmPipeline
+    pipeline: AlgorithmPipeline
     stream: PromptStream
     held_out: list[Prompt]
     longest: int
@@ -181,10 +181,11 @@ def build_inputs(
 ) -> RunInputs:
     """The parts that need no weights; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
     updates = config.training.mini_batches * config.training.epochs
-    recipe = AlgorithmPipeline(config.algorithm, updates, base, rewards.weights)
+    has_demonstrations = config.data.demonstrations_per_group > 0
+    pipeline = AlgorithmPipeline(config.algorithm, updates, base, rewards.weights, has_demonstrations)
     check_process_reward_model(config, policy, base)
     roles.check_teacher(config, policy, base)
-    if "kl" in recipe.loss.needs and policy.arch is None:
+    if "kl" in pipeline.loss.needs and policy.arch is None:
         raise UserError(
             "algorithm.kl.loss.estimator=full needs the native decoder, which has both models' hidden states; this model runs "
             "through transformers: use k3+ or k2, whose gradients are unbiased"
@@ -214,7 +215,7 @@ def build_inputs(
         sources, template = config.data.demonstrations, config.data.template
         imitated, left_out = load_examples(sources, policy.tokenizer, template, most, "filter", base, config.seed)
         notes += [f"{left_out} data.demonstrations are longer than {most} tokens"] if left_out else []
-    return RunInputs(recipe, stream, held_out, longest, shown, imitated, notes)
+    return RunInputs(pipeline, stream, held_out, longest, shown, imitated, notes)
 
 
 def build_parts(
@@ -234,7 +235,16 @@ def build_parts(
     if paged is not None and config.rollout.cache_gib is not None:
         paged.plan(inputs.longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
     parts = RunParts(
-        config, policy, rewards, inputs.recipe, engine, driver, inputs.stream, inputs.held_out, inputs.notes, base=base
+        config,
+        policy,
+        rewards,
+        inputs.pipeline,
+        engine,
+        driver,
+        inputs.stream,
+        inputs.held_out,
+        inputs.notes,
+        base=base,
     )
     parts.imitated = inputs.imitated
     return parts
@@ -265,7 +275,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
     measure_all = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out, judge=judge)
 
     def validate(step: int) -> dict[str, float]:
-        source.rest()
+        source.pause()
         return measure_all(step)
 
     return TrainContext(
@@ -279,13 +289,13 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         stream=parts.stream,
         source=source,
         replay=replay,
-        recipe=parts.recipe,
+        pipeline=parts.pipeline,
         validate=validate,
         state=initial_state(config.algorithm),
-        facts=diagnosis_facts(config),
-        demonstrations=imitation_batches(parts, made.learner.device),
+        health_context=diagnosis_facts(config),
+        imitation=imitation_batches(parts, made.learner.device),
         process=process,
-        memory=parts.memory,
+        memory_check=parts.memory_check,
     )
 
 
@@ -303,7 +313,7 @@ def _build_roles(parts: RunParts, run: Run) -> Roles:
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)
     learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy, parts.base)
-    if reference is not None and "kl" in parts.recipe.loss.needs:
+    if reference is not None and "kl" in parts.pipeline.loss.needs:
         learner.reference = reference.distribution
     critic, process = roles.build_critic(config, policy), build_process_reward_model(config, policy, parts.base)
     return Roles(policy, learner, reference, critic, engine, process)

@@ -1,4 +1,4 @@
-"""The parts of a run, what a step did with them, and their checkpoint."""
+"""The parts of an RL run, the result of a step, and the checkpoint that holds them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from burnish.training.learner import Update
 
 CheckpointedPart = AnyLearner | AnyReference | AnyCritic | AnyProcessRewardModel
 Validate = Callable[[int], dict[str, float]]
+"""Measures the policy after a step and returns the metrics."""
 ImitationBatch = Callable[[int], Batch]
-"""The supervised rows that go with the k-th mini-batch of the run."""
+"""Returns the supervised examples for the k-th mini-batch of the run."""
 
 
 @dataclass
 class TrainContext:
-    """The parts of a run, put together by `trainers/assembly.py`."""
+    """The parts of an RL run, built by `trainers/assembly.py`."""
 
     config: TrainConfig
     run: Run
@@ -50,80 +51,82 @@ class TrainContext:
     engine: Engine
     stream: PromptStream
     source: RolloutSource
-    recipe: AlgorithmPipeline
+    pipeline: AlgorithmPipeline
     validate: Validate
     state: TrainerState
-    facts: HealthContext
-    demonstrations: ImitationBatch | None = None
+    health_context: HealthContext
+    """Facts of the config that a diagnosis may name."""
+    imitation: ImitationBatch | None = None
     process: ProcessRewards | None = None
-    """What rewards single tokens, and learns to."""
+    """The process reward model, which rewards single tokens and learns online."""
     health: HealthMonitor = field(default_factory=HealthMonitor)
-    """What speaks when a step's numbers leave their healthy ranges."""
-    profile: int | None = None
+    """Warns when metrics leave their healthy ranges."""
+    profile_step: int | None = None
     """The step to record with a profiler."""
-    memory: MemoryPlanCheck | None = None
-    """The memory plan, to be compared with what a step held."""
+    memory_check: MemoryPlanCheck | None = None
+    """Compares the memory plan with the measured peak."""
     has_accuracy: bool = False
-    """Whether the reward tells correct from wrong answers, as far as is known: then the accuracy is the default of `run.best_by`."""
+    """Whether the reward is known to tell correct from wrong answers. The accuracy is then the default of `run.best_by`."""
     replay: ReplayStore | None = None
-    """Groups that may come back to later steps, where any may."""
+    """Groups that later steps may learn from again."""
 
     @property
     def learners(self) -> list[AnyLearner]:
-        """The policy's, and those of the critic and the process reward model where there are any."""
+        """The learners of the policy, the critic and the process reward model."""
         others = self.critic, self.process.model if self.process is not None else None
         return [self.learner, *(part.learner for part in others if part is not None)]
 
     @property
     def parts(self) -> list[CheckpointedPart]:
-        """What a checkpoint holds of weights and optimizers beside the policy's own."""
+        """The parts that have weights or an optimizer in a checkpoint besides the policy's own files."""
         process = self.process.model if self.process is not None else None
         return [part for part in (self.learner, self.reference, self.critic, process) if part is not None]
 
 
 @dataclass
 class StepResult:
-    """What a step did with its rollouts: the batch in the loss (None without one), its updates, what to log of the rest."""
+    """What a step did with its rollouts."""
 
     batch: Batch | None = None
+    """The batch in the loss; None without one."""
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
-    prepared: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the pipeline's steps, and of the policy before its first update."""
     budget: BudgetState | None = None
-    """The next state of a mismatch budget, where there is one."""
+    """The next state of a mismatch budget."""
     unfinished: Sequence[int] | None = None
-    """Trajectories that later steps may learn other parts of, by their place in the batch that was prepared; None where all are
-    learnt from as a whole."""
+    """Trajectories that later steps may learn other parts of, as indices into the packed trajectories. None: no trees."""
     mismatch: GapReport = field(default_factory=GapReport)
-    """How far the sampler was from the trainer."""
+    """The distance between sampler and trainer."""
     trainer_logp: Tensor | None = None
-    """[N] the trainer's log-probs of the batch before its first update, nan where not known; None where none are."""
-    num_prepared: int = 0
-    """Sequences that the policy sampled, before the sample filters: those the preparation's numbers are of."""
-    reward: float | None = None
-    """The mean reward of those that are new, as the shapers left it: what a baseline of earlier steps is the mean of."""
+    """[N] the trainer's log-probs of the batch before its first update, nan where unknown; None where all are unknown."""
+    num_sampled: int = 0
+    """Sequences that the policy sampled, before the sample filters."""
+    reward_mean: float | None = None
+    """Mean shaped reward of the new samples, which the moving-average baseline follows."""
 
 
-def snapshot(job: TrainContext, stage: TensorStaging) -> Snapshot:
-    """A checkpoint to be: a Hugging Face directory, plus optimizer, reference, critic, process reward model and trainer state."""
-    state = [content for part in job.parts for content in part.contents(stage)]
-    state += job.engine.contents(stage) if isinstance(job.engine, MismatchEngine) else []
-    if job.policy.part.index == 0:
-        state.append(BytesFile("trainer.json", json.dumps(asdict(job.state))))
-        state += job.replay.contents() if job.replay is not None else []
-    return Snapshot(job.policy.contents(stage), state, job.policy.part)
+def snapshot(context: TrainContext, stage: TensorStaging) -> Snapshot:
+    """The contents of a checkpoint: a Hugging Face directory, plus the state of all parts and of the trainer."""
+    state = [content for part in context.parts for content in part.contents(stage)]
+    state += context.engine.contents(stage) if isinstance(context.engine, MismatchEngine) else []
+    if context.policy.part.index == 0:
+        state.append(BytesFile("trainer.json", json.dumps(asdict(context.state))))
+        state += context.replay.contents() if context.replay is not None else []
+    return Snapshot(context.policy.contents(stage), state, context.policy.part)
 
 
-def restore(job: TrainContext, folder: Path) -> None:
-    """Go on from a checkpoint."""
-    job.policy.load_weights(folder)
-    for part in job.parts:
+def restore(context: TrainContext, folder: Path) -> None:
+    """Resume from a checkpoint."""
+    context.policy.load_weights(folder)
+    for part in context.parts:
         part.load(folder)
-    if job.replay is not None:
-        job.replay.load(folder)
-    job.state = state_from_checkpoint(json.loads((folder / "trainer.json").read_text()))
-    job.stream.restore(job.state.stream)
-    if isinstance(job.engine, MismatchEngine):
-        job.engine.restore(folder)
-    job.engine.load(job.state.step, ())
-    job.source.restore(job.state.waiting, job.state.step)
+    if context.replay is not None:
+        context.replay.load(folder)
+    context.state = state_from_checkpoint(json.loads((folder / "trainer.json").read_text()))
+    context.stream.restore(context.state.stream)
+    if isinstance(context.engine, MismatchEngine):
+        context.engine.restore(folder)
+    context.engine.load(context.state.step, ())
+    context.source.restore(context.state.waiting, context.state.step)

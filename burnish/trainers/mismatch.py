@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,47 +76,74 @@ def acts_before_advantages(correction: Slot) -> bool:
     return isinstance(correction, CoupledCorrection | DecoupledCorrection | BudgetCorrection) and correction.acts
 
 
-def apply_correction(
-    batch: Batch, correction: Slot, stats: dict[str, float], budget: BudgetState | None
-) -> tuple[Batch, BudgetState | None, str]:
-    """The batch with weights (`rollout_weight`) and without what is rejected; where a budget chooses the correction, its
-    next state and why it changed. What there is to log goes into `stats`.
+class CorrectedBatch(NamedTuple):
+    """A batch with `rollout_weight`, and without rejected tokens in `loss_mask`."""
 
-    Groups that come back are corrected like the others, but what is logged and what a budget goes by is of new samples alone: that
-    the policy has moved away from older ones is known, and no fault of the engine.
+    batch: Batch
+    metrics: dict[str, float]
+    budget: BudgetState | None = None
+    """The next state of a mismatch budget."""
+    reason: str = ""
+    """Why the budget chose another correction, where it did."""
+
+
+ApplyCorrection = Callable[[Batch, Slot, BudgetState | None], CorrectedBatch]
+
+
+def apply_correction(batch: Batch, correction: Slot, budget: BudgetState | None) -> CorrectedBatch:
+    """Weight and reject tokens by the gap between sampler and trainer."""
+    result, budget, reason = _compute_correction(batch, correction, budget)
+    return CorrectedBatch(_with_correction(batch, result), result.metrics, budget, reason)
+
+
+def apply_to_replayed(batch: Batch, correction: Slot, budget: BudgetState | None) -> CorrectedBatch:
+    """`apply_correction` for a batch with replayed groups.
+
+    All groups are corrected, but metrics and budget follow from new groups only. Replayed groups are known to come from an older policy,
+    which is no fault of the engine.
     """
-    if not acts_before_advantages(correction):
-        return batch, None, ""
-    if has_demonstrations(batch):  # nobody sampled them: they weigh 1, and none is rejected
-        own = sampled_sequences(batch)
-        if own.num_sequences == 0:
-            return batch, budget, ""
-        own, budget, why = apply_correction(own, correction, stats, budget)
-        fills: dict[str, float | bool] = {"rollout_weight": 1.0, "loss_mask": True}
-        columns = {
-            name: scatter_sampled(batch, own.token[name], fill) for name, fill in fills.items() if name in own.token
-        }
-        columns["loss_mask"] &= batch.loss_mask
-        return batch.with_token(**columns), budget, why
-    new, why, found = without_replayed(batch), "", None
+    new = without_replayed(batch)
+    metrics: dict[str, float] = {}
+    reason, result = "", None
     if new.num_sequences:
+        result, budget, reason = _compute_correction(new, correction, budget)
+        metrics = result.metrics
+    if result is None or new.num_sequences < batch.num_sequences:
         if isinstance(correction, BudgetCorrection):
-            found, budget, why = budget_correction(new, budget, **slot_options(correction))
+            result = decoupled_correction(batch, **RUNGS[(budget or BudgetState()).rung].options)
         else:
-            found = CORRECTIONS[correction.name](new, **slot_options(correction))
-        stats |= found.metrics
-    if found is None or new.num_sequences < batch.num_sequences:
-        found = _correct_whole_batch(batch, correction, budget)
-    batch = batch.with_token(loss_mask=batch.loss_mask & found.keep)
-    return batch if found.weights is None else batch.with_token(rollout_weight=found.weights), budget, why
+            result = CORRECTIONS[correction.name](batch, **slot_options(correction))
+    return CorrectedBatch(_with_correction(batch, result), metrics, budget, reason)
 
 
-def _correct_whole_batch(batch: Batch, correction: Slot, budget: BudgetState | None) -> CorrectionResult:
-    """A correction of all of a batch; of a budget, the rung it is on."""
+def apply_to_sampled(
+    batch: Batch, correction: Slot, budget: BudgetState | None, apply: ApplyCorrection
+) -> CorrectedBatch:
+    """`apply` on the sequences that the policy sampled. Demonstrations have weight 1 and are never rejected."""
+    if not has_demonstrations(batch):
+        return apply(batch, correction, budget)
+    sampled = sampled_sequences(batch)
+    if sampled.num_sequences == 0:
+        return CorrectedBatch(batch, {}, budget)
+    corrected = apply(sampled, correction, budget)
+    token = corrected.batch.token
+    columns = {"loss_mask": scatter_sampled(batch, token["loss_mask"], True) & batch.loss_mask}
+    if "rollout_weight" in token:
+        columns["rollout_weight"] = scatter_sampled(batch, token["rollout_weight"], 1.0)
+    return corrected._replace(batch=batch.with_token(**columns))
+
+
+def _compute_correction(
+    batch: Batch, correction: Slot, budget: BudgetState | None
+) -> tuple[CorrectionResult, BudgetState | None, str]:
     if isinstance(correction, BudgetCorrection):
-        return decoupled_correction(batch, **RUNGS[(budget or BudgetState()).rung].options)
-    found: CorrectionResult = CORRECTIONS[correction.name](batch, **slot_options(correction))
-    return found
+        return budget_correction(batch, budget, **slot_options(correction))
+    return CORRECTIONS[correction.name](batch, **slot_options(correction)), budget, ""
+
+
+def _with_correction(batch: Batch, result: CorrectionResult) -> Batch:
+    batch = batch.with_token(loss_mask=batch.loss_mask & result.keep)
+    return batch if result.weights is None else batch.with_token(rollout_weight=result.weights)
 
 
 @torch.inference_mode()  # hundreds of small operations, each a little quicker; only numbers leave
@@ -129,7 +157,7 @@ def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: S
     """
     if learner is not None:
         batch = batch.with_token(learner_logp=learner)
-    whole, batch = sampled_sequences(whole), sampled_sequences(batch)
+    whole, batch = (sampled_sequences(without_replayed(one)) for one in (whole, batch))
     used = compare_tokens(batch, batch.token["old_logp" if learner is None else "learner_logp"], batch.loss_mask)
     seen = used if learner is not None else compare_tokens(whole, whole.token["old_logp"], whole.action_mask)
     metrics = loss_token_metrics(used, correction) | mismatch_profiles(seen)

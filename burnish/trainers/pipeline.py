@@ -1,13 +1,23 @@
-"""From scored rollouts to a batch the learner can use: shaping, group filters, old and reference log-probs, values, KL,
-advantages, sample filters. One method for each line of the loop, in its order.
+"""The steps between rollouts and losses, as lists that are built once from the algorithm.
+
+    shape      reward shapers
+    select     group filters: dynamic sampling, difficulty band
+    prepare    old log-probs, correction, reference log-probs, values, process rewards, token rewards, advantages
+    trim       sample filters: overlong, pruning, resampling
+
+A step is a named function `run(batch, context) -> batch`. It reads models and trainer state from the `StepContext` and adds its metrics
+and notes to it. Every option adds its own step: plain GRPO with one update per batch has only `token_rewards` and `advantages`.
+`burnish/trainers/rl.py` calls the four methods of `AlgorithmPipeline` in this order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,33 +44,73 @@ from burnish.algorithms.filters.filter_functions import (
     pair_counts,
 )
 from burnish.algorithms.losses.model_losses import explained_variance
+from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import kl_reward
+from burnish.algorithms.terms.spec import KlReward
 from burnish.config.errors import UserError
 from burnish.config.records import Plugin
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.rewards.score_types import reward_problem
 from burnish.trainers.minibatches import build_policy_loss, filter_function, slot_function, slot_options
-from burnish.trainers.mismatch import GapReport, acts_before_advantages, apply_correction, gap_report
+from burnish.trainers.mismatch import (
+    ApplyCorrection,
+    GapReport,
+    acts_before_advantages,
+    apply_correction,
+    apply_to_replayed,
+    apply_to_sampled,
+    gap_report,
+)
 from burnish.trainers.process_rewards import ProcessRewards
-from burnish.trainers.state import TrainerState, initial_state
+from burnish.trainers.state import TrainerState
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyReference
 from burnish.training.learner import Update
 
 
-class Prepared(NamedTuple):
-    """A batch with its columns, what to log of it, the next state of a mismatch budget, and what to tell the user."""
+@dataclass
+class StepContext:
+    """What the steps of one training step read, and what they report."""
 
-    batch: Batch
-    stats: dict[str, float]
+    learner: AnyLearner
+    reference: AnyReference | None = None
+    critic: AnyCritic | None = None
+    process: ProcessRewards | None = None
+    state: TrainerState = field(default_factory=TrainerState)
+    """Read: the KL coefficient, the mean reward of earlier steps, the mismatch budget."""
+    is_critic_warmup: bool = False
+    """Whether only the critic is trained. It then learns Monte-Carlo returns, whatever its lambda."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user."""
     budget: BudgetState | None = None
-    notes: tuple[str, ...] = ()
+    """The next state of a mismatch budget."""
+    unfinished: list[int] | None = None
+    """Trajectories with tree edges for later steps, as indices into the packed trajectories. None: no trees."""
+
+    def __post_init__(self) -> None:
+        self.budget = self.state.budget
+
+
+class Step(NamedTuple):
+    """One step of a pipeline."""
+
+    name: str
+    run: Callable[[Batch, StepContext], Batch]
+
+
+class SlotFunction(NamedTuple):
+    """The function of a shaper or filter, with its options."""
+
+    name: str
+    function: Callable[..., Any]
+    options: dict[str, Any]
 
 
 class AlgorithmPipeline:
-    """An algorithm with its functions looked up: the pure part of every step."""
+    """An algorithm as lists of steps, with its loss record."""
 
     def __init__(
         self,
@@ -68,229 +118,331 @@ class AlgorithmPipeline:
         num_updates: int,
         base: Path | None = None,
         part_weights: Mapping[str, float] | None = None,
+        has_demonstrations: bool = False,
     ) -> None:
-        """`part_weights` are those of the reward's parts, for an advantage that adds them up itself."""
+        """`num_updates` is the number of updates per batch. `part_weights` are those of the reward parts, for GDPO."""
         self.algorithm = algorithm
-        self.advantage = slot_function(algorithm.advantage, ADVANTAGES, base)
-        self.advantage_options = slot_options(algorithm.advantage)
-        if algorithm.advantage.name == "gdpo" and not self.advantage_options["weights"]:
-            self.advantage_options["weights"] = dict(part_weights or {})
-        self.shapers = [(s.name, slot_function(s, SHAPERS, base), slot_options(s)) for s in algorithm.shaping]
-        self.filters = [(f.name, filter_function(f, base), slot_options(f)) for f in algorithm.filters]
         self.loss = build_policy_loss(algorithm, base)
-        self.bypass = algorithm.correction.name == "bypass"
-        # With one update a batch the policy is its own anchor, unless something else reads those log-probs.
-        own_anchor = num_updates == 1 and algorithm.replay is None
-        self.needs_old = not own_anchor or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
-        # A KL over the whole vocabulary asks the reference during the update.
-        anchored = not isinstance(algorithm.loss, Plugin) and algorithm.loss.anchored
-        elsewhere = anchored or "reference" in algorithm.loss.needs or algorithm.kl.reward.coef > 0
-        self.needs_ref = elsewhere or "kl" not in self.loss.needs
-        self.needs_sum_p2 = bool(algorithm.needs("sum_p2"))
-        # What comes back is anchored on the policy that wrote it, unless a correction weighs it by the policy of now.
-        self.needs_old_of_all = (
-            algorithm.replay is None or self.needs_sum_p2 or acts_before_advantages(algorithm.correction)
-        )
-        self.is_paired = any(name == "pairs" for name, *_ in self.filters)
-
-    # --- before the log-probs ---------------------------------------------------------------------------------------------
+        self.shapers = [
+            SlotFunction(s.name, slot_function(s, SHAPERS, base), slot_options(s)) for s in algorithm.shaping
+        ]
+        filters = [SlotFunction(f.name, filter_function(f, base), slot_options(f)) for f in algorithm.filters]
+        self.group_filters = [one for one in filters if one.name in GROUP_FILTERS]
+        advantages = _advantage_step(algorithm, base, part_weights or {})
+        self.preparation = preparation_steps(algorithm, num_updates, self.loss, advantages, has_demonstrations)
+        self.sample_filters = sample_filter_steps(filters, replays=algorithm.replay is not None)
+        self.has_trainer_logp = needs_old_logp(algorithm, num_updates) and algorithm.correction.name != "bypass"
+        """Whether `old_logp` holds the trainer's log-probs before the first update."""
 
     def shape(self, batch: Batch, step: int, max_tokens: int) -> Batch:
-        """Rewards as the shapers leave them, in the listed order; `accuracy` is not theirs to change."""
-        for name, shaper, options in self.shapers:
-            if options.get("max_tokens", 0) is None:
-                options = {**options, "max_tokens": max_tokens}
-            result = shaper(batch, step, **options)
-            if not isinstance(result, Tensor) or not result.is_floating_point():
-                kind = result.dtype if isinstance(result, Tensor) else type(result).__name__
-                raise UserError(f"shaper {name} returned {kind}; expected a tensor of finite numbers")
-            if strange := int((~result.isfinite()).sum()):
-                raise UserError(
-                    f"shaper {name} returned nan or inf for {strange} of {result.numel()}; expected a tensor of finite numbers"
-                )
-            result = result.double()
-            largest = result.abs().max() if result.numel() else torch.zeros(())
-            if wrong := reward_problem(float(largest)):
-                raise UserError(f"shaper {name} returned a reward out of range: {wrong}")
-            if result.shape == (batch.num_sequences,):
-                batch = batch.with_sequence(reward=result)
-            elif result.shape == (batch.num_tokens,):
-                dense = batch.token.get("dense_rewards", torch.zeros_like(result))
-                batch = batch.with_token(dense_rewards=dense + result)
-            else:
-                raise UserError(
-                    f"shaper {name} returned shape {tuple(result.shape)}; expected the new reward of each sequence "
-                    f"[{batch.num_sequences}] or what to add at each token [{batch.num_tokens}]"
-                )
+        """The batch with the rewards that the shapers return, in the listed order. Shapers never change `accuracy`."""
+        for shaper in self.shapers:
+            batch = _shape(batch, shaper, step, max_tokens)
         return batch
 
-    def wanted(self, batch: Batch) -> Tensor:
+    def kept_by_group_filters(self, batch: Batch) -> Tensor:
         """[S] which sequences the group filters keep."""
         keep = torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.tokens.device)
-        for name, function, options in self.filters:
-            if name in GROUP_FILTERS:
-                keep &= function(batch, **options)
+        for _, function, options in self.group_filters:
+            keep &= function(batch, **options)
         return keep
 
+    def num_kept_groups(self, batch: Batch) -> int:
+        """New groups that the group filters keep."""
+        is_kept = self.kept_by_group_filters(batch) & ~is_replayed(batch)
+        return compact_ids(batch.sequence["group_ids"][is_kept])[1]
+
     def select(self, batch: Batch, limit: int | None = None) -> Batch:
-        """The groups the filters keep, at most `limit` new ones; `refill.short: fill` makes up for missing ones. Groups that come
-        back are beside the limit."""
-        keep = self.wanted(batch)
-        groups, num = compact_ids(batch.sequence["group_ids"])
+        """The groups that the filters keep, at most `limit` new ones. Replayed groups do not count towards the limit.
+
+        With `refill.short: fill`, groups that the filters drop make up for missing ones.
+        """
+        keep = self.kept_by_group_filters(batch)
+        groups, num_groups = compact_ids(batch.sequence["group_ids"])
         if limit is not None:
-            kept = torch.zeros(num, dtype=torch.bool, device=keep.device).index_fill(0, groups[keep], True)
+            kept = torch.zeros(num_groups, dtype=torch.bool, device=keep.device).index_fill(0, groups[keep], True)
             order = kept.nonzero().squeeze(1)
             if self.algorithm.refill.short == "fill":
                 order = torch.cat([order, (~kept).nonzero().squeeze(1)])
-            back = torch.zeros_like(kept).index_fill(0, groups[is_replayed(batch)], True)
-            chosen = (kept & back).index_fill(0, order[~back[order]][:limit], True)
+            replayed = torch.zeros_like(kept).index_fill(0, groups[is_replayed(batch)], True)
+            chosen = (kept & replayed).index_fill(0, order[~replayed[order]][:limit], True)
             keep = chosen[groups]
         return batch.select(keep.nonzero().squeeze(1))
 
-    # --- columns ----------------------------------------------------------------------------------------------------------
+    def prepare(self, batch: Batch, context: StepContext) -> Batch:
+        """The batch with every column that the loss reads."""
+        return _run(self.preparation, batch, context)
 
-    def prepare(
-        self,
-        batch: Batch,
-        learner: AnyLearner,
-        reference: AnyReference | None = None,
-        critic: AnyCritic | None = None,
-        state: TrainerState | None = None,
-        warming: bool = False,
-        process: ProcessRewards | None = None,
-    ) -> Prepared:
-        """Old and reference log-probs, values and process rewards where they are needed, token rewards, advantages; and what to log.
+    def trim(self, batch: Batch, context: StepContext) -> Batch:
+        """The batch after the sample filters, without sequences that have no token left in the loss."""
+        return _run(self.sample_filters, batch, context)
 
-        `state` has what is steered: the coefficient of the KL in the reward, the mean reward of earlier steps. While the
-        critic is `warming` it learns Monte-Carlo returns, whatever its lambda later.
-        """
-        state = state or initial_state(self.algorithm)
-        stats: dict[str, float] = {}
-        is_reference = reference is not None and self.needs_ref and reference.is_policy and not self.bypass
-        if self.needs_sum_p2 or (self.needs_old and not self.bypass):
-            wanted = frozenset({"sum_p2"}) if self.needs_sum_p2 else frozenset[str]()
-            asked = batch if self.needs_old_of_all or is_reference else without_replayed(batch)
-            outputs = learner.outputs(asked, wanted) if asked.num_sequences else {"logp": asked.token["behaviour_logp"]}
-            old = outputs.pop("logp")
-            if self.needs_sum_p2 and (self.bypass or self.algorithm.replay is not None):
-                outputs["policy_logp"] = old  # `old_logp` will be of other policies, `sum_p2` is of this one
-            batch = batch.with_token(
-                old_logp=old if asked is batch else with_replayed_behaviour_logp(batch, old), **outputs
-            )
-        if self.bypass:  # the engine's policy is the anchor, whatever else was computed
-            batch = batch.with_token(old_logp=batch.token["behaviour_logp"])
-        batch, budget, why = apply_correction(batch, self.algorithm.correction, stats, state.budget)
-        if reference is not None and self.needs_ref:
-            same = is_reference and self.needs_old  # one pass serves both
-            batch = batch.with_token(ref_logp=batch.token["old_logp"] if same else reference.logprobs(batch))
-        if self.algorithm.replay is not None and self.needs_old and "rollout_weight" not in batch.token:
-            batch = batch.with_token(old_logp=replay_anchor_logp(batch))  # weights count the steps in between already
-        if critic is not None:
-            batch = batch.with_token(values=critic.values(batch))
-        notes = [f"correction: {why}"] if why else []
-        if process is not None:
-            batch, found, told = process(batch)
-            stats |= found
-            notes += told
-        if self.loss.loss_options.get("weight") == "author":
-            batch = batch.with_token(author_logp=batch.token["behaviour_logp"])
-        batch = self._token_rewards(batch, state.kl_coef, stats)
-        options = dict(self.advantage_options)
-        if options.get("baseline") == "ema":
-            options["baseline"] = state.reward_mean or 0.0
-        if warming:
-            options["lam_critic"] = 1.0
-        estimate = self.advantage(batch, **options)
-        if isinstance(estimate, AdvantagesAndReturns):
-            batch = batch.with_token(returns=estimate.returns)
-            explained = explained_variance(estimate.returns, batch.token["values"], batch.action_mask)
-            stats |= {} if math.isnan(explained) else {"vf_explained_var": explained}  # returns that are all alike
-            estimate = estimate.advantages
-        batch = _with_advantages(batch, estimate, self.algorithm.advantage.name)
-        return Prepared(batch, stats, budget, tuple(notes))
+    def lr_scale(self, step: int) -> float:
+        """The factor of a curriculum on the learning rate."""
+        curriculum = self.algorithm.curriculum
+        if not isinstance(curriculum, HardOnlyCurriculum):
+            return 1.0
+        return linear_anneal(max(0, step - curriculum.start), curriculum.steps, 1.0, curriculum.lr_final)
 
     def trainer_logp(self, batch: Batch, updates: Sequence[Update]) -> Tensor | None:
-        """[N] the trainer's log-probs before the first update as far as the step knows them (else nan), where it does."""
-        if self.needs_old and not self.bypass:
+        """[N] the trainer's log-probs before the first update, nan where unknown. None where all are unknown."""
+        if self.has_trainer_logp:
             return torch.where(batch.action_mask, batch.token["old_logp"], torch.nan)
         if len(updates) == 1 and updates[0].logp is not None:
             return torch.where(batch.loss_mask, updates[0].logp, torch.nan)
         return None
 
     def mismatch(self, whole: Batch, batch: Batch, updates: Sequence[Update], version: int) -> GapReport:
-        """How far the sampler was from the trainer, in the batch that was prepared and in what filters left of it;
-        `version` is the trainer's.
+        """The distance between sampler and trainer, in the prepared batch `whole` and in the trimmed `batch`.
 
-        Nothing where the learner's log-probs before the first update are not known: bypass with several updates. Samples that come
-        back are left out: that they are of another policy is known.
+        `version` is the trainer's. The report is empty where the trainer's log-probs before the first update are unknown: bypass with
+        several updates per batch.
         """
-        learner = updates[0].logp if len(updates) == 1 else None
-        if self.algorithm.replay is not None:
-            fresh = ~is_replayed(batch)[batch.sequence_ids]
-            learner = None if learner is None else learner[fresh]
-            whole, batch = without_replayed(whole), without_replayed(batch)
-        if self.needs_old and not self.bypass:
-            return gap_report(whole, batch, None, self.algorithm.correction, version)
-        if len(updates) == 1:
-            return gap_report(whole, batch, learner, self.algorithm.correction, version)
-        return GapReport()
+        if not self.has_trainer_logp and len(updates) != 1:
+            return GapReport()
+        logp = None if self.has_trainer_logp else updates[0].logp
+        return gap_report(whole, batch, logp, self.algorithm.correction, version)
 
-    def _token_rewards(self, batch: Batch, kl_coef: float | None, stats: dict[str, float]) -> Batch:
-        """`token_rewards`, only where rewards differ between the tokens of a sequence (KL in the reward, dense shaping, turns or
-        steps that earned something) or a user's own estimator may look for them.
-        """
-        term = self.algorithm.kl.reward
-        own = isinstance(self.algorithm.advantage, Plugin)
-        added = [batch.token[name] for name in ("dense_rewards", "step_rewards") if name in batch.token]
-        dense = bool(added) or "turn_reward" in batch.ragged
-        if term.coef == 0 and not dense and not own:
-            return batch
-        rewards = place_rewards(batch)
-        for column in added:
-            rewards = rewards + column
-        if term.coef > 0:
-            coef = term.coef if kl_coef is None else kl_coef
-            rewards, kl = kl_reward(batch, rewards, term.estimator, coef, term.center)
-            stats |= {"kl_coef": coef} | ({} if math.isnan(kl) else {"kl_reward": kl})
-        return batch.with_token(token_rewards=rewards)
 
-    def lr_scale(self, step: int) -> float:
-        """What a curriculum does to the learning rate."""
-        curriculum = self.algorithm.curriculum
-        if not isinstance(curriculum, HardOnlyCurriculum):
-            return 1.0
-        return linear_anneal(max(0, step - curriculum.start), curriculum.steps, 1.0, curriculum.lr_final)
+def _run(steps: Sequence[Step], batch: Batch, context: StepContext) -> Batch:
+    for step in steps:
+        batch = step.run(batch, context)
+    return batch
 
-    # --- after the advantages ---------------------------------------------------------------------------------------------
 
-    def trim(self, batch: Batch, stats: dict[str, float] | None = None) -> Batch:
-        """Sample filters and resampling; sequences with nothing left in the loss go. `stats` is given what to log of it."""
-        for name, function, options in self.filters:
-            if name == "pairs" and stats is not None:
-                stats.update(pair_counts(batch))
-            if name in RESAMPLERS:
-                batch = batch.select(function(batch, **options))
-            elif name in SAMPLE_FILTERS:
-                batch = batch.with_token(loss_mask=function(batch, **options))
-            elif name not in GROUP_FILTERS:
-                batch = batch.with_token(loss_mask=loss_mask_from_plugin(function(batch, **options), batch, name))
-        left = torch.zeros_like(batch.sequence["truncated"])
-        left[batch.sequence_ids[batch.loss_mask]] = True
-        batch = batch.select(left.nonzero().squeeze(1))
-        return batch.with_sequence(chosen=chosen_of_pair(batch)) if self.is_paired else batch
+# --- Building the lists ---------------------------------------------------------------------------------------------------
 
-    def unfinished(self, batch: Batch) -> list[int] | None:
-        """The trajectories of trees that have edges for later steps, whether or not filters left any of them for this one; None where
-        samples have no parts for other times."""
-        options = next((options for name, _, options in self.filters if name == "tree_edges"), None)
-        if options is None or self.algorithm.replay is None:
-            return None
-        found: list[int] = batch.sequence["trajectory_ids"][has_untrained_edges(batch, **options)].tolist()
-        return found
+
+def needs_old_logp(algorithm: Algorithm, num_updates: int) -> bool:
+    """Whether anything reads `old_logp`. With one update per batch the policy is its own anchor."""
+    is_own_anchor = num_updates == 1 and algorithm.replay is None
+    return not is_own_anchor or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
+
+
+def needs_reference_logp(algorithm: Algorithm, loss: PolicyLoss) -> bool:
+    """Whether anything reads `ref_logp`. A KL over the whole vocabulary asks the reference during the update instead."""
+    if algorithm.kl.reference.name == "none":
+        return False
+    is_anchor = not isinstance(algorithm.loss, Plugin) and algorithm.loss.anchored
+    return is_anchor or "reference" in algorithm.loss.needs or algorithm.kl.reward.coef > 0 or "kl" not in loss.needs
+
+
+def preparation_steps(
+    algorithm: Algorithm, num_updates: int, loss: PolicyLoss, advantages: Step, has_demonstrations: bool
+) -> list[Step]:
+    """The steps of `prepare`, in the order in which they run."""
+    replays, bypasses = algorithm.replay is not None, algorithm.correction.name == "bypass"
+    corrects = acts_before_advantages(algorithm.correction)
+    needs_old, needs_sum_p2 = needs_old_logp(algorithm, num_updates), bool(algorithm.needs("sum_p2"))
+    needs_reference = needs_reference_logp(algorithm, loss)
+    steps = []
+    if replays and needs_old and not (needs_sum_p2 or bypasses or corrects):
+        steps.append(Step("old_logprobs", partial(old_logprobs_of_new_groups, needs_reference=needs_reference)))
+    elif needs_sum_p2 or (needs_old and not bypasses):
+        columns = frozenset({"sum_p2"}) if needs_sum_p2 else frozenset[str]()
+        # `old_logp` will belong to other policies then, but `sum_p2` belongs to this one.
+        keeps_policy_logp = needs_sum_p2 and (bypasses or replays)
+        steps.append(Step("old_logprobs", partial(old_logprobs, columns=columns, keeps_policy_logp=keeps_policy_logp)))
+    if bypasses:
+        steps.append(Step("bypass_anchor", anchor_on_behaviour))
+    if corrects:
+        steps.append(Step("correction", _correction_step(algorithm, has_demonstrations)))
+    if needs_reference:
+        reuses_old = needs_old and not bypasses
+        steps.append(Step("reference_logprobs", partial(reference_logprobs, reuses_old=reuses_old)))
+    if replays:
+        steps.append(Step("replay_anchor", anchor_replayed_on_behaviour))
+    if algorithm.critic is not None:
+        steps.append(Step("values", critic_values))
+    if algorithm.process is not None:
+        steps.append(Step("process_rewards", process_rewards))
+    if loss.loss_options.get("weight") == "author":
+        steps.append(Step("author_logprobs", author_logprobs))
+    # A user's advantage function may read the column in any case.
+    always = algorithm.kl.reward.coef > 0 or isinstance(algorithm.advantage, Plugin)
+    steps.append(Step("token_rewards", partial(token_rewards, always=always)))
+    if algorithm.kl.reward.coef > 0:
+        steps.append(Step("kl_in_reward", partial(kl_in_reward, term=algorithm.kl.reward)))
+    return [*steps, advantages]
+
+
+def sample_filter_steps(filters: Sequence[SlotFunction], replays: bool) -> list[Step]:
+    """The steps of `trim`, in the order in which they run."""
+    steps = []
+    for name, function, options in filters:
+        if name == "tree_edges" and replays:
+            # Read before any filter: a tree may have edges for later steps although the filters leave none for this one.
+            steps.insert(0, Step("unfinished_trees", partial(record_unfinished_trees, options=options)))
+        if name == "pairs":
+            steps.append(Step("pair_counts", log_pair_counts))
+        if name in RESAMPLERS:
+            steps.append(Step(name, partial(_resample, function=function, options=options)))
+        elif name in SAMPLE_FILTERS:
+            steps.append(Step(name, partial(_filter_samples, function=function, options=options)))
+        elif name not in GROUP_FILTERS:
+            steps.append(Step(name, partial(_filter_by_plugin, function=function, options=options, name=name)))
+    steps.append(Step("drop_empty", drop_empty_sequences))
+    if any(name == "pairs" for name, *_ in filters):
+        steps.append(Step("chosen_of_pair", mark_chosen))
+    return steps
+
+
+def _correction_step(algorithm: Algorithm, has_demonstrations: bool) -> Callable[[Batch, StepContext], Batch]:
+    apply: ApplyCorrection = apply_correction if algorithm.replay is None else apply_to_replayed
+    if has_demonstrations:
+        apply = partial(apply_to_sampled, apply=apply)
+
+    def correct(batch: Batch, context: StepContext) -> Batch:
+        batch, metrics, context.budget, reason = apply(batch, algorithm.correction, context.budget)
+        context.metrics |= metrics
+        context.notes += [f"correction: {reason}"] if reason else []
+        return batch
+
+    return correct
+
+
+def _advantage_step(algorithm: Algorithm, base: Path | None, part_weights: Mapping[str, float]) -> Step:
+    function, options = slot_function(algorithm.advantage, ADVANTAGES, base), slot_options(algorithm.advantage)
+    if algorithm.advantage.name == "gdpo" and not options["weights"]:
+        options["weights"] = dict(part_weights)
+    one = SlotFunction(algorithm.advantage.name, function, options)
+    return Step("advantages", partial(compute_advantages, advantage=one))
+
+
+# --- Shaping --------------------------------------------------------------------------------------------------------------
+
+
+def _shape(batch: Batch, shaper: SlotFunction, step: int, max_tokens: int) -> Batch:
+    """One shaper. It returns the new reward of each sequence [S], or what to add at each token [N]."""
+    name, function, options = shaper
+    if options.get("max_tokens", 0) is None:
+        options = {**options, "max_tokens": max_tokens}
+    result = function(batch, step, **options)
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        kind = result.dtype if isinstance(result, Tensor) else type(result).__name__
+        raise UserError(f"shaper {name} returned {kind}; expected a tensor of finite numbers")
+    if num_bad := int((~result.isfinite()).sum()):
+        raise UserError(
+            f"shaper {name} returned nan or inf for {num_bad} of {result.numel()}; expected a tensor of finite numbers"
+        )
+    result = result.double()
+    largest = result.abs().max() if result.numel() else torch.zeros(())
+    if problem := reward_problem(float(largest)):
+        raise UserError(f"shaper {name} returned a reward out of range: {problem}")
+    if result.shape == (batch.num_sequences,):
+        return batch.with_sequence(reward=result)
+    if result.shape == (batch.num_tokens,):
+        return batch.with_token(dense_rewards=batch.token.get("dense_rewards", torch.zeros_like(result)) + result)
+    raise UserError(
+        f"shaper {name} returned shape {tuple(result.shape)}; expected the new reward of each sequence "
+        f"[{batch.num_sequences}] or what to add at each token [{batch.num_tokens}]"
+    )
+
+
+# --- Log-probs ------------------------------------------------------------------------------------------------------------
+
+
+def old_logprobs(
+    batch: Batch, context: StepContext, columns: frozenset[str] = frozenset(), keeps_policy_logp: bool = False
+) -> Batch:
+    """`old_logp`: the log-probs of the policy before its first update, with other output `columns` of the same pass."""
+    outputs = context.learner.outputs(batch, columns)
+    old = outputs.pop("logp")
+    if keeps_policy_logp:
+        outputs["policy_logp"] = old
+    return batch.with_token(old_logp=old, **outputs)
+
+
+def old_logprobs_of_new_groups(batch: Batch, context: StepContext, needs_reference: bool) -> Batch:
+    """`old_logp` of new groups only. Replayed groups are anchored on the policy that wrote them.
+
+    A reference that is the policy itself needs the log-probs of all groups, from the same pass.
+    """
+    new = without_replayed(batch)
+    if new is batch or (needs_reference and context.reference is not None and context.reference.is_policy):
+        return old_logprobs(batch, context)
+    if new.num_sequences == 0:
+        return batch.with_token(old_logp=with_replayed_behaviour_logp(batch, new.token["behaviour_logp"]))
+    logp = context.learner.outputs(new, frozenset())["logp"]
+    return batch.with_token(old_logp=with_replayed_behaviour_logp(batch, logp))
+
+
+def anchor_on_behaviour(batch: Batch, context: StepContext) -> Batch:
+    """Correction bypass: the engine's policy is the anchor of the ratio."""
+    return batch.with_token(old_logp=batch.token["behaviour_logp"])
+
+
+def anchor_replayed_on_behaviour(batch: Batch, context: StepContext) -> Batch:
+    """Anchor replayed groups on the policy that wrote them, unless a correction weight already covers the steps since then."""
+    return batch if "rollout_weight" in batch.token else batch.with_token(old_logp=replay_anchor_logp(batch))
+
+
+def reference_logprobs(batch: Batch, context: StepContext, reuses_old: bool) -> Batch:
+    """`ref_logp`. Where the reference is the current policy, one pass serves both columns."""
+    assert context.reference is not None
+    if reuses_old and context.reference.is_policy:
+        return batch.with_token(ref_logp=batch.token["old_logp"])
+    return batch.with_token(ref_logp=context.reference.logprobs(batch))
+
+
+def author_logprobs(batch: Batch, context: StepContext) -> Batch:
+    """`author_logp`: the log-probs under the policy that wrote each token, for losses that weight by them."""
+    return batch.with_token(author_logp=batch.token["behaviour_logp"])
+
+
+# --- Values, rewards, advantages ------------------------------------------------------------------------------------------
+
+
+def critic_values(batch: Batch, context: StepContext) -> Batch:
+    """`values`: the critic's estimate at each token."""
+    assert context.critic is not None
+    return batch.with_token(values=context.critic.values(batch))
+
+
+def process_rewards(batch: Batch, context: StepContext) -> Batch:
+    """`process_rewards`: those of the process reward model, which also learns from the batch."""
+    assert context.process is not None
+    rewards, metrics, notes = context.process(batch)
+    context.metrics |= metrics
+    context.notes += notes
+    return batch.with_token(process_rewards=rewards)
+
+
+def token_rewards(batch: Batch, context: StepContext, always: bool) -> Batch:
+    """`token_rewards`, where rewards differ between the tokens of a sequence: dense shaping, rewards of turns or steps."""
+    dense = [batch.token[name] for name in ("dense_rewards", "step_rewards") if name in batch.token]
+    if not dense and not always and "turn_reward" not in batch.ragged:
+        return batch
+    return batch.with_token(token_rewards=sum(dense, start=place_rewards(batch)))
+
+
+def kl_in_reward(batch: Batch, context: StepContext, term: KlReward) -> Batch:
+    """Subtract the KL penalty from `token_rewards`. The coefficient may be adaptive."""
+    coef = term.coef if context.state.kl_coef is None else context.state.kl_coef
+    rewards, kl = kl_reward(batch, batch.token["token_rewards"], term.estimator, coef, term.center)
+    context.metrics |= {"kl_coef": coef} | ({} if math.isnan(kl) else {"kl_reward": kl})
+    return batch.with_token(token_rewards=rewards)
+
+
+def compute_advantages(batch: Batch, context: StepContext, advantage: SlotFunction) -> Batch:
+    """`advantages`, one value per sequence or per token; with a critic also `returns`, which it learns."""
+    name, function, options = advantage
+    options = dict(options)
+    if options.get("baseline") == "ema":
+        options["baseline"] = context.state.reward_mean or 0.0
+    if context.is_critic_warmup:
+        options["lam_critic"] = 1.0
+    result = function(batch, **options)
+    if isinstance(result, AdvantagesAndReturns):
+        batch = batch.with_token(returns=result.returns)
+        explained = explained_variance(result.returns, batch.token["values"], batch.action_mask)
+        if not math.isnan(explained):  # nan where all returns are equal
+            context.metrics["vf_explained_var"] = explained
+        result = result.advantages
+    return _with_advantages(batch, result, name)
 
 
 def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:
-    """Advantages as the column they are: one a sequence, or one a token."""
     if not isinstance(advantages, Tensor):
         raise UserError(f"advantage {name} returned {type(advantages).__name__}; expected a tensor")
     if not bool(torch.isfinite(advantages.float().square()).all()):  # statistics and losses square them in float32
@@ -304,3 +456,46 @@ def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:
     raise UserError(
         f"advantage {name} returned shape {tuple(advantages.shape)}; expected one value a sequence [{batch.num_sequences}] or a token [{batch.num_tokens}]"
     )
+
+
+# --- Sample filters -------------------------------------------------------------------------------------------------------
+
+
+def record_unfinished_trees(batch: Batch, context: StepContext, options: dict[str, Any]) -> Batch:
+    """Note which trajectories have tree edges for later steps, so that replay keeps them."""
+    context.unfinished = batch.sequence["trajectory_ids"][has_untrained_edges(batch, **options)].tolist()
+    return batch
+
+
+def log_pair_counts(batch: Batch, context: StepContext) -> Batch:
+    """Metrics of the filter `pairs`."""
+    context.metrics |= pair_counts(batch)
+    return batch
+
+
+def _resample(batch: Batch, context: StepContext, function: Callable[..., Tensor], options: dict[str, Any]) -> Batch:
+    return batch.select(function(batch, **options))
+
+
+def _filter_samples(
+    batch: Batch, context: StepContext, function: Callable[..., Tensor], options: dict[str, Any]
+) -> Batch:
+    return batch.with_token(loss_mask=function(batch, **options))
+
+
+def _filter_by_plugin(
+    batch: Batch, context: StepContext, function: Callable[..., Any], options: dict[str, Any], name: str
+) -> Batch:
+    return batch.with_token(loss_mask=loss_mask_from_plugin(function(batch, **options), batch, name))
+
+
+def drop_empty_sequences(batch: Batch, context: StepContext) -> Batch:
+    """Remove sequences that have no token left in the loss."""
+    has_tokens = torch.zeros_like(batch.sequence["truncated"])
+    has_tokens[batch.sequence_ids[batch.loss_mask]] = True
+    return batch.select(has_tokens.nonzero().squeeze(1))
+
+
+def mark_chosen(batch: Batch, context: StepContext) -> Batch:
+    """`chosen`: the better answer of each pair."""
+    return batch.with_sequence(chosen=chosen_of_pair(batch))

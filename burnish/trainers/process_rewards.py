@@ -28,12 +28,12 @@ from burnish.training.interfaces import AnyProcessRewardModel
 from burnish.training.learner import Update
 
 
-class Rewarded(NamedTuple):
-    """A batch with the column `process_rewards`, what to log of it, and what to tell the user."""
+class ProcessRewardResult(NamedTuple):
+    """[N] `process_rewards` of a batch, with metrics and notes for the user."""
 
-    batch: Batch
-    stats: dict[str, float]
-    notes: tuple[str, ...] = ()
+    rewards: Tensor
+    metrics: dict[str, float]
+    notes: list[str]
 
 
 class JudgedAnswers(NamedTuple):
@@ -57,7 +57,7 @@ class ProcessRewards:
         self.model, self.settings = model, settings
         self.loss = ImplicitPrmLoss(settings.loss, settings.beta)
 
-    def __call__(self, batch: Batch) -> Rewarded:
+    def __call__(self, batch: Batch) -> ProcessRewardResult:
         """Learn from the batch and reward its tokens, in the order of the settings.
 
         The accuracy that is logged is that on each mini-batch before it was trained on: of answers the model has not seen.
@@ -71,8 +71,7 @@ class ProcessRewards:
             updates.append(update)
             seen.append(judged_answers(mini, update.logp))
         logp = self.model.logprobs(batch) if logp is None else logp
-        batch = batch.with_token(process_rewards=self.settings.beta * (logp - prior))
-        return Rewarded(batch, _stats(updates, seen), tuple(_notes(updates)))
+        return ProcessRewardResult(self.settings.beta * (logp - prior), _stats(updates, seen), list(_notes(updates)))
 
     def held_out(self, scored: RolloutBatch) -> dict[str, float]:
         """How well it tells right from wrong among answers that nobody is trained on; nothing where none was judged."""

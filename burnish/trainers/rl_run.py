@@ -89,7 +89,7 @@ def checked_run(
         notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
         parts = build_parts(config, base, policy, rewards, rows.take)
         parts.notes = [*notes, *often_repeated_rows(config, rows.sizes), *parts.notes]
-        parts.memory = MemoryPlanCheck(memory, "training") if memory is not None else None
+        parts.memory_check = MemoryPlanCheck(memory, "training") if memory is not None else None
         if config.warm_start is not None and needs_warmth:
             parts.makes_warm_start = True
             parts.examples, note = load_warm_start_examples(
@@ -129,21 +129,21 @@ def execute(parts: RunParts, run: Run, profile: int | None = None) -> bool:
     elif config.warm_start is not None and parts.cluster is None:
         parts.policy.load_weights(warm)
     parts.weights = warm if config.warm_start is not None else None
-    job = build_context(parts, run)
+    context = build_context(parts, run)
     try:
         checkpoint = run.resume()
         if checkpoint is not None:
-            restore(job, checkpoint.path)
-            job.health.recall(read_metrics(run.directory.metrics), job.facts)
-        if job.state.step >= config.training.steps:
+            restore(context, checkpoint.path)
+            context.health.recall(read_metrics(run.directory.metrics), context.health_context)
+        if context.state.step >= config.training.steps:
             run.display.note(f"{run.directory.path} is complete: all {config.training.steps} steps are done")
             return True
         if run.directory.changes_training:
-            run.display.note(describe_lr(config.training.optimizer, job.learner.updates, policy_updates(config)))
-        job.profile = step_to_profile(profile, job.state.step, config.training.steps)
-        return rl.train(job)
+            run.display.note(describe_lr(config.training.optimizer, context.learner.updates, policy_updates(config)))
+        context.profile_step = step_to_profile(profile, context.state.step, config.training.steps)
+        return rl.train(context)
     finally:
-        job.source.close()
+        context.source.close()
 
 
 def warm_start_folder(directory: RunDirectory) -> Path:

@@ -163,11 +163,11 @@ PREPARED_METRIC_NAMES = {"vf_explained_var": "critic/vf_explained_var"}
 
 
 def training_metrics(
-    rollouts: RolloutBatch, learned: StepResult, step_s: float, is_shaped: bool = False
+    rollouts: RolloutBatch, result: StepResult, step_s: float, is_shaped: bool = False
 ) -> dict[str, Any]:
     """All metrics of a training step; `is_shaped` where shapers change its rewards."""
     values = reward_metrics(rollouts) | rollout_metrics(rollouts)
-    batch, updates = learned.batch, learned.updates
+    batch, updates = result.batch, result.updates
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
@@ -176,10 +176,10 @@ def training_metrics(
             values["reward/shaped"] = float(rewards.mean())
     values["actor/updates"] = sum(u.skipped is None for u in updates)
     values |= {name if "/" in name else f"actor/{name}": value for name, value in mean_stats(updates).items()}
-    values |= {f"critic/{name}": value for name, value in mean_stats(learned.critic_updates).items()}
-    for name, value in learned.prepared.items():
+    values |= {f"critic/{name}": value for name, value in mean_stats(result.critic_updates).items()}
+    for name, value in result.metrics.items():
         values[name if "/" in name else PREPARED_METRIC_NAMES.get(name, f"actor/{name}")] = value
-    values |= learned.mismatch.metrics
+    values |= result.mismatch.metrics
     values["time/step_s"] = step_s
     values["time/rollout_s"] = rollouts.rollout_s
     values["time/reward_s"] = rollouts.reward_s

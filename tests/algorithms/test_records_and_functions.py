@@ -34,7 +34,8 @@ from burnish.config.records import Plugin, Record, Slot, default_options
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
+from burnish.trainers.process_rewards import ProcessRewardResult
 from burnish.training.reference import REFERENCES
 from tests.trainers.test_options_over_steps import OVER_STEPS
 
@@ -92,7 +93,7 @@ def test_options_are_keyword_parameters_and_only_the_record_has_defaults(slot: s
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_builds_a_recipe(name: str) -> None:
+def test_every_preset_builds_a_pipeline(name: str) -> None:
     algorithm = algorithm_from_preset(name)
     assert AlgorithmPipeline(algorithm, num_updates=1).loss.scope in ("token", "sequence", "group", "batch")
 
@@ -217,19 +218,25 @@ class Scorer:
         return {"logp": batch.token[self.column]}
 
 
+def process_of(batch: Batch) -> ProcessRewardResult:
+    """Stands where the process reward model stands."""
+    return ProcessRewardResult(batch.token["process_rewards"], {}, [])
+
+
 def seen_by_the_learner(algorithm: Algorithm, batch: Batch | None = None, max_tokens: int = 7) -> list[float]:
     """Loss, gradients, weights, advantages and masks of one batch, in a row; rounded below what an option may do."""
     batch = make_batch() if batch is None else batch
-    recipe = AlgorithmPipeline(algorithm, num_updates=2)
+    pipeline = AlgorithmPipeline(algorithm, num_updates=2, has_demonstrations=True)
     reference = cast(Any, Scorer("ref")) if algorithm.kl.reference.name != "none" else None
     critic = cast(Any, Scorer("critic")) if algorithm.critic is not None else None
-    batch = recipe.select(recipe.shape(batch, 1, max_tokens), 4)
-    batch, *_ = recipe.prepare(batch, cast(Any, Scorer("old")), reference, critic)
-    (mini,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, max_tokens)
+    batch = pipeline.select(pipeline.shape(batch, 1, max_tokens), 4)
+    context = StepContext(cast(Any, Scorer("old")), reference, critic, cast(Any, process_of))
+    batch = pipeline.prepare(batch, context)
+    (mini,) = mini_batches(pipeline.trim(batch, context), algorithm, 1, 1, max_tokens)
     mask = mini.loss_mask
     logp, entropy = (mini.token[k][mask].clone().requires_grad_() for k in ("new", "entropy"))
     view = loss_view(mini, logp, entropy)
-    loss, _ = recipe.loss(view)
+    loss, _ = pipeline.loss(view)
     gradients = torch.autograd.grad(loss, [logp, entropy], allow_unused=True, materialize_grads=True)
     parts = [loss.detach().reshape(1), *gradients, view.column("weight"), view.column("advantages")]
     parts += [mini.token[k].double() for k in ("identity", "returns", "nll_weight") if k in mini.token]

@@ -17,7 +17,7 @@ from burnish.data.tasks.registry import make_task
 from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from burnish.training.learner import Learner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_file_grpo.py"
@@ -82,11 +82,12 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
     algorithm = algorithm_from_preset("grpo").model_copy(
         update={"kl": algorithm_from_preset("dr_grpo").kl, "aggregation": _token_mean()}
     )
-    recipe = AlgorithmPipeline(algorithm, num_updates=1)
+    pipeline = AlgorithmPipeline(algorithm, num_updates=1)
     learner = Learner(ours, Optimizer(clip_norm=1e9), total_updates=1, token_budget=20)
-    batch, *_ = recipe.prepare(recipe.select(pack(trajectories)), learner, None)
-    (mini_batch,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, horizon=10)
-    value, _, _ = learner._accumulate(mini_batch, recipe.loss)
+    context = StepContext(learner)
+    batch = pipeline.prepare(pipeline.select(pack(trajectories)), context)
+    (mini_batch,) = mini_batches(pipeline.trim(batch, context), algorithm, 1, 1, horizon=10)
+    value, _, _ = learner._accumulate(mini_batch, pipeline.loss)
     assert value == pytest.approx(float(loss.detach()), abs=1e-12)
     gradients = dict(ours.named_parameters())
     for name, parameter in theirs.named_parameters():

@@ -73,13 +73,13 @@ class Life:
 
     def step(self, number: int, rounds: int = 1) -> RolloutBatch:
         parts = [self.source.next(number, PLAN, lambda text: None, k) for k in range(rounds)]
-        self.source.begin(number + 1)
+        self.source.start_next(number + 1)
         self.source.load(number)
         self.stream.observe([t for scored in parts for t in scored.trajectories])
         return parts[0] if rounds == 1 else parts[0].joined(parts[1])
 
     def saved(self) -> str:
-        return json.dumps([self.stream.state(), self.source.waiting()])
+        return json.dumps([self.stream.state(), self.source.pending_draws()])
 
     def restored(self, step: int, saved: str) -> None:
         state, tickets = json.loads(saved)
@@ -117,7 +117,7 @@ def test_the_next_batch_is_sampled_while_this_one_is_learnt(tmp_path: Path) -> N
     life = Life(tmp_path, engine)
     life.step(1)
     life.source.next(2, PLAN, lambda text: None)
-    life.source.begin(3)
+    life.source.start_next(3)
     engine.learning.set()  # the learner is at work, and does not go on before the batch of step 3 is there
     assert engine.sampled.wait(20)
     life.source.load(2)
@@ -130,9 +130,9 @@ def test_every_token_is_exactly_one_step_old_and_runs_are_alike(tmp_path: Path) 
         one, other = (life.step(step) for life in lives)
         assert told(one.trajectories) == told(other.trajectories)
         assert ages(one, step) == ({0} if step == 1 else {1})
-        found = lives[0].source.values(one, step - 1)
+        found = lives[0].source.metrics(one, step - 1)
         assert (found["staleness/mean"], found["staleness/mixed"]) == (float(step > 1), 0.0)
-    assert lives[0].source.waiting() == [], "nothing is drawn for a step that never comes"
+    assert lives[0].source.pending_draws() == [], "nothing is drawn for a step that never comes"
 
 
 def test_later_rounds_are_sampled_with_the_weights_of_the_moment(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_second_life_ends_as_one_that_was_never_broken(tmp_path: Path, checkpo
         saved = first.saved()
     if killed == "before the batch is there":
         first.source.next(checkpoint + 1, PLAN, lambda text: None)
-        first.source.begin(checkpoint + 2)
+        first.source.start_next(checkpoint + 2)
         first.source.close()
     elif killed == "steps later":
         first.step(checkpoint + 1)

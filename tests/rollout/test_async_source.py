@@ -86,14 +86,14 @@ class Life:
 
     def step(self, number: int, learning: Callable[[], None] = lambda: None) -> RolloutBatch:
         scored = self.source.next(number, self.plan, lambda text: None)
-        self.source.begin(number + 1)
+        self.source.start_next(number + 1)
         learning()
         self.source.load(number)
         self.journal.append("used", step=number, ids=[t.id for t in scored.trajectories])
         return scored
 
     def saved(self) -> str:
-        return json.dumps([self.stream.state(), self.source.waiting()])
+        return json.dumps([self.stream.state(), self.source.pending_draws()])
 
     def restored(self, step: int, saved: str) -> None:
         state, tickets = json.loads(saved)
@@ -216,7 +216,7 @@ def test_a_sample_goes_on_under_new_weights_with_a_version_for_each_token(tmp_pa
         assert versions == [0, 0] + [1] * (len(versions) - 2)
     mixed = sum(t.num_actions > 2 for t in scored.trajectories)
     tokens = scored.num_tokens
-    found = life.source.values(scored, 1)
+    found = life.source.metrics(scored, 1)
     assert found["staleness/max"] == 1
     assert found["staleness/mixed"] == mixed / len(scored.trajectories) > 0
     assert found["staleness/share/1"] == found["staleness/mean"] == 2 * len(scored.trajectories) / tokens
@@ -345,7 +345,7 @@ def test_scores_on_their_way_are_all_there_after_a_rest(tmp_path: Path, close: l
         life.source.pump.run()
         life.source.pump.stop()
     judge.held = ""
-    life.source.rest()
+    life.source.pause()
     assert judge.pending == 0
     check_whole(life.step(2), 2, 1)
 

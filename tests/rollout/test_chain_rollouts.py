@@ -42,7 +42,7 @@ from burnish.rollout.segment_rollouts import (
 from burnish.rollout.sync_source import RolloutPlan, SyncSource
 from burnish.run.journal import Journal
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 
 SAMPLING = SamplingOptions(max_tokens=8, stop_tokens=(1, 2))
 CHAIN = ChainPlan(below=0.9, every=2, rollouts=3)
@@ -249,15 +249,16 @@ def test_the_worked_example_from_the_borders_to_the_loss(draws: list[PromptSampl
     attach_border_values(samples, continued)
     assert samples[0].metadata["border_values"] == [0.5, 0.5, 0.75, 0.25]
     algorithm = algorithm_from_preset("spo_chain")
-    recipe = AlgorithmPipeline(algorithm, num_updates=2)
-    whole = recipe.prepare(pack(samples), Learner()).batch  # type: ignore[arg-type]
+    pipeline = AlgorithmPipeline(algorithm, num_updates=2)
+    context = StepContext(Learner())  # type: ignore[arg-type]
+    whole = pipeline.prepare(pack(samples), context)
     assert whole.token["advantages"].tolist() == [0, 0, 0.25, 0.25, -0.5, -0.5, 0.75, *[0] * 4]
-    batch = recipe.trim(whole)
+    batch = pipeline.trim(whole, context)
     assert batch.num_sequences == 1  # the sure answer has nothing to learn from
     masked = torch.where(batch.loss_mask, batch.token["advantages"], 0.0)
     assert masked.tolist() == [0, 0, 0.25, 0, -0.5, 0, 0.75]
     (mini,) = mini_batches(batch, algorithm, 1, 1, 8)
-    loss, _ = recipe.loss(loss_view(mini, mini.token["old_logp"][mini.loss_mask], torch.zeros(3)))
+    loss, _ = pipeline.loss(loss_view(mini, mini.token["old_logp"][mini.loss_mask], torch.zeros(3)))
     assert float(loss) == pytest.approx(-0.166667, abs=1e-6)
 
 

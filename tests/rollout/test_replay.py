@@ -52,7 +52,7 @@ def step(store: ReplayStore, number: int, prompts: Sequence[str], wanted: int, u
     back = store.take(number, wanted)
     rollouts = scored([t for p in prompts for t in group(p, number - 1)], back)
     used = [t.id for t in rollouts.usable if t.prompt_id not in unused]
-    store.learnt(number, rollouts, used)
+    store.after_step(number, rollouts, used)
     return list(dict.fromkeys(t.prompt_id for t in back))
 
 
@@ -70,7 +70,7 @@ def test_a_group_that_is_too_old_never_comes_back() -> None:
 
 def test_age_counts_from_the_oldest_token_not_from_the_step_that_was_given_it() -> None:
     store = ReplayStore(Replay(uses=2, max_age=2), seed=0)
-    store.learnt(5, scored(group("a", 2) + group("b", 4)), ["a#0.0", "b#0.0"])
+    store.after_step(5, scored(group("a", 2) + group("b", 4)), ["a#0.0", "b#0.0"])
     assert [entry.id for entry in store.entries] == ["b#0"]
 
 
@@ -81,7 +81,7 @@ def test_each_sample_is_told_for_which_time_it_comes_back_and_a_batch_has_it_as_
         back = store.take(use + 1, 4)
         batch = pack(scored(group("b", use), back).usable)
         assert sorted(batch.sequence["use"].tolist()) == [0, 0, use, use]
-        store.learnt(use + 1, scored([], back), [t.id for t in back])
+        store.after_step(use + 1, scored([], back), [t.id for t in back])
 
 
 def test_what_a_filter_leaves_out_of_the_loss_neither_enters_nor_stays() -> None:
@@ -95,27 +95,27 @@ def test_what_a_filter_leaves_out_of_the_loss_neither_enters_nor_stays() -> None
 def test_a_tree_whose_edges_of_this_time_are_all_masked_is_used_and_stays_for_the_others() -> None:
     store = ReplayStore(Replay(share=1.0, uses=3, max_age=9), seed=0)
     new = [*group("a", 0), *group("b", 0)]
-    store.learnt(1, scored(new), [], unfinished=["a#0.0"])
+    store.after_step(1, scored(new), [], unfinished=["a#0.0"])
     assert [(entry.id, entry.uses) for entry in store.entries] == [("a#0", 1)]
-    store.learnt(2, scored([], store.take(2, 4)), [], unfinished=["a#0.1"])
+    store.after_step(2, scored([], store.take(2, 4)), [], unfinished=["a#0.1"])
     assert [(entry.id, entry.uses) for entry in store.entries] == [("a#0", 2)]
-    assert store.values()["replay/groups"] == 0
-    store.learnt(3, scored([], store.take(3, 4)), [], unfinished=["a#0.1"])
+    assert store.metrics()["replay/groups"] == 0
+    store.after_step(3, scored([], store.take(3, 4)), [], unfinished=["a#0.1"])
     assert store.entries == []
 
 
 def test_a_tree_whose_edges_are_all_used_neither_enters_nor_stays() -> None:
     store = ReplayStore(Replay(share=1.0, uses=5, max_age=9), seed=0)
-    store.learnt(1, scored([*group("a", 0), *group("b", 0)]), ["a#0.0", "b#0.0"], unfinished=["a#0.0"])
+    store.after_step(1, scored([*group("a", 0), *group("b", 0)]), ["a#0.0", "b#0.0"], unfinished=["a#0.0"])
     assert [entry.id for entry in store.entries] == ["a#0"]
-    store.learnt(2, scored([], store.take(2, 4)), ["a#0.0"], unfinished=[])
+    store.after_step(2, scored([], store.take(2, 4)), ["a#0.0"], unfinished=[])
     assert store.entries == []
-    assert store.values()["replay/groups"] == 1
+    assert store.metrics()["replay/groups"] == 1
 
 
 def test_a_sample_that_could_not_be_scored_stays_out_of_its_group() -> None:
     store = ReplayStore(Replay(), seed=0)
-    store.learnt(1, scored([sample("a", 0, 0), sample("a", 1, 0, reward=None)]), ["a#0.0"])
+    store.after_step(1, scored([sample("a", 0, 0), sample("a", 1, 0, reward=None)]), ["a#0.0"])
     assert [t.sample for t in store.take(2, 1)] == [0]
 
 
@@ -124,8 +124,8 @@ def test_no_more_than_the_capacity_is_held_and_the_oldest_leave() -> None:
     for number in range(1, 5):
         step(store, number, [f"{number}a", f"{number}b"], 0)
     assert [entry.id for entry in store.entries] == ["3b#0", "4a#0", "4b#0"]
-    assert store.values()["replay/size"] == 3
-    assert store.values()["replay/tokens"] == 3 * 2 * 3
+    assert store.metrics()["replay/size"] == 3
+    assert store.metrics()["replay/tokens"] == 3 * 2 * 3
 
 
 def test_the_oldest_come_first_or_the_newest_or_any_by_the_seed_alone() -> None:
@@ -147,11 +147,11 @@ def test_metrics_are_of_the_groups_that_came_back_into_the_loss() -> None:
     step(store, 1, ["a"], 4)
     step(store, 2, ["b"], 4)
     step(store, 3, ["c"], 4, unused=["c"])
-    values = store.values()
+    values = store.metrics()
     assert (values["replay/groups"], values["replay/age_mean"], values["replay/age_max"]) == (2, 1.5, 2)
     assert values["replay/fraction"] == 1.0
     step(store, 4, ["d"], 1)
-    assert store.values()["replay/fraction"] == 0.5
+    assert store.metrics()["replay/fraction"] == 0.5
 
 
 def test_a_checkpoint_gives_the_store_back_bit_for_bit(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_whatever_happens_nothing_is_used_more_often_or_older_than_was_said(
         assert all(number - 1 - int(t.sequences[0].version[1]) <= rules.max_age for t in back)
         assert all(t.metadata["use"] == used[group_id_of(t.id)] for t in back)
         used.update({group_id_of(t.id) for t in [*fresh, *back]})
-        store.learnt(number, scored(fresh, back), [t.id for t in [*fresh, *back]])
+        store.after_step(number, scored(fresh, back), [t.id for t in [*fresh, *back]])
         assert len(store.entries) <= capacity
     assert max(used.values(), default=0) <= uses
 

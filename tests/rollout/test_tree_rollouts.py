@@ -27,7 +27,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import RolloutBatch
 from burnish.rollout.segment_rollouts import TreePlan
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 
 TREE = TreePlan((2, 3), segment=3)
 SAMPLING = SamplingOptions(max_tokens=11, stop_tokens=(1, 2))
@@ -225,7 +225,8 @@ def test_the_worked_example_from_the_sampler_to_the_loss(
     }
     algorithm = algorithm_from_preset("spo_tree").model_copy(update={"replay": None})
     for order in (found, sorted(found, key=lambda t: t.sample)):
-        batch = AlgorithmPipeline(algorithm, num_updates=2).prepare(pack(order), Learner()).batch  # type: ignore[arg-type]
+        context = StepContext(Learner())  # type: ignore[arg-type]
+        batch = AlgorithmPipeline(algorithm, num_updates=2).prepare(pack(order), context)
         got = {}
         for k, t in enumerate(order):
             part = slice(int(batch.offsets[k]), int(batch.offsets[k + 1]))
@@ -239,9 +240,10 @@ def test_the_worked_example_from_the_sampler_to_the_loss(
 
 def test_edges_whose_siblings_are_worth_the_same_leave_the_loss(paths: list[Trajectory]) -> None:
     algorithm = algorithm_from_preset("spo_tree").model_copy(update={"replay": None})
-    recipe = AlgorithmPipeline(algorithm, num_updates=2)
+    pipeline = AlgorithmPipeline(algorithm, num_updates=2)
     packed = [replace(t, reward=float(t.prompt_id == "rows/9>" and t.metadata["nodes"][0] == "1")) for t in paths]
-    batch = recipe.trim(recipe.prepare(pack(packed), Learner()).batch)  # type: ignore[arg-type]
+    context = StepContext(Learner())  # type: ignore[arg-type]
+    batch = pipeline.trim(pipeline.prepare(pack(packed), context), context)
     kept = {packed[i].prompt_id for i in batch.sequence["trajectory_ids"].tolist()}
     assert kept == {"rows/9>"}  # the other trees have nothing to compare
     assert bool((batch.token["advantages"][batch.loss_mask] != 0).all())

@@ -29,7 +29,7 @@ from burnish.report.embedded_samples import collect_groups, embed_samples
 from burnish.rollout.runner import RolloutRunner
 from burnish.run.metrics import read_metrics
 from burnish.run.samples import read_samples
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from tests.trainers.test_resume_everything import MOMENTS, STEPS, dies, killing, result
 from tests.trainers.tiny import run_of
 
@@ -92,7 +92,7 @@ def test_the_worked_example_from_the_environment_to_the_loss() -> None:
     found.sort(key=lambda t: t.sample)
     assert [[span.state for span in t.turns] for t in found] == [["s0", "s1"], ["s0", "s2", "s0"]]
     algorithm = algorithm_from_preset("gigpo").model_copy(update={"kl": algorithm_from_preset("dr_grpo").kl})
-    batch = AlgorithmPipeline(algorithm, num_updates=1).prepare(pack(found), cast(Any, None)).batch
+    batch = AlgorithmPipeline(algorithm, num_updates=1).prepare(pack(found), StepContext(cast(Any, None)))
     got, expected = batch.token["advantages"], [[1.133333, 0.5], [-0.816667, -0.5, -0.816667]]
     for k, (one, values) in enumerate(zip(found, expected, strict=True)):
         column = got[batch.offsets[k] : batch.offsets[k + 1]]

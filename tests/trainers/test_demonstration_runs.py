@@ -15,12 +15,11 @@ import torch
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.spec import Algorithm
 from burnish.config.loading import algorithm_from_preset
-from burnish.core.batch import Batch
 from burnish.core.trajectory import OFF_POLICY, TokenSequence, Trajectory, pack
 from burnish.run.metrics import read_metrics
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.mismatch import apply_correction, gap_report
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.mismatch import apply_correction, apply_to_sampled, gap_report
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from tests.trainers.test_resume_everything import COMMON, MOMENTS, dies, killing, result
 from tests.trainers.tiny import ROWS, TINY, run_of
 
@@ -60,14 +59,15 @@ def test_the_worked_numbers_from_trajectories_to_the_loss(aggregation: dict[str,
     algorithm = Algorithm.model_validate(
         {**algorithm_from_preset("luffy").model_dump(), "aggregation": aggregation, "entropy": {"coef": 0}}
     )
-    recipe = AlgorithmPipeline(algorithm, num_updates=2)
+    pipeline = AlgorithmPipeline(algorithm, num_updates=2, has_demonstrations=True)
     learner = SimpleNamespace(outputs=lambda batch, needs: {"logp": column(OLD)})
-    batch = recipe.select(recipe.shape(pack(group()), 1, 4), 1)
-    batch, *_ = recipe.prepare(batch, cast(Any, learner))
+    batch = pipeline.select(pipeline.shape(pack(group()), 1, 4), 1)
+    context = StepContext(cast(Any, learner))
+    batch = pipeline.prepare(batch, context)
     assert batch.sequence["advantages"].tolist() == [0.5, -0.5, -0.5, 0.5]
-    (mini,) = mini_batches(recipe.trim(batch), algorithm, 1, 1, 8192)
+    (mini,) = mini_batches(pipeline.trim(batch, context), algorithm, 1, 1, 8192)
     logp = column(NEW)[mini.loss_mask].requires_grad_()
-    loss, sums = recipe.loss(loss_view(mini, logp, torch.zeros_like(logp)))
+    loss, sums = pipeline.loss(loss_view(mini, logp, torch.zeros_like(logp)))
     assert float(loss.detach()) == pytest.approx(expected, abs=1e-6)
     assert float(sums["demonstrated"]) == 4
     if aggregation["name"] == "token-mean":
@@ -84,12 +84,10 @@ def test_a_demonstration_is_in_no_comparison_of_sampler_and_trainer() -> None:
     )
     reports = [gap_report(batch, batch, None, Algorithm().correction, 3).metrics for batch in (shown, own)]
     assert reports[0] == reports[1]
-    found: list[tuple[Batch, dict[str, float]]] = []
-    for batch in (shown, own):
-        stats: dict[str, float] = {}
-        found.append((apply_correction(batch, algorithm.correction, stats, None)[0], stats))
-    (with_shown, stats), (alone, expected) = found
-    assert stats == expected
+    (with_shown, metrics, *_), (alone, expected, *_) = (
+        apply_to_sampled(batch, algorithm.correction, None, apply_correction) for batch in (shown, own)
+    )
+    assert metrics == expected
     size = own.num_tokens
     assert with_shown.token["rollout_weight"][:size].tolist() == alone.token["rollout_weight"].tolist()
     assert with_shown.token["rollout_weight"][size:].tolist() == [1.0] * 5

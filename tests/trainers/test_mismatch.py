@@ -24,6 +24,7 @@ from burnish.trainers.mismatch import (
     TOKENS_BEFORE,
     GapReport,
     WorstToken,
+    acts_before_advantages,
     apply_correction,
     gap_report,
 )
@@ -66,7 +67,7 @@ def batch_of(scored: RolloutBatch, trainer: float = -1.0) -> Batch:
 def reported(batch: Batch, correction: Any = "none") -> GapReport:
     """The report of a batch whose `old_logp` is known, with what a correction does to it."""
     slot = Algorithm.model_validate({"preset": "grpo", "correction": correction}).correction
-    whole, _, _ = apply_correction(batch, slot, {}, None)
+    whole = apply_correction(batch, slot, None).batch if acts_before_advantages(slot) else batch
     left = torch.zeros(whole.num_sequences).index_add(0, whole.sequence_ids, whole.loss_mask.float()) > 0
     return gap_report(whole, whole.select(left.nonzero().squeeze(1)), None, slot, 0)
 
@@ -126,10 +127,12 @@ def test_where_the_update_alone_has_log_probs_the_tokens_in_the_loss_are_shown(t
     mask[3] = False  # the "b"
     batch = batch.with_token(loss_mask=mask)
     update = Update({}, torch.where(mask, -1.0, 0.0), None)
-    recipe = AlgorithmPipeline(Algorithm.model_validate({"preset": "grpo", "kl": {"reference": "none"}}), num_updates=1)
-    (only,) = recipe.mismatch(batch, batch, [update], 0).worst
+    pipeline = AlgorithmPipeline(
+        Algorithm.model_validate({"preset": "grpo", "kl": {"reference": "none"}}), num_updates=1
+    )
+    (only,) = pipeline.mismatch(batch, batch, [update], 0).worst
     assert (only.position, only.gap) == (2, 1.0)
-    assert recipe.mismatch(batch, batch, [update, update], 0) == GapReport(), "no log-probs before the first update"
+    assert pipeline.mismatch(batch, batch, [update, update], 0) == GapReport(), "no log-probs before the first update"
 
 
 def test_no_more_than_a_few_are_kept_and_their_surroundings_are_short() -> None:

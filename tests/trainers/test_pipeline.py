@@ -18,9 +18,11 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 
 HORIZON = 7
+NO_MODELS = StepContext(cast(Any, None))
+"""For steps that ask no model."""
 
 
 def num_in_the_loss(batch: Batch) -> Tensor:
@@ -67,12 +69,13 @@ class Scorer:
         return {"logp": logp, **{name: logp.exp() for name in needs}}
 
 
-def recipe(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = None) -> AlgorithmPipeline:
+def pipeline_of(algorithm: dict[str, Any], num_updates: int = 1, base: Path | None = None) -> AlgorithmPipeline:
     return AlgorithmPipeline(Algorithm.model_validate(algorithm), num_updates, base)
 
 
 def prepared(it: AlgorithmPipeline, batch: Batch, reference: Scorer | None = None) -> tuple[Batch, dict[str, float]]:
-    return it.prepare(batch, cast(Any, Scorer(0.5)), cast(Any, reference))[:2]
+    context = StepContext(cast(Any, Scorer(0.5)), cast(Any, reference))
+    return it.prepare(batch, context), context.metrics
 
 
 @pytest.fixture
@@ -90,18 +93,18 @@ def plug_in(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_select_without_filters_keeps_everything() -> None:
-    assert recipe({}).select(example()).tokens.tolist() == example().tokens.tolist()
+    assert pipeline_of({}).select(example()).tokens.tolist() == example().tokens.tolist()
 
 
 def test_select_drops_whole_groups_and_leaves_samples_to_trim() -> None:
-    kept = recipe({"filters": ["overlong", "zero_signal"]}).select(example())
+    kept = pipeline_of({"filters": ["overlong", "zero_signal"]}).select(example())
     assert kept.sequence["group_ids"].tolist() == [8, 8, 5, 5]
     assert kept.sequence["reward"].tolist() == [1, 0, 0.25, 0.75]
     assert torch.equal(kept.loss_mask, kept.action_mask)
 
 
 def test_select_may_leave_nothing() -> None:
-    batch = recipe({"filters": ["zero_signal"]}).select(make_batch([1, 2], [0, 0], [1, 1]))
+    batch = pipeline_of({"filters": ["zero_signal"]}).select(make_batch([1, 2], [0, 0], [1, 1]))
     assert (batch.num_sequences, batch.num_tokens) == (0, 0)
 
 
@@ -109,14 +112,14 @@ def test_select_may_leave_nothing() -> None:
 
 
 def test_prepare_adds_one_advantage_a_sequence_and_no_column_of_tokens() -> None:
-    batch, stats = prepared(recipe({"advantage": {"name": "grpo", "std": "none"}}), example())
+    batch, stats = prepared(pipeline_of({"advantage": {"name": "grpo", "std": "none"}}), example())
     assert batch.sequence["advantages"].tolist() == [0.5, -0.5, 0, 0, -0.25, 0.25]
     assert stats == {}
     assert set(batch.token) == set(example().token)
 
 
 def test_prepare_adds_one_advantage_a_token_for_an_estimator_of_returns() -> None:
-    batch, _ = prepared(recipe({"advantage": {"name": "reinforce", "gamma": 0.5}}), make_batch([3], [0], [1]))
+    batch, _ = prepared(pipeline_of({"advantage": {"name": "reinforce", "gamma": 0.5}}), make_batch([3], [0], [1]))
     assert batch.token["advantages"].tolist() == [0, 0.25, 0.5, 1]
     assert "advantages" not in batch.sequence
 
@@ -134,7 +137,8 @@ def test_old_log_probs_are_computed_only_where_something_reads_them(
     algorithm: dict[str, Any], num_updates: int, needed: bool
 ) -> None:
     actor = Scorer(0.5)
-    batch, *_ = recipe(algorithm, num_updates).prepare(example(), cast(Any, actor), cast(Any, Scorer(0.25)))
+    context = StepContext(cast(Any, actor), cast(Any, Scorer(0.25)))
+    batch = pipeline_of(algorithm, num_updates).prepare(example(), context)
     assert actor.calls == int(needed)
     assert ("old_logp" in batch.token) == needed
     if needed:
@@ -146,7 +150,7 @@ def test_kl_in_the_reward_reaches_the_advantages() -> None:
         "advantage": {"name": "grpo", "std": "none"},
         "kl": {"reward": {"estimator": "k1", "coef": 0.1}, "reference": "frozen"},
     }
-    batch, stats = prepared(recipe(algorithm), make_batch([2, 1], [0, 0], [1, 0]), Scorer(0.25))
+    batch, stats = prepared(pipeline_of(algorithm), make_batch([2, 1], [0, 0], [1, 0]), Scorer(0.25))
     # d = -0.25 * position: the sums over written tokens are -0.75 and -0.25, the token means -0.375 and -0.25.
     assert batch.token["token_rewards"].tolist() == pytest.approx([0, 0.025, 1.05, 0, 0.025])
     assert batch.sequence["advantages"].tolist() == pytest.approx([0.525, -0.525])
@@ -161,7 +165,7 @@ def test_bypass_is_anchored_on_the_engine_whatever_else_is_computed() -> None:
     reference.is_policy = True
     kl = {"loss": {"coef": 0.1}, "reference": "iterate"}
     for algorithm in ({"kl": kl}, {"kl": kl, "advantage": "otb"}):
-        found, _ = prepared(recipe({**algorithm, "correction": "bypass"}, num_updates=2), batch, reference)
+        found, _ = prepared(pipeline_of({**algorithm, "correction": "bypass"}, num_updates=2), batch, reference)
         assert torch.equal(found.token["old_logp"], batch.token["behaviour_logp"])
         assert torch.equal(found.token["ref_logp"], reference.logprobs(batch))
 
@@ -172,7 +176,7 @@ def test_what_a_correction_rejects_leaves_the_loss_and_stays_in_its_groups_basel
     own = torch.where(batch.action_mask, -0.5 * batch.positions.double(), 0.0)
     batch = batch.with_token(behaviour_logp=torch.where(far & batch.action_mask, own - 3, own))
     grpo = {"advantage": {"name": "grpo", "std": "none"}}
-    found, stats = prepared(recipe({**grpo, "correction": "decoupled_k3_rs"}), batch)
+    found, stats = prepared(pipeline_of({**grpo, "correction": "decoupled_k3_rs"}), batch)
     assert found.loss_mask.tolist() == (batch.loss_mask & ~far).tolist()
     assert stats["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 6)
     assert found.sequence["advantages"].tolist() == [0.5, -0.5, 0, 0, -0.25, 0.25]
@@ -182,9 +186,9 @@ def test_what_a_correction_rejects_leaves_the_loss_and_stays_in_its_groups_basel
 
 
 def test_trim_removes_truncated_samples_whose_rewards_still_counted() -> None:
-    it = recipe({"filters": ["overlong"], "advantage": {"name": "grpo", "std": "none"}})
+    it = pipeline_of({"filters": ["overlong"], "advantage": {"name": "grpo", "std": "none"}})
     batch, _ = prepared(it, example())
-    trimmed = it.trim(batch)
+    trimmed = it.trim(batch, NO_MODELS)
     assert trimmed.sequence["group_ids"].tolist() == [8, 3, 3, 5, 5]
     assert trimmed.sequence["advantages"].tolist() == [0.5, 0, 0, -0.25, 0.25]
     assert bool(trimmed.loss_mask[trimmed.action_mask].all())
@@ -192,22 +196,22 @@ def test_trim_removes_truncated_samples_whose_rewards_still_counted() -> None:
 
 def test_a_users_filter_of_tokens_leaves_the_rest_of_the_sequence(plug_in: Callable[[str], str]) -> None:
     name = plug_in("def f(batch, first=1):\n    return batch.positions <= first\n")
-    it = recipe({"filters": [{"name": name, "options": {"first": 2}}]})
-    trimmed = it.trim(make_batch([3, 1], [0, 0], [1, 0]))
+    it = pipeline_of({"filters": [{"name": name, "options": {"first": 2}}]})
+    trimmed = it.trim(make_batch([3, 1], [0, 0], [1, 0]), NO_MODELS)
     assert trimmed.loss_mask.tolist() == [False, True, True, False, False, True]
     assert trimmed.action_mask.tolist() == [False, True, True, True, False, True]
 
 
 def test_a_users_filter_of_sequences_removes_them(plug_in: Callable[[str], str]) -> None:
-    it = recipe({"filters": ["overlong", plug_in("def f(batch):\n    return batch.sequence['reward'] < 1\n")]})
-    trimmed = it.trim(example())
+    it = pipeline_of({"filters": ["overlong", plug_in("def f(batch):\n    return batch.sequence['reward'] < 1\n")]})
+    trimmed = it.trim(example(), NO_MODELS)
     assert trimmed.sequence["reward"].tolist() == [0.25, 0.75]  # 0 is below 1 too, but was truncated
 
 
 def test_a_users_filter_of_the_wrong_shape_is_named(plug_in: Callable[[str], str]) -> None:
     name = plug_in("def f(batch):\n    return torch.ones(2, dtype=torch.bool)\n")
     with pytest.raises(UserError, match=r"filter .*mine\.py:f returned torch\.bool of shape \(2,\).*\[6\].*\[17\]"):
-        recipe({"filters": [name]}).trim(example())
+        pipeline_of({"filters": [name]}).trim(example(), NO_MODELS)
 
 
 # --- a user's advantage and loss ---------------------------------------------------------------------------------------
@@ -219,9 +223,11 @@ def test_a_users_advantage_may_be_one_a_sequence_or_one_a_token(plug_in: Callabl
         "    rewards = batch.token['token_rewards'] * scale\n"
         "    return rewards if tokens else batch.sequence['reward'] * scale\n"
     )
-    batch, _ = prepared(recipe({"advantage": {"name": name, "options": {"scale": 2.0}}}), example())
+    batch, _ = prepared(pipeline_of({"advantage": {"name": name, "options": {"scale": 2.0}}}), example())
     assert batch.sequence["advantages"].tolist() == [2, 0, 2, 2, 0.5, 1.5]
-    batch, _ = prepared(recipe({"advantage": {"name": name, "options": {"scale": 2.0, "tokens": True}}}), example())
+    batch, _ = prepared(
+        pipeline_of({"advantage": {"name": name, "options": {"scale": 2.0, "tokens": True}}}), example()
+    )
     assert torch.equal(batch.token["advantages"], 2 * batch.token["token_rewards"])
 
 
@@ -235,47 +241,49 @@ def test_a_users_advantage_may_be_one_a_sequence_or_one_a_token(plug_in: Callabl
     ],
 )
 def test_a_users_advantage_that_cannot_be_used_is_named(plug_in: Callable[[str], str], body: str, message: str) -> None:
-    it = recipe({"advantage": plug_in(f"def f(batch):\n    {body}\n")})
+    it = pipeline_of({"advantage": plug_in(f"def f(batch):\n    {body}\n")})
     with pytest.raises(UserError, match=message):
         prepared(it, example())
 
 
 @pytest.mark.parametrize("body", ["batch.sequence['reward'] * 1e307", "-1e10 * batch.action_mask.double()"])
 def test_a_users_shaper_that_leaves_the_range_of_rewards_is_named(plug_in: Callable[[str], str], body: str) -> None:
-    it = recipe({"shaping": [plug_in(f"def f(batch, step):\n    return {body}\n")]})
+    it = pipeline_of({"shaping": [plug_in(f"def f(batch, step):\n    return {body}\n")]})
     with pytest.raises(UserError, match=r"shaper .*mine\.py:f returned a reward out of range: 1e\+"):
         it.shape(example(), 1, 8)
 
 
 def test_an_advantage_never_carries_a_gradient(plug_in: Callable[[str], str]) -> None:
-    it = recipe({"advantage": plug_in("def f(batch):\n    return batch.sequence['reward'].requires_grad_() * 2\n")})
+    it = pipeline_of(
+        {"advantage": plug_in("def f(batch):\n    return batch.sequence['reward'].requires_grad_() * 2\n")}
+    )
     batch, _ = prepared(it, example())
     assert not batch.sequence["advantages"].requires_grad
 
 
 def test_a_users_loss_is_minimised_with_its_options(plug_in: Callable[[str], str]) -> None:
     name = plug_in("def f(logp, anchor, advantages, power=1.0):\n    return -(advantages * logp) ** power\n")
-    it = recipe({"ratio": "none", "clip": "none", "loss": {"name": name, "options": {"power": 2.0}}})
+    it = pipeline_of({"ratio": "none", "clip": "none", "loss": {"name": name, "options": {"power": 2.0}}})
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     columns = {"weight": torch.tensor([0.5, 1.0]), "advantages": torch.tensor([2.0, 1.0])}
     loss, _ = it.loss(LossView(torch.tensor([0, 2]), columns, {}, logp, torch.zeros(2)))
     assert loss.item() == pytest.approx(-(0.5 * 4 + 9))
 
 
-def test_options_a_users_function_does_not_take_are_refused_when_the_recipe_is_made(
+def test_options_a_users_function_does_not_take_are_refused_when_the_pipeline_is_built(
     plug_in: Callable[[str], str],
 ) -> None:
     name = plug_in("def f(batch, scale=1.0):\n    return batch.sequence['reward'] * scale\n")
     with pytest.raises(UserError, match=r"unknown option 'scal'; did you mean 'scale'\?"):
-        recipe({"advantage": {"name": name, "options": {"scal": 2.0}}})
+        pipeline_of({"advantage": {"name": name, "options": {"scal": 2.0}}})
 
 
 def test_a_users_function_is_found_beside_the_recipe_file(plug_in: Callable[[str], str], tmp_path: Path) -> None:
     plug_in("def f(batch):\n    return batch.sequence['reward'] + 1\n")
-    batch, _ = prepared(recipe({"advantage": "mine.py:f"}, base=tmp_path), example())
+    batch, _ = prepared(pipeline_of({"advantage": "mine.py:f"}, base=tmp_path), example())
     assert batch.sequence["advantages"].tolist() == [2, 1, 2, 2, 1.25, 1.75]
     with pytest.raises(UserError, match=r"defines no 'g'"):
-        recipe({"advantage": "mine.py:g"}, base=tmp_path)
+        pipeline_of({"advantage": "mine.py:g"}, base=tmp_path)
 
 
 # --- mini-batches ------------------------------------------------------------------------------------------------------

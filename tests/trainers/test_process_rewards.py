@@ -19,7 +19,7 @@ from burnish.core.batch import Batch
 from burnish.core.trajectory import TokenSequence, Trajectory, pack
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.metrics import read_metrics
-from burnish.trainers.pipeline import AlgorithmPipeline, Prepared
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from burnish.trainers.process_rewards import ProcessRewards
 from burnish.training.auxiliary_models import ProcessRewardModel
 from burnish.training.reference import Reference
@@ -75,14 +75,15 @@ def rewards(**settings: Any) -> ProcessRewards:
     return ProcessRewards(made, Settings(**settings))
 
 
-def prepared(process: ProcessRewards, batch: Batch | None = None, **advantage: Any) -> Prepared:
+def prepared(process: ProcessRewards, batch: Batch | None = None, **advantage: Any) -> tuple[Batch, StepContext]:
     options = {"process_coef": 1.0, "outcome_coef": 1.0, "norm": "none", **advantage}
     algorithm = algorithm_from_preset("prime")
     slot = algorithm.advantage.model_copy(update=options)
-    recipe = AlgorithmPipeline(algorithm.model_copy(update={"advantage": slot}), num_updates=1)
+    pipeline = AlgorithmPipeline(algorithm.model_copy(update={"advantage": slot}), num_updates=1)
     batch = pack(trajectories()) if batch is None else batch
-    batch = recipe.select(recipe.shape(batch, 1, 8), 1)
-    return recipe.prepare(batch, cast(Any, None), process=process)
+    batch = pipeline.select(pipeline.shape(batch, 1, 8), 1)
+    context = StepContext(cast(Any, None), process=process)
+    return pipeline.prepare(batch, context), context
 
 
 def written(batch: Batch, name: str) -> list[float]:
@@ -93,20 +94,20 @@ def written(batch: Batch, name: str) -> list[float]:
 
 
 def test_the_worked_example_from_trajectories_to_advantages() -> None:
-    batch, stats, _, notes = prepared(rewards(), whiten=False)
+    batch, context = prepared(rewards(), whiten=False)
     assert written(batch, "process_rewards") == pytest.approx([0.05 * q for row in Q for q in row], abs=1e-12)
-    assert stats["process/loss"] == pytest.approx(CE, abs=1e-5)
+    assert context.metrics["process/loss"] == pytest.approx(CE, abs=1e-5)
     assert written(batch, "advantages") == pytest.approx(PLAIN, abs=1e-6)
     assert batch.token["advantages"][~batch.action_mask].tolist() == [0.0] * 4
-    assert notes == ()
+    assert context.notes == []
 
 
 def test_the_worked_example_whitened_and_normalised() -> None:
-    batch = prepared(rewards()).batch
+    batch, _ = prepared(rewards())
     assert written(batch, "advantages")[:4] == pytest.approx([0.803139, 0.77412, 0.788629, 0.745101], abs=1e-6)
     outcome = [2 / 3 if right else -2 / 3 for right, row in zip(RIGHT, Q, strict=True) for _ in row]
     dense = [a - b for a, b in zip(PLAIN, outcome, strict=True)]
-    batch = prepared(rewards(), norm="batch", whiten=False).batch
+    batch, _ = prepared(rewards(), norm="batch", whiten=False)
     divided = [d / (0.05 + 1e-6) + o for d, o in zip(dense, outcome, strict=True)]
     assert written(batch, "advantages") == pytest.approx(divided, abs=1e-4)
 
@@ -115,9 +116,9 @@ def test_it_learns_before_it_rewards_unless_told_otherwise() -> None:
     assert algorithm_from_preset("prime").process == Settings()
     assert Settings().update == "before"
     late, early = rewards(), rewards(update="before")
-    one, other = prepared(late), prepared(early)
-    assert one.stats == other.stats  # the same loss and accuracy, of the model before it learnt
-    rewarded = [written(prepare.batch, "process_rewards") for prepare in (one, other)]
+    (one, its), (other, its_too) = prepared(late), prepared(early)
+    assert its.metrics == its_too.metrics  # the same loss and accuracy, of the model before it learnt
+    rewarded = [written(batch, "process_rewards") for batch in (one, other)]
     assert rewarded[0] == pytest.approx([0.05 * q for row in Q for q in row])
     # Right answers are worth more now, wrong ones less: every token moved by Adam's first step, whose size is lr.
     moved = [0.05 * (q + (0.1 if right else -0.1)) for right, row in zip(RIGHT, Q, strict=True) for q in row]
@@ -128,7 +129,8 @@ def test_it_learns_before_it_rewards_unless_told_otherwise() -> None:
 
 
 def test_accuracy_is_that_of_answers_before_they_were_learnt() -> None:
-    stats = prepared(rewards(update="before", optimizer=Optimizer(lr=5.0))).stats
+    _, context = prepared(rewards(update="before", optimizer=Optimizer(lr=5.0)))
+    stats = context.metrics
     # Q is 1.0, -0.2, 0.3, 0.0 for right, wrong, wrong, right: three signs are known, and one of them is wrong.
     assert stats["process/accuracy"] == pytest.approx(2.5 / 4)
     # Pairs of a right and a wrong one: the first is ahead of both, the last of one.
@@ -136,7 +138,7 @@ def test_accuracy_is_that_of_answers_before_they_were_learnt() -> None:
     assert stats["process/share_right"] == 0.5
     process = rewards(update="before", optimizer=Optimizer(lr=5.0))
     prepared(process)
-    assert prepared(process).stats["process/accuracy"] == 1.0
+    assert prepared(process)[1].metrics["process/accuracy"] == 1.0
 
 
 def test_answers_nobody_judged_are_rewarded_and_not_learnt() -> None:
@@ -148,10 +150,10 @@ def test_answers_nobody_judged_are_rewarded_and_not_learnt() -> None:
     assert (moved != 0).tolist() == [False] + [True] * 4 + [False] * 2 + [True] * 7
     scores = [0.05 * sum(row) for row in Q]
     losses = [math.log1p(math.exp(-scores[0])), math.log1p(math.exp(scores[2])), math.log1p(math.exp(-scores[3]))]
-    assert found.stats["process/loss"] == pytest.approx(sum(losses) / 3)
-    assert written(found.batch, "process_rewards") == pytest.approx([0.05 * q for row in Q for q in row])
+    assert found.metrics["process/loss"] == pytest.approx(sum(losses) / 3)
+    assert found.rewards[some.action_mask].tolist() == pytest.approx([0.05 * q for row in Q for q in row])
     nobody = process(pack(trajectories([None] * 4)))
-    assert nobody.stats == {}
+    assert nobody.metrics == {}
     assert "no answer of the batch was judged" in nobody.notes[0]
 
 
@@ -161,10 +163,11 @@ def test_answers_that_come_back_are_rewarded_and_not_learnt_again() -> None:
         answer.metadata["use"] = float(number == 1)
     process = rewards()
     before = cast(Table, process.model.learner.model).logp.detach().clone()
-    found = process(pack(answers))
+    batch = pack(answers)
+    found = process(batch)
     moved = cast(Table, process.model.learner.model).logp.detach() - before
     assert (moved != 0).tolist() == [False] + [True] * 4 + [False] * 2 + [True] * 7
-    assert written(found.batch, "process_rewards") == pytest.approx([0.05 * q for row in Q for q in row])
+    assert found.rewards[batch.action_mask].tolist() == pytest.approx([0.05 * q for row in Q for q in row])
 
 
 def test_the_sequences_of_one_answer_are_judged_together() -> None:
@@ -173,7 +176,7 @@ def test_the_sequences_of_one_answer_are_judged_together() -> None:
     found = rewards()(pack([both, second, fourth]))
     scores = [0.05 * (sum(Q[0]) + sum(Q[2])), 0.05 * sum(Q[1]), 0.05 * sum(Q[3])]
     losses = [math.log1p(math.exp(-scores[0])), math.log1p(math.exp(scores[1])), math.log1p(math.exp(-scores[2]))]
-    assert found.stats["process/loss"] == pytest.approx(sum(losses) / 3)
+    assert found.metrics["process/loss"] == pytest.approx(sum(losses) / 3)
 
 
 def test_each_mini_batch_is_an_update_and_a_group_is_never_split() -> None:

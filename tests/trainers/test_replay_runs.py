@@ -22,11 +22,11 @@ from burnish.rollout.replay import REPLAY_FILE, ReplayStore
 from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
 from burnish.trainers import rl
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from burnish.trainers.state import initial_state
 from tests.trainers import test_overlapping_sources
 from tests.trainers.test_overlapping_sources import STEPS, TOY, live, numbers, weights
-from tests.trainers.test_pipeline import Scorer, make_batch, prepared
+from tests.trainers.test_pipeline import NO_MODELS, Scorer, make_batch, prepared
 from tests.trainers.tiny import run_of
 
 REPLAY = "algorithm.replay={share: 0.75, uses: 3, max_age: 3}"
@@ -67,9 +67,9 @@ class Peaked(Scorer):
 @pytest.mark.parametrize("correction", ["none", "bypass_ppo_clip"])
 def test_the_optimal_token_baseline_weighs_with_one_policy_the_one_of_now(correction: str) -> None:
     """w = 2 (1 - p)^2 of the policy of now, whoever wrote a token; b_1 is then the first sample's share of the weights."""
-    recipe, batch = with_replay(advantage="otb", correction=correction), batch_of_two()
+    pipeline, batch = with_replay(advantage="otb", correction=correction), batch_of_two()
     batch = batch.with_token(behaviour_logp=torch.where(batch.action_mask, -1.0 * batch.sequence_ids, 0.0))
-    batch = recipe.prepare(batch, cast(Any, Peaked(0.5))).batch
+    batch = pipeline.prepare(batch, StepContext(cast(Any, Peaked(0.5))))
     assert batch.token["old_logp"][-1] == pytest.approx(-3.0), "the ratio is to the policy that wrote it"
     advantages = batch.token["advantages"][batch.action_mask].tolist()
     assert advantages == pytest.approx([0.5, 1.0, -0.5, 0.5, 1.0, -0.5])
@@ -117,21 +117,23 @@ def test_the_learner_is_asked_for_old_log_probs_of_what_comes_back_only_where_so
     slots: dict[str, Any], num_asked: int
 ) -> None:
     learner = Asked()
-    with_replay(**slots).prepare(batch_of_two(), cast(Any, learner))
+    with_replay(**slots).prepare(batch_of_two(), StepContext(cast(Any, learner)))
     assert learner.asked == [num_asked]
 
 
 def test_a_reference_that_is_the_policy_is_asked_of_all_in_the_same_pass() -> None:
     learner, reference = Asked(), Scorer(0.25)
     reference.is_policy = True
-    recipe = with_replay(kl={"loss": {"coef": 0.1}, "reference": "iterate"})
-    batch = recipe.prepare(batch_of_two(), cast(Any, learner), cast(Any, reference)).batch
+    pipeline = with_replay(kl={"loss": {"coef": 0.1}, "reference": "iterate"})
+    batch = pipeline.prepare(batch_of_two(), StepContext(cast(Any, learner), cast(Any, reference)))
     assert (learner.asked, reference.calls) == ([4], 0)
     assert torch.equal(batch.token["ref_logp"], learner.logprobs(batch))
 
 
 def test_only_trees_have_parts_for_other_times() -> None:
-    assert with_replay().unfinished(batch_of_two()) is None
+    context = StepContext(cast(Any, None))
+    with_replay().trim(batch_of_two(), context)
+    assert context.unfinished is None
 
 
 def test_a_batch_of_a_run_without_replay_is_not_copied_to_find_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,7 @@ def test_a_batch_of_a_run_without_replay_is_not_copied_to_find_what_is_new(monke
 
 def test_a_batch_of_nothing_new_is_not_asked_for_at_all() -> None:
     learner, back = Asked(), batch_of_two().select(torch.tensor([2, 3]))
-    batch = with_replay().prepare(back, cast(Any, learner)).batch
+    batch = with_replay().prepare(back, StepContext(cast(Any, learner)))
     assert learner.asked == []
     assert batch.token["old_logp"][batch.action_mask].tolist() == [BEHAVIOUR] * 3
 
@@ -160,16 +162,17 @@ def moved_on() -> Batch:
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_a_correction_is_of_all_samples_and_its_report_of_new_ones(correction: Any) -> None:
-    recipe, batch = with_replay(correction=correction), moved_on()
-    found, alone = (recipe.prepare(it, cast(Any, Scorer(0.5))) for it in (batch, without_replayed(batch)))
-    assert found.stats == alone.stats
-    assert (found.budget, found.notes) == (alone.budget, alone.notes)
+    pipeline, batch = with_replay(correction=correction), moved_on()
+    context, context_alone = StepContext(cast(Any, Scorer(0.5))), StepContext(cast(Any, Scorer(0.5)))
+    found, alone = pipeline.prepare(batch, context), pipeline.prepare(without_replayed(batch), context_alone)
+    assert context.metrics == context_alone.metrics
+    assert (context.budget, context.notes) == (context_alone.budget, context_alone.notes)
     if isinstance(correction, dict) and correction["name"] == "budget":
-        assert found.budget is not None
-        assert found.budget.rung > 0
-    weights = found.batch.token["rollout_weight"]
-    assert torch.equal(weights[: alone.batch.num_tokens], alone.batch.token["rollout_weight"])
-    changed = ~found.batch.loss_mask | (weights != 1)
+        assert context.budget is not None
+        assert context.budget.rung > 0
+    weights = found.token["rollout_weight"]
+    assert torch.equal(weights[: alone.num_tokens], alone.token["rollout_weight"])
+    changed = ~found.loss_mask | (weights != 1)
     assert changed[batch.action_mask].all(), "what comes back is corrected too"
 
 
@@ -177,11 +180,12 @@ def test_a_correction_is_of_all_samples_and_its_report_of_new_ones(correction: A
 def test_where_nothing_is_new_there_is_no_report_and_a_budget_stays_where_it_was(correction: Any) -> None:
     back, state = moved_on().select(torch.tensor([2, 3])), initial_state(Algorithm())
     state = replace(state, budget=BudgetState(rung=2))
-    found = with_replay(correction=correction).prepare(back, cast(Any, Scorer(0.5)), state=state)
-    assert found.stats == {}
-    assert found.batch.token["rollout_weight"][back.action_mask].max() <= 3
+    context = StepContext(cast(Any, Scorer(0.5)), state=state)
+    found = with_replay(correction=correction).prepare(back, context)
+    assert context.metrics == {}
+    assert found.token["rollout_weight"][back.action_mask].max() <= 3
     is_budget = isinstance(correction, dict) and correction["name"] == "budget"
-    assert (found.budget == state.budget) or not is_budget
+    assert (context.budget == state.budget) or not is_budget
 
 
 def test_surprise_is_of_new_samples() -> None:
@@ -194,12 +198,12 @@ def test_surprise_is_of_new_samples() -> None:
 
 def test_the_loss_of_a_sample_that_comes_back_is_bounded_by_its_ratio_to_the_policy_that_wrote_it() -> None:
     """One update: the ratio of a new token is 1 and its surrogate -A; that of an old one is exp(now - behaviour), clipped."""
-    recipe = with_replay(advantage={"name": "grpo", "std": "none"}, aggregation="token-mean")
-    batch, _ = prepared(recipe, batch_of_two())
+    pipeline = with_replay(advantage={"name": "grpo", "std": "none"}, aggregation="token-mean")
+    batch, _ = prepared(pipeline, batch_of_two())
     mini = batch.with_sequence(weight=torch.ones(4, dtype=torch.float64))
     mask = batch.loss_mask
     logp = (-0.5 * batch.positions.double())[mask]
-    loss, _ = recipe.loss(loss_view(mini, logp, torch.zeros_like(logp)))
+    loss, _ = pipeline.loss(loss_view(mini, logp, torch.zeros_like(logp)))
     fresh = -(0.5 + 0.5 - 0.5)
     ratios = [torch.tensor(-0.5 * k - BEHAVIOUR).exp().item() for k in (1, 2, 1)]
     back = -sum(min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratios, (0.5, 0.5, -0.5), strict=True))
@@ -207,20 +211,20 @@ def test_the_loss_of_a_sample_that_comes_back_is_bounded_by_its_ratio_to_the_pol
 
 
 def test_groups_that_come_back_are_beside_the_limit_of_new_ones() -> None:
-    recipe = AlgorithmPipeline(Algorithm.model_validate({"replay": {}, "filters": ["zero_signal"]}), num_updates=1)
+    pipeline = AlgorithmPipeline(Algorithm.model_validate({"replay": {}, "filters": ["zero_signal"]}), num_updates=1)
     batch = make_batch([1] * 8, [0, 0, 1, 1, 2, 2, 3, 3], [1, 0, 1, 0, 1, 0, 1, 1])
     batch = batch.with_sequence(use=torch.tensor([0.0, 0, 1, 1, 0, 0, 2, 2]))
-    assert recipe.select(batch, 1).sequence["group_ids"].tolist() == [0, 0, 1, 1]
-    assert rl.num_kept_groups(batch, recipe) == 2
+    assert pipeline.select(batch, 1).sequence["group_ids"].tolist() == [0, 0, 1, 1]
+    assert pipeline.num_kept_groups(batch) == 2
 
 
 def test_policy_filtration_draws_the_same_samples_from_a_group_that_comes_back() -> None:
     """What the paper's buffer holds, the filtered samples, is what a whole group gives again."""
-    recipe = AlgorithmPipeline(Algorithm.model_validate({"replay": {}, "filters": ["pf_ppo"]}), num_updates=1)
+    pipeline = AlgorithmPipeline(Algorithm.model_validate({"replay": {}, "filters": ["pf_ppo"]}), num_updates=1)
     batch = make_batch([1] * 4, [0] * 4, [1.0, -0.5, 0.0, 2.0])
     batch = batch.with_sequence(key=torch.tensor([11, 12, 13, 14]), trajectory_ids=torch.arange(4))
-    once = recipe.trim(batch.with_sequence(use=torch.zeros(4))).sequence["key"].tolist()
-    again = recipe.trim(batch.with_sequence(use=torch.ones(4))).sequence["key"].tolist()
+    once = pipeline.trim(batch.with_sequence(use=torch.zeros(4)), NO_MODELS).sequence["key"].tolist()
+    again = pipeline.trim(batch.with_sequence(use=torch.ones(4)), NO_MODELS).sequence["key"].tolist()
     assert once == again
     assert len(once) == 4
     assert 13 not in once  # of reward 0
@@ -293,5 +297,5 @@ def test_a_run_that_dies_uses_every_group_as_often_as_one_that_never_did(
 
 def test_the_run_asks_the_learner_for_old_log_probs_though_it_makes_one_update() -> None:
     learner = Scorer(0.5)
-    with_replay().prepare(batch_of_two(), cast(Any, learner))
+    with_replay().prepare(batch_of_two(), StepContext(cast(Any, learner)))
     assert learner.calls == 1

@@ -93,14 +93,14 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
         config=config,
         run=SimpleNamespace(display=display),
         state=initial_state(chosen),
-        recipe=AlgorithmPipeline(chosen, num_updates=1),
+        pipeline=AlgorithmPipeline(chosen, num_updates=1),
         policy=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=(0,))),
         source=Source(*rounds),
         learner=Model(-0.5),
         reference=Model(-0.75) if chosen.kl.reference.name != "none" else None,
         critic=None,
         process=None,
-        demonstrations=None,
+        imitation=None,
     )
 
 

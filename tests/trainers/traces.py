@@ -204,14 +204,14 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         ),
         run=SimpleNamespace(display=SimpleNamespace(phase=lambda text: None, note=pytest.fail)),
         state=initial_state(algorithm),
-        recipe=AlgorithmPipeline(algorithm, num_updates=EPOCHS),
+        pipeline=AlgorithmPipeline(algorithm, num_updates=EPOCHS, has_demonstrations=True),
         learner=learner,
         reference=reference,
         critic=critic,
         process=process,
         learners=[learner],
-        demonstrations=functools.partial(imitated, algorithm.auxiliary.sft) if algorithm.auxiliary.sft > 0 else None,
-        source=SimpleNamespace(learnt=lambda *step: None, load=lambda version: None, waiting=list),
+        imitation=functools.partial(imitated, algorithm.auxiliary.sft) if algorithm.auxiliary.sft > 0 else None,
+        source=SimpleNamespace(after_step=lambda *step: None, load=lambda version: None, pending_draws=list),
         stream=SimpleNamespace(observe=lambda trajectories: None, state=dict),
     )
 
@@ -227,10 +227,10 @@ def run(algorithm: Algorithm, kind: str, steps: tuple[int, ...] = STEPS) -> Trac
     trace = Trace()
     with counted(trace.called):
         job = job_of(algorithm, trace)
-        trace.called |= {("ratio", job.recipe.loss.ratio), ("loss", job.recipe.loss.loss)}
+        trace.called |= {("ratio", job.pipeline.loss.ratio), ("loss", job.pipeline.loss.loss)}
         for step in steps:
-            shaped = job.recipe.shape(rollouts(kind), step, MAX_TOKENS)
-            learned = rl.learn(job, step, job.recipe.select(shaped, PROMPTS))
+            shaped = job.pipeline.shape(rollouts(kind), step, MAX_TOKENS)
+            learned = rl.learn(job, step, job.pipeline.select(shaped, PROMPTS))
             rl.after_step(job, step, RolloutBatch([], [], 0.0, 0.0), learned)
     assert len(trace.updates) == len(steps) * EPOCHS
     trace.weights = flat(dict(job.learner.model.named_parameters()))

@@ -28,7 +28,7 @@ from burnish.rewards.scoring import Rewards
 from burnish.rollout.scoring import apply_score, restore_scores, scores_to_arrays
 from burnish.run.checkpoint.saver import keep_in_place
 from burnish.run.checkpoint.snapshot import write_contents
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from burnish.training.auxiliary_models import step_ends
 from burnish.training.reward_scorer import ModelScorer
 
@@ -272,8 +272,8 @@ def test_rewards_of_steps_stand_where_the_steps_end_and_returns_begin_with_them(
     found = score(model_at, weight=2.0, aggregate="each")
     assert found.reward == pytest.approx(2 * 2.2)
     assert [position for position, _ in found.steps] == ENDS
-    recipe = AlgorithmPipeline(algorithm_from_preset("reinforce"), num_updates=1)
-    batch = recipe.prepare(recipe.shape(batch_of(found), 1, 8), cast(Any, None)).batch
+    pipeline = AlgorithmPipeline(algorithm_from_preset("reinforce"), num_updates=1)
+    batch = pipeline.prepare(pipeline.shape(batch_of(found), 1, 8), StepContext(cast(Any, None)))
     rewards, returns = batch.token["token_rewards"].tolist(), batch.token["advantages"].tolist()
     assert rewards[:11] == pytest.approx([0, 0, 0, 0, 0, 1.8, 0, 0, 1.2, 0, 1.4])
     assert rewards[11:] == pytest.approx([0] * 10 + [0.25])

@@ -11,7 +11,7 @@ import torch
 from burnish.algorithms.spec import Algorithm
 from burnish.config.loading import algorithm_from_preset
 from burnish.core.batch import Batch
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from tests.algorithms.functions_with_defaults import distillation
 
 
@@ -36,8 +36,8 @@ def prepared(f1: Batch, **slots: Any) -> Batch:
     batch = batch.with_sequence(
         reward=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64), trajectory_ids=torch.arange(4)
     )
-    recipe = AlgorithmPipeline(algorithm, num_updates=1)
-    return recipe.prepare(batch, cast(Any, Says("policy")), cast(Any, Says("teacher"))).batch
+    pipeline = AlgorithmPipeline(algorithm, num_updates=1)
+    return pipeline.prepare(batch, StepContext(cast(Any, Says("policy")), cast(Any, Says("teacher"))))
 
 
 def test_a_tokens_advantage_is_how_much_likelier_the_teacher_finds_it(f1: Batch) -> None:

@@ -1,8 +1,8 @@
-"""Pairs from groups: which two samples, which groups give none, and the worked numbers of DPO and SPPO through the recipe."""
+"""Pairs from groups: which two samples, which groups give none, and the worked numbers of DPO and SPPO through the pipeline."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from burnish.config.loading import algorithm_from_preset
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.trainers.minibatches import mini_batches
-from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 
 
 def batch_of(groups: list[int], rewards: list[float], answers: list[list[int]] | None = None) -> Batch:
@@ -42,8 +42,8 @@ def batch_of(groups: list[int], rewards: list[float], answers: list[list[int]] |
 def test_the_best_and_the_worst_of_each_group_the_first_of_those_that_tie() -> None:
     batch = batch_of([5, 5, 5, 5, 2, 2, 2], [0.5, 1, 0, 1, 0.2, 0.8, 0.2])
     assert pairs(batch).tolist() == [5, 4, 1, 2]
-    recipe = AlgorithmPipeline(Algorithm.model_validate(ONLINE), num_updates=1)
-    trimmed = recipe.trim(batch)
+    pipeline = AlgorithmPipeline(Algorithm.model_validate(ONLINE), num_updates=1)
+    trimmed = pipeline.trim(batch, StepContext(cast(Any, None)))
     chosen = dict(zip(trimmed.sequence["trajectory_ids"].tolist(), trimmed.sequence["chosen"].tolist(), strict=True))
     assert chosen == {1: True, 2: False, 5: True, 4: False}
 
@@ -92,7 +92,7 @@ def test_pairs_are_those_of_a_loop_over_groups(rows: list[tuple[int, float]]) ->
     assert sorted(map(tuple, found)) == sorted(expected)
 
 
-# --- worked numbers through the recipe -------------------------------------------------------------------------------------
+# --- worked numbers through the pipeline -------------------------------------------------------------------------------------
 
 
 class Table:
@@ -108,13 +108,14 @@ class Table:
         return torch.tensor(values, dtype=torch.float64)
 
 
-def loss_of(recipe: AlgorithmPipeline, batch: Batch, now: Table, reference: Table) -> tuple[float, dict[str, float]]:
+def loss_of(pipeline: AlgorithmPipeline, batch: Batch, now: Table, reference: Table) -> tuple[float, dict[str, float]]:
     """The loss of one update, through preparation, filters and mini-batches."""
-    prepared, stats, *_ = recipe.prepare(batch, now, reference)  # type: ignore[arg-type]
-    (mini,) = mini_batches(recipe.trim(prepared, stats), recipe.algorithm, 1, 1, 8)
+    context = StepContext(now, reference)  # type: ignore[arg-type]
+    prepared = pipeline.prepare(batch, context)
+    (mini,) = mini_batches(pipeline.trim(prepared, context), pipeline.algorithm, 1, 1, 8)
     logp = now.logprobs(mini)[mini.loss_mask].requires_grad_()
-    loss, sums = recipe.loss(loss_view(mini, logp, torch.zeros_like(logp)))
-    return float(loss.detach()), stats | {name: float(total) for name, total in sums.items()}
+    loss, sums = pipeline.loss(loss_view(mini, logp, torch.zeros_like(logp)))
+    return float(loss.detach()), context.metrics | {name: float(total) for name, total in sums.items()}
 
 
 @pytest.mark.parametrize(("smoothing", "expected"), [(0.0, 0.575939), (0.1, 0.600939)])
@@ -122,12 +123,12 @@ def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: fl
     """logp_c=-10, logp_r=-14, ref_c=-11, ref_r=-12.5; a sample in the middle and a group of ties beside it change nothing."""
     algorithm = algorithm_from_preset("online_dpo")
     tree: dict[str, Any] = algorithm.model_dump() | {"loss": {"name": "dpo", "beta": 0.1, "smoothing": smoothing}}
-    recipe = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
+    pipeline = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
     answers = [[10, 11], [20, 21, 22], [30], [40], [41]]
     batch = batch_of([0, 0, 0, 1, 1], [1, 0, 0.5, 1, 1], answers)
     now = Table({10: -4, 11: -6, 20: -7, 21: -5, 22: -2, 30: -1, 40: -1, 41: -1})
     ref = Table({10: -5, 11: -6, 20: -6, 21: -4.5, 22: -2, 30: -3, 40: -2, 41: -2})
-    loss, stats = loss_of(recipe, batch, now, ref)
+    loss, stats = loss_of(pipeline, batch, now, ref)
     assert loss == pytest.approx(expected, abs=1e-6)
     assert (stats["pairs/made"], stats["pairs/ties"]) == (1, 1)
     assert stats["pref_accuracy"] / 5 == pytest.approx(1)  # of the 5 tokens in the loss
@@ -136,13 +137,17 @@ def test_online_dpo_has_the_worked_loss_of_a_pair(smoothing: float, expected: fl
 
 def test_pairs_are_counted_among_the_samples_that_filters_before_left() -> None:
     tree = algorithm_from_preset("online_dpo").model_dump() | {"filters": ["overlong", "pairs"]}
-    recipe = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
+    pipeline = AlgorithmPipeline(Algorithm.model_validate(tree), num_updates=1)
     batch = batch_of([0, 0, 0, 1, 1, 2, 2], [1, 1, 0, 1, 0, 1, 0], [[k] for k in range(10, 17)])
     batch = batch.with_sequence(truncated=torch.tensor([False, False, True, False, False, True, True]))
-    stats: dict[str, float] = {}
-    trimmed = recipe.trim(batch, stats)
-    assert stats == {"pairs/made": 1, "pairs/ties": 1, "pairs/identical": 0}  # the last group has nothing left
-    assert trimmed.num_sequences == 2 * stats["pairs/made"]
+    context = StepContext(cast(Any, None))
+    trimmed = pipeline.trim(batch, context)
+    assert context.metrics == {
+        "pairs/made": 1,
+        "pairs/ties": 1,
+        "pairs/identical": 0,
+    }  # the last group has nothing left
+    assert trimmed.num_sequences == 2 * context.metrics["pairs/made"]
 
 
 def test_sppo_has_the_worked_loss_of_win_probabilities_and_of_rewards() -> None:
