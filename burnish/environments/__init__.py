@@ -1,1 +1,1 @@
-"""State machines that turn completions into the next turn."""
+"""Environments: the protocol, token-exact dialogues, a game, and how to build one from the config."""

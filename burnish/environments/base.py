@@ -1,12 +1,11 @@
-"""The contract of an environment: a state machine of turns, one object a trajectory.
+"""The `Environment` protocol: a state machine of turns, one object per trajectory.
 
-`start()` gives the tokens the model sees first; after every completion `observe` gives either the next turn (tokens
-put behind the completion, not written by the model) or the end. Token ids only: what the model wrote is never
-tokenised again, so training sees exactly what was sampled.
+`start()` returns the prompt. After every completion, `observe` returns either the next turn (tokens appended after the completion, not
+written by the model) or the end. Environments work with token ids: sampled tokens are never tokenised again, so training sees exactly
+what was sampled.
 
-An environment runs in the process of the driver, between two steps of the engine: one that is slow holds all samples up. What it
-raises ends its sample, which then has no reward and no place in the loss (counted as `rollout/environment_errors` and shown);
-a `UserError` ends the run.
+An environment runs in the main process, between two steps of the engine, so a slow one delays all samples. An exception ends its
+sample, which then has no reward and is not trained on (metric `rollout/environment_errors`). A `UserError` ends the run.
 """
 
 from __future__ import annotations
@@ -21,44 +20,42 @@ from burnish.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens to put behind what is there; then the model speaks."""
+    """Tokens to append; then the model writes a completion."""
 
     tokens: tuple[int, ...]
     state: str | None = None
-    """What the model acts in now, as text without counters: turns of a prompt's samples that begin in equal states can be compared.
-    In every turn or in none."""
+    """The state in which the model acts now, as text without counters. GiGPO compares turns of a group that begin in equal states.
+    Give it in every turn or in none."""
     reward: float = 0.0
-    """What the completion before it earned."""
+    """Reward of the completion before this turn."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end."""
+    """The end of a trajectory."""
 
     reward: float | None = None
-    """What the last completion earned: the trajectory's reward is the sum over its turns. None, where no turn earned anything: the
-    configured reward scores the trajectory."""
+    """Reward of the last completion. The trajectory's reward is the sum over its turns. None: the configured reward scores the
+    trajectory, and no turn may have given a reward."""
 
 
 class Environment(Protocol):
-    """What answers the completions of one trajectory.
+    """Responds to the completions of one trajectory.
 
-    One that gives all rewards itself may say so by an attribute `gives_rewards = True`: then a trajectory that is cut off (too
-    many turns, too many tokens) has what it earned until then; without it the configured reward scores it.
-
-    Its rewards are graded unless an attribute `correct_at` says from which reward on a trajectory counts as correct. Accuracy, pass@k and filters
-    by accuracy go by that.
+    Two attributes are optional. With `gives_rewards = True` a truncated trajectory (too many turns or tokens) keeps the rewards of its
+    turns; without it the configured reward scores it. `correct_at` is the reward from which a trajectory counts as correct, for accuracy,
+    pass@k and filters by accuracy; without it rewards are graded.
     """
 
     def start(self) -> Turn:
         """The prompt."""
 
     def observe(self, completion: list[int], text: str) -> Turn | Done:
-        """What follows the model's last completion, given as tokens and as text."""
+        """The turn after the model's last completion, which is given as tokens and as text."""
 
 
 class SingleTurn:
-    """The prompt, one completion, the end."""
+    """The default environment: the prompt, one completion, the end."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
         self.prompt = prompt

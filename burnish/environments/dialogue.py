@@ -1,8 +1,7 @@
-"""Dialogues as tokens: what to put behind a completion so that the model reads the next message and may answer it.
+"""Token-exact dialogues: the tokens to append after a completion, so that the model reads the next message and can answer it.
 
-What the model wrote stays as it is. Only the text between two completions is tokenised: what the template writes to end the
-assistant's turn, the message, and what it writes before the assistant speaks again. So no token that was sampled is ever another
-one when the model reads it, which rendering and tokenising the whole conversation again would not promise.
+Only the text between two completions is tokenised: the end of the assistant's turn, the message, and the start of the next assistant turn.
+Sampled tokens are never changed. Rendering and tokenising the whole conversation again could change them.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
 
-ANSWER_PLACEHOLDER = "ANSWER"  # stands for what the assistant said
+ANSWER_PLACEHOLDER = "ANSWER"
+"""Stands for the assistant's answer when the template is probed."""
 
 
 class Dialogue:
-    """The conversation that a prompt begins, in the template it was rendered with: the tokenizer's, or none at all."""
+    """The conversation that begins with a prompt, in the prompt's template: the tokenizer's chat template or plain text."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
         self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
         if self.is_chat:
             check_template_appends(tokenizer)
         self.opening = self._opening(prompt.text) if prompt.is_chat else ""
-        """What the template writes before the assistant speaks; nothing where the user's message ends with it (`[INST] .. [/INST]`)."""
+        """What the template writes before an assistant turn; empty where the user's message includes it (`[INST] .. [/INST]`)."""
 
     def _opening(self, prompt: str) -> str:
         asked = [{"role": "user", "content": "?"}]
@@ -33,37 +33,37 @@ class Dialogue:
         mark = opening.strip()
         if not mark:
             return opening
-        at = prompt.rfind(mark)  # what follows it is of the run's own template variables
+        at = prompt.rfind(mark)  # the text after it comes from the run's template variables
         if at < 0:
             raise UserError(
-                f"the chat template opens the assistant's turn with {mark!r}, which this prompt has nowhere, so an environment cannot "
+                f"the chat template opens the assistant's turn with {mark!r}, which this prompt does not contain, so an environment cannot "
                 "tell how the next turn begins; leave out data.template.kwargs, or set data.template.kind=plain"
             )
         return prompt[at:]
 
     def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
-        """The tokens of a message behind a completion."""
+        """The tokens of a message after a completion."""
         if not self.is_chat:
             return tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
         ending, message = self._rendered(text)
         tokens = self.tokenizer.encode(ending + message + self.opening)
-        # The model has mostly written the token that ends its turn itself.
+        # The model has usually sampled the token that ends its turn.
         has_ended = bool(completion) and completion[-1] == tokens[0] and self.tokenizer.is_special(tokens[0])
         return tuple(tokens[1:] if has_ended else tokens)
 
     def _rendered(self, text: str) -> tuple[str, str]:
-        """What the template writes behind the assistant's words, and the message after it."""
+        """The end of the assistant's turn, and the message after it."""
         return _appended_text(self.tokenizer, {"role": self.role, "content": text})
 
 
 @functools.lru_cache(maxsize=8)
 def check_template_appends(tokenizer: Tokenizer) -> None:
-    """Refuse a chat template that writes earlier turns in another way when a message follows, as Qwen3's does."""
+    """Refuse a chat template that changes earlier turns when a message is added, as Qwen3's does."""
     _appended_text(tokenizer, {"role": "user", "content": "?"})
 
 
 def _appended_text(tokenizer: Tokenizer, message: dict[str, str]) -> tuple[str, str]:
-    """What the template writes to end the assistant's turn, and the message behind it."""
+    """What the template appends: the end of the assistant's turn, and the message."""
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
     before = tokenizer.chat_text(said, add_generation_prompt=False)
     after = tokenizer.chat_text([*said, message], add_generation_prompt=False)

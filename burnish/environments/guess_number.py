@@ -1,7 +1,7 @@
-"""The environment of the task `guess_number`: it tells after every wrong guess what is still possible, until the number is found.
+"""The environment of the task `guess_number`: after every wrong guess it states the remaining range.
 
-The number found is a reward of 1, anything else nothing. The state of a turn is what is still possible, so that all guesses a group
-makes from the same knowledge are compared (GiGPO).
+Finding the number gives reward 1, everything else 0. The state of a turn is the remaining range, so GiGPO compares guesses that were made
+with the same knowledge.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from burnish.models.tokenizer import Tokenizer
 
 
 class GuessNumber:
-    """One number to be guessed. A completion's guess is the last number in it; one without any changes nothing."""
+    """One number to guess. The guess is the last number of a completion; a completion without one changes nothing."""
 
     gives_rewards = True
     correct_at = 1.0
@@ -51,6 +51,6 @@ class GuessNumber:
 
 
 def _last_number(text: str) -> int | None:
-    """The last run of a few digits; a longer one is no guess, however long the model goes on."""
+    """The last number of a text; None if it has more than four digits."""
     found = re.findall(r"\d+", text)
     return int(found[-1]) if found and len(found[-1]) <= 4 else None

@@ -1,4 +1,4 @@
-"""burnish.environments.registry"""
+"""Builds the environment that a config names: a built-in one, or a class from a user's file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from burnish.models.tokenizer import Tokenizer
 
 
 def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> MakeEnvironment:
-    """A function that makes the environment of one prompt: built in, or a class from a user's file."""
-    kind = _environment_class(config.name, base)
-    check_options(kind, config.options, f"environment {config.name}")
-    return lambda prompt: kind(prompt, tokenizer, **config.options)
+    """A function that builds the environment of a prompt."""
+    cls = _environment_class(config.name, base)
+    check_options(cls, config.options, f"environment {config.name}")
+    return lambda prompt: cls(prompt, tokenizer, **config.options)
 
 
 def check_template_for_turns(
     config: EnvironmentConfig, tokenizer: Tokenizer, template: Template, base: Any = None
 ) -> None:
-    """Refuse an environment of several turns with a chat template that cannot go on, before anything is sampled.
+    """Refuse several turns with a chat template that cannot be continued, before anything is sampled.
 
-    An environment that makes its tokens without `Dialogue` may go on in its own way.
+    Environments that do not use `Dialogue` are not checked: they build their own tokens.
     """
     from burnish.environments import dialogue
 
@@ -34,7 +34,7 @@ def check_template_for_turns(
         return
     if template.prerendered and tokenizer.has_chat_template:
         raise UserError(
-            "environment.max_turns is above 1 and data.prerendered is true: replies would stand behind the model's answers without the markup "
+            "environment.max_turns is above 1 and data.prerendered is true: replies would follow the model's answers without the markup "
             "of the chat template; give messages or plain prompts in the rows, which the template renders, or set environment.max_turns=1"
         )
     if template_kind(tokenizer, template) == "plain":
@@ -45,17 +45,17 @@ def check_template_for_turns(
 
 
 def _environment_class(name: str, base: Any) -> Any:
-    from burnish.environments.guess_number import GuessNumber  # which is made of what is here
+    from burnish.environments.guess_number import GuessNumber  # imports this package
 
     built_in = {"single_turn": SingleTurn, "guess_number": GuessNumber}
     if name in built_in:
         return built_in[name]
     if not is_plugin(name):
         raise unknown_name_error("environment", name, [*built_in, "path/to/file.py:Class"])
-    kind = load_plugin(name, base)
+    cls = load_plugin(name, base)
     for method in ("start", "observe"):
-        if not callable(getattr(kind, method, None)):
+        if not callable(getattr(cls, method, None)):
             raise UserError(
                 f"environment {name}: the class has no method {method!r} (needs start() and observe(completion, text))"
             )
-    return kind
+    return cls

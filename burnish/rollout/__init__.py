@@ -1,1 +1,1 @@
-"""Engines that sample, the driver that runs environments against them, and sources of scored rollouts."""
+"""Sources of scored rollouts, and the runner that plays environments against an engine."""

@@ -1,4 +1,4 @@
-"""A thread that works while it is let. Stopped, it touches nothing, and whoever stopped it has everything for himself."""
+"""A background thread that can be paused. After `stop()` returns, the caller has exclusive access to what the thread works on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ POLL_INTERVAL_S = 0.2
 
 
 class PausableThread:
-    """Calls `work` again and again while `has_work`, between `run` and `stop`. `interrupt` makes a call of `work` return soon.
+    """Calls `work` repeatedly while `has_work()`, between `run` and `stop`. `interrupt` makes a running call of `work` return soon.
 
-    An error of `work` ends the thread and is raised by `check` and `stop`. Whatever both sides wait for is announced under `changed`.
+    An error of `work` ends the thread and is raised by `check` and `stop`. Both sides wait on the condition `changed`.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PausableThread:
         self._worked_s = 0.0
 
     def run(self) -> None:
-        """Work from now on."""
+        """Start, or resume after `stop`."""
         with self.changed:
             self._is_on = True
             if self._thread is None:
@@ -35,7 +35,7 @@ class PausableThread:
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Return when nothing is touched any more, until `run`. How long that takes is up to `work`, whose waits have deadlines."""
+        """Pause until `run`. Returns when the current call of `work` has ended; its waits have deadlines."""
         with self.changed:
             self._is_on = False
             while self._is_busy:
@@ -44,18 +44,18 @@ class PausableThread:
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong in the thread."""
+        """Raise the error that ended the thread, if any."""
         if self._error is not None:
             raise self._error
 
     def take_worked_s(self) -> float:
-        """Seconds of work since the last time."""
+        """Seconds spent in `work` since the last call of this method."""
         with self.changed:
             worked_s, self._worked_s = self._worked_s, 0.0
         return worked_s
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, after the call it is in if that ends in time."""
+        """End the thread. Waits at most `timeout_s` for the current call of `work`."""
         with self.changed:
             self._is_closing, self._is_on = True, False
             self.changed.notify_all()
@@ -73,7 +73,7 @@ class PausableThread:
             started = time.perf_counter()
             try:
                 self._work()
-            except BaseException as error:  # noqa: BLE001 (raised to whoever asks next)
+            except BaseException as error:  # noqa: BLE001 (raised by `check` and `stop`)
                 self._error = error
             with self.changed:
                 self._worked_s += time.perf_counter() - started

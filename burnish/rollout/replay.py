@@ -1,16 +1,15 @@
-"""Groups of earlier steps that come back: a store of them, and a source that hands some over with the new ones.
+"""Replay: a store of groups from earlier steps, and a source that adds some of them to the new rollouts.
 
     store = ReplayStore(settings, seed)
-    source = ReplaySource(inner, store, wanted)     # around any source; `wanted(step)` is how many groups should come back
+    source = ReplaySource(inner, store, wanted)     # wraps any source; `wanted(step)` is the number of groups to replay
 
-What comes back is the group as it was: its tokens, the log-probs and versions they were drawn with, its rewards. All that
-follows from the policy of now (values, advantages, weights of a correction) is computed again. A group enters the store when
-a step has had it in its loss, and leaves it after `uses` such steps, when its oldest token is more than `max_age` steps old,
-when filters left nothing of it in the loss, or when there are more than `capacity`. A tree stays, or enters, while it has edges
-for another time, also where filters left nothing of it this time: that step counts as a use.
+A replayed group keeps its tokens, behaviour log-probs, versions and rewards. Values, advantages and correction weights are computed again
+with the current policy. A group enters the store when a step had it in its loss. It leaves after `uses` such steps, when its oldest
+token is more than `max_age` steps old, when filters left nothing of it in the loss, or when the store exceeds `capacity`. A tree stays
+or enters while it has edges for later steps, even if filters left none of them this time; that step counts as a use.
 
-The store is in every checkpoint. Steps after a checkpoint are made again with the same rollouts, so a run that was killed
-gets the same store again; the journal's `used` records show how often each sample was in a loss.
+The store is in every checkpoint. Steps after a checkpoint are repeated with the same rollouts, so a killed run rebuilds the same store.
+The journal's `used` records show how often each sample was in a loss.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ from burnish.rollout.sync_source import PendingDraw, RolloutPlan, RolloutSource
 from burnish.run.checkpoint.snapshot import BytesFile, Content
 
 REPLAY_FILE = "replay.safetensors"
-USE_KEY = "use"  # the key of `Trajectory.metadata` that says for which time its group comes back
-PICK_LABEL = "replay"  # the name of the random picks
+USE_KEY = "use"
+"""Key of `Trajectory.metadata`: how often the group was in a loss before."""
+PICK_LABEL = "replay"
+"""Label of the random keys that pick groups."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class ReplayGroup:
     oldest: int
     """The version of its oldest token."""
     uses: int
-    """Steps that it was given to."""
+    """Steps that used it."""
 
     @property
     def id(self) -> str:
@@ -56,23 +57,23 @@ class ReplayGroup:
 
 
 class ReplayStore:
-    """Groups that may come back, in the order they entered."""
+    """Groups that may be replayed, in the order in which they entered."""
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self.settings, self.seed = settings, seed
         self.entries: list[ReplayGroup] = []
-        self._values: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
 
     def take(self, step: int, wanted: int) -> list[Trajectory]:
-        """At most so many groups for a step, each sample marked with its use; asked again, it gives the same."""
+        """The samples of at most `wanted` groups for a step, each marked with its number of uses. Repeated calls return the same."""
         version = step - 1
-        able = [e for e in self.entries if version - e.oldest <= self.settings.max_age]
+        groups = [e for e in self.entries if version - e.oldest <= self.settings.max_age]
         if self.settings.pick == "random":
-            able.sort(key=lambda e: fold(self.seed, PICK_LABEL, step, e.id))
+            groups.sort(key=lambda e: fold(self.seed, PICK_LABEL, step, e.id))
         elif self.settings.pick == "newest":
-            able.reverse()
+            groups.reverse()
         found = []
-        for entry in able[:wanted]:
+        for entry in groups[:wanted]:
             for trajectory in entry.trajectories:
                 trajectory.metadata[USE_KEY] = entry.uses
                 found.append(trajectory)
@@ -81,47 +82,44 @@ class ReplayStore:
     def after_step(
         self, step: int, rollouts: RolloutBatch, used: Iterable[str], unfinished: Iterable[str] | None = None
     ) -> None:
-        """A step is learnt, with these trajectories in its loss: count uses, let go of what is done with, take in the new groups.
+        """Update the store after a step: count uses, remove groups, add new ones. `used` are the ids of trajectories in the loss.
 
-        Where steps learn from parts of groups, those of the `unfinished` alone stay, though nothing of them was in the loss: a
-        step was theirs all the same.
+        With trees, only groups of `unfinished` trajectories stay. The step counts as a use even if none of their tokens was in the loss.
         """
         ids = list(used)
         in_loss = {group_id_of(name) for name in ids}
         may_stay = in_loss if unfinished is None else {group_id_of(name) for name in unfinished}
-        back = {group_id_of(t.id) for t in rollouts.replayed}
+        replayed = {group_id_of(t.id) for t in rollouts.replayed}
         ages = []
         for entry in self.entries:
-            if entry.id not in back:
+            if entry.id not in replayed:
                 continue
             if entry.id in may_stay:
                 entry.uses += 1
             else:
-                entry.uses = self.settings.uses  # nothing of it is left to learn from
+                entry.uses = self.settings.uses  # nothing left to learn from
             if entry.id in in_loss:
                 ages.append(step - 1 - entry.oldest)
         self.entries += _new_groups(rollouts.trajectories, may_stay)
-        self.entries = [e for e in self.entries if e.uses < self.settings.uses and self._has_time(e, step)]
+        self.entries = [e for e in self.entries if e.uses < self.settings.uses and self._is_usable(e, step)]
         self.entries = self.entries[max(0, len(self.entries) - self.settings.capacity) :]
-        self._values = {
+        self._metrics = {
             "replay/size": float(len(self.entries)),
             "replay/tokens": float(sum(e.num_tokens for e in self.entries)),
             "replay/groups": float(len(ages)),
-            "replay/fraction": sum(group_id_of(name) in back for name in ids) / max(1, len(ids)),
+            "replay/fraction": sum(group_id_of(name) in replayed for name in ids) / max(1, len(ids)),
         } | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
 
-    def _has_time(self, entry: ReplayGroup, step: int) -> bool:
-        """Whether the next step, which begins with weights `step`, could use it."""
+    def _is_usable(self, entry: ReplayGroup, step: int) -> bool:
+        """Whether the next step, which begins with weights `step`, may use a group."""
         return step - entry.oldest <= self.settings.max_age
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step: groups and tokens held; groups that came back, their share of the samples in the loss, their age."""
-        return self._values
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------------
+        """Metrics of the last step: stored groups and tokens, replayed groups, their share of the samples in the loss, their age."""
+        return self._metrics
 
     def contents(self) -> list[Content]:
-        """The file of a checkpoint."""
+        """The checkpoint file of the store."""
         from safetensors.numpy import save
 
         trajectories = [t for e in self.entries for t in e.trajectories]
@@ -131,12 +129,12 @@ class ReplayStore:
         return [BytesFile(REPLAY_FILE, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))]
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+        """Load the store from a checkpoint."""
         from safetensors.numpy import load_file
 
         if not (folder / REPLAY_FILE).is_file():
             raise UserError(
-                f"{folder} has no {REPLAY_FILE}, which algorithm.replay goes on from: it was saved by a run without replay; "
+                f"{folder} has no {REPLAY_FILE}, which algorithm.replay resumes from: the checkpoint was saved by a run without replay; "
                 "start a run of another name"
             )
         arrays = load_file(folder / REPLAY_FILE)
@@ -148,7 +146,7 @@ class ReplayStore:
 
 
 class ReplaySource:
-    """Any source, whose steps also get groups back from a store."""
+    """Adds replayed groups to the rollouts of another source."""
 
     def __init__(self, inner: RolloutSource, store: ReplayStore, wanted: Callable[[int], int]) -> None:
         self.inner, self.store, self.wanted = inner, store, wanted
@@ -158,7 +156,7 @@ class ReplaySource:
         fresh = self.inner.next(step, plan, progress, round)
         for trajectory in fresh.trajectories:
             trajectory.metadata[USE_KEY] = 0
-        if round > 0:  # the first one brought them
+        if round > 0:  # the first round has the replayed groups
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
 
@@ -189,20 +187,20 @@ class ReplaySource:
     def pending_draws(self) -> list[PendingDraw]:
         return self.inner.pending_draws()
 
-    def restore(self, tickets: Sequence[PendingDraw], version: int) -> None:
-        self.inner.restore(tickets, version)
+    def restore(self, pending: Sequence[PendingDraw], version: int) -> None:
+        self.inner.restore(pending, version)
 
     def close(self) -> None:
         self.inner.close()
 
 
 def group_id_of(trajectory_id: str) -> str:
-    """The group of a trajectory, by its id."""
+    """The group id of a trajectory id."""
     return trajectory_id.rpartition(".")[0]
 
 
 def _new_groups(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[ReplayGroup]:
-    """The new groups that may come back, whole: with all samples that count in their statistics."""
+    """The new groups that may be replayed, with all samples that count in their statistics."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None and group_id_of(trajectory.id) in wanted:

@@ -1,7 +1,7 @@
-"""Runs environments against any engine: trajectories out, as they finish.
+"""The runner plays environments against any engine and yields trajectories as they finish.
 
-Each sample of each prompt gets its own environment and its own random key; turns of many trajectories are in flight
-at once. What comes out depends on the keys and the weights, not on the order of completion.
+Each sample of each prompt has its own environment and random key. Many trajectories are in flight at once. The result depends on keys
+and weights, not on the order of completion.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.segment_rollouts import AnswerPrefix, ChainPlan, ContinuedTrajectories, TreePlan, TreeTrajectories
 
 Branching = ChainPlan | TreePlan
-"""How the samples of a prompt come to have beginnings in common."""
-
-
+"""How the samples of a prompt share prefixes."""
 MAX_EMPTY_STREAMS = 3
-"""Streams in a row that may end without a completion: one is interrupted by a request to stop that came late."""
+"""Streams in a row that may end without a completion: a late request to stop may interrupt one of them."""
 
 
 class RolloutStopped(Exception):
-    """The user asked to stop while the samples of a step were made. The samples that had ended were yielded before."""
+    """The user asked to stop during sampling or scoring. Finished samples were yielded before."""
 
 
 class StopRequest:
-    """A request to end sampling early. Another thread may make it at any time; it acts only inside `allowed()`.
+    """A request to end sampling early. Any thread may make it at any time; it takes effect only inside `allowed()`.
 
-    So a measurement on held-out prompts, which uses the same engine, is never cut short.
+    Validation uses the same engine outside of `allowed()`, so it is never cut short.
     """
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
@@ -41,7 +39,7 @@ class StopRequest:
         self._interrupt, self._num_allowed, self._lock = interrupt, 0, threading.Lock()
 
     def request(self) -> None:
-        """End the sampling that is allowed to end now, or else the next. Call it again while that has not happened."""
+        """End the sampling inside `allowed()`, now or when it begins. May be called repeatedly."""
         with self._lock:
             self.is_requested = True
             if self._num_allowed:
@@ -49,7 +47,7 @@ class StopRequest:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Sampling and scoring inside this block end with `RolloutStopped` once it is requested."""
+        """Sampling and scoring inside this block end with `RolloutStopped` after a request."""
         with self._lock:
             self._num_allowed += 1
             if self.is_requested:
@@ -62,17 +60,17 @@ class StopRequest:
 
     @property
     def is_effective(self) -> bool:
-        """Whether it is requested and allowed."""
+        """Whether a stop is requested and allowed."""
         return self.is_requested and self._num_allowed > 0
 
 
 def max_trajectory_tokens(max_positions: int | None, max_tokens: int | None) -> int | None:
-    """The most tokens of a trajectory: what both the model and the environment allow. None: no limit."""
+    """Most tokens of a trajectory that both the model and the environment allow. None: no limit."""
     return min((limit for limit in (max_positions, max_tokens) if limit is not None), default=None)
 
 
 class RolloutRunner:
-    """Turns draws of prompts into trajectories."""
+    """Turns prompts into trajectories."""
 
     def __init__(
         self,
@@ -84,13 +82,13 @@ class RolloutRunner:
         max_positions: int | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """A trajectory has at most as many tokens as the model has positions, and as its environment may take (`max_tokens`)."""
+        """`max_positions` is the model's limit on the tokens of a trajectory, `max_tokens` the environment's."""
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
         self.longest = max_trajectory_tokens(max_positions, max_tokens)
         self.stopping = StopRequest(lambda: self.engine.interrupt())
         self.demonstrations: Callable[[PromptSample, int], list[Trajectory]] = no_demonstrations
-        """What joins the samples of a draw in training, numbered from so many on."""
+        """Returns the demonstrations that join a draw's samples in training, as samples numbered from `first` on."""
 
     def run(
         self,
@@ -100,15 +98,14 @@ class RolloutRunner:
         stream: str,
         done: Container[tuple[str, int]] = frozenset(),
         branching: Branching | None = None,
-        kept: Container[tuple[str, int, int]] = frozenset(),
+        resumed: Container[tuple[str, int, int]] = frozenset(),
     ) -> Iterator[Trajectory]:
-        """`n` trajectories of each draw, as they finish; those whose (prompt id, sample) is `done` are left out, and those whose
-        (prompt id, visit, sample) is `kept`.
+        """Yield `n` trajectories per draw as they finish, and in training the demonstrations of each draw.
 
-        As a tree they branch, and every path to a leaf is a trajectory; as a chain their beginnings will be continued. In training
-        the demonstrations of a draw come with its samples.
+        Samples are left out if (prompt id, sample) is in `done` or (prompt id, visit, sample) is in `resumed`. With a tree plan every
+        path to a leaf is a trajectory; with a chain plan prefixes of the answers will be continued.
         """
-        flight = (
+        in_flight = (
             TreeTrajectories(self, branching)
             if isinstance(branching, TreePlan)
             else InFlightTrajectories(self, branching is not None)
@@ -116,46 +113,46 @@ class RolloutRunner:
         for draw in draws:
             for sample in range(n):
                 row = draw.prompt.row
-                if (row.id, sample) not in done and (row.id, draw.visit, sample) not in kept:
-                    failed = flight.add(draw, sample, sampling, stream)
+                if (row.id, sample) not in done and (row.id, draw.visit, sample) not in resumed:
+                    failed = in_flight.add(draw, sample, sampling, stream)
                     if failed is not None:
                         yield failed
-        flight.go_on()
+        in_flight.submit_pending()
         for draw in draws if stream == "train" else ():
             yield from self.demonstrations(draw, n)
-        yield from self._finish(flight)
+        yield from self._finish(in_flight)
 
-    def continue_all(self, beginnings: Iterable[AnswerPrefix], sampling: SamplingOptions) -> Iterator[Trajectory]:
-        """An answer continued from each of the beginnings, as they finish."""
-        flight = ContinuedTrajectories(self)
-        for beginning in beginnings:
-            flight.add_beginning(beginning, sampling)
-        flight.go_on()
-        yield from self._finish(flight)
+    def continue_all(self, prefixes: Iterable[AnswerPrefix], sampling: SamplingOptions) -> Iterator[Trajectory]:
+        """Yield one continued answer per prefix, as they finish."""
+        in_flight = ContinuedTrajectories(self)
+        for prefix in prefixes:
+            in_flight.add_prefix(prefix, sampling)
+        in_flight.submit_pending()
+        yield from self._finish(in_flight)
 
-    def _finish(self, flight: InFlightTrajectories) -> Iterator[Trajectory]:
-        """What comes of the trajectories on their way, as each ends."""
+    def _finish(self, in_flight: InFlightTrajectories) -> Iterator[Trajectory]:
+        """Yield the trajectories in flight as they end."""
         num_empty = 0
         while True:
             num_empty += 1
             for completion in self.engine.stream():
                 num_empty = 0
-                finished = flight.take(completion)
+                finished = in_flight.take(completion)
                 if finished is not None:
                     yield finished
-                flight.go_on()
-            if not flight.running:
+                in_flight.submit_pending()
+            if not in_flight.running:
                 return
-            # The stream was interrupted: to stop, or by a request to stop that came too late for the sampling before this one.
+            # The stream was interrupted: by a request to stop now, or by one that came too late for the previous sampling.
             if self.stopping.is_effective:
-                yield from flight.halt()
+                yield from in_flight.pause_all()
                 raise RolloutStopped
             if num_empty > MAX_EMPTY_STREAMS:
                 raise RuntimeError(
-                    f"the engine ended its stream {num_empty} times with {len(flight.running)} requests unanswered"
+                    f"the engine ended its stream {num_empty} times with {len(in_flight.running)} requests unanswered"
                 )
 
 
 def no_demonstrations(draw: PromptSample, first: int) -> list[Trajectory]:
-    """The policy is on its own."""
+    """The default: no demonstrations."""
     return []

@@ -1,6 +1,6 @@
-"""Rollouts with their rewards: generation and scoring overlap, and the result is in a fixed order.
+"""Rollouts and their rewards: generation and scoring overlap, and the result has a fixed order.
 
-Used by the training source and by every measurement, so that both see rewards the same way.
+Training sources and validation both use this module, so that they score in the same way.
 """
 
 from __future__ import annotations
@@ -33,46 +33,53 @@ from burnish.rollout.runner import Branching, RolloutRunner, RolloutStopped
 from burnish.rollout.segment_rollouts import BORDER_STATE, ChainPlan, TreePlan, border_prefixes, cut_into_segments
 
 Progress = Callable[[str], None]
-SUBMIT_CHUNK = 64  # trajectories sent to the reward workers at once: fewer, larger messages
-POLL_INTERVAL_S = 0.2  # how often a wait for scores looks whether the user asked to stop
-GREEDY_SAMPLE = -1  # the sample index of a prompt's greedy answer: no sampled one has it, so its id is its own
+SUBMIT_CHUNK = 64
+"""Trajectories per message to the reward workers."""
+POLL_INTERVAL_S = 0.2
+"""How often a wait for scores checks whether the user asked to stop."""
+GREEDY_SAMPLE = -1
+"""Sample index of a prompt's greedy answer, so that its id differs from those of the samples."""
+TOKEN_COLUMNS = ("tokens", "action_mask", "behaviour_logp", "version")
+SCORE_FIELDS = ("reward", "accuracy", "parts", "error", "metadata")
+TRAJECTORY_FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "turns", *SCORE_FIELDS)
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Trajectories in the order of the draws and samples, with what it took."""
+    """Scored trajectories in the order of draws and samples."""
 
     draws: list[PromptSample]
     trajectories: list[Trajectory]
     rollout_s: float
     reward_s: float
-    """Seconds spent waiting for rewards after the last completion."""
+    """Seconds of waiting for rewards after the last completion."""
     greedy: list[Trajectory] = field(default_factory=list)
-    """The greedy answer of each draw where a baseline was asked for; never trained on."""
+    """The greedy answer of each draw, for advantages with a greedy baseline; never trained on."""
     replayed: list[Trajectory] = field(default_factory=list)
-    """Groups of earlier steps that come back, group after group; of a step's own numbers they are no part."""
+    """Replayed groups of earlier steps, group after group; not part of the step's rollout metrics."""
     continued: list[Trajectory] = field(default_factory=list)
-    """Answers continued from the borders of segments, for their values; never trained on."""
-
+    """Answers continued from segment borders, for the borders' values; never trained on."""
     demonstrations: list[Trajectory] = field(default_factory=list)
-    """What joins the groups and the policy did not write; of the policy's numbers they are no part."""
+    """Demonstrations that join the groups; not part of the step's rollout metrics."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were written, those of the greedy and the continued answers too; what the paths of a tree share counts once."""
+        """Sampled tokens, including greedy and continued answers. Tokens that paths of a tree share count once."""
         shared = sum(t.metadata.get(SHARED_TOKENS, 0) for t in self.trajectories)
         return sum(t.num_actions for t in [*self.trajectories, *self.greedy, *self.continued]) - shared
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Those with a reward: what a batch is packed from. Groups that come back are spread evenly among the new ones, so that
-        every mini-batch has its share of them."""
+        """Trajectories with a reward, which a batch is packed from.
+
+        Replayed groups are spread evenly among the new ones, so that every mini-batch has its share.
+        """
         fresh = [t for t in self.grouped if t.reward is not None]
         return interleave_groups(fresh, self.replayed) if self.replayed else fresh
 
     @property
     def grouped(self) -> list[Trajectory]:
-        """The samples of every draw, its demonstrations behind them."""
+        """The samples of each draw, followed by its demonstrations."""
         if not self.demonstrations:
             return self.trajectories
         order = {(d.prompt.row.id, d.visit): k for k, d in enumerate(self.draws)}
@@ -80,11 +87,11 @@ class RolloutBatch:
 
     @property
     def failed(self) -> list[Trajectory]:
-        """Those whose scorer failed: without a reward, kept out of the loss and of group statistics."""
+        """Trajectories without a reward, because scorer or environment failed. They enter neither loss nor group statistics."""
         return [t for t in self.grouped if t.reward is None]
 
     def joined(self, later: RolloutBatch) -> RolloutBatch:
-        """This round of a step and a later one as one: in their order, the times added up."""
+        """Two rounds of a step as one, in order, with the times added up."""
         return RolloutBatch(
             draws=self.draws + later.draws,
             trajectories=self.trajectories + later.trajectories,
@@ -98,7 +105,7 @@ class RolloutBatch:
 
 
 def interleave_groups(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory]) -> list[Trajectory]:
-    """Two lists of whole groups as one: each list in its order, the groups of the second evenly among those of the first."""
+    """Merge two lists of whole groups: each keeps its order, and the second is spread evenly over the first."""
     placed = []
     for kind, trajectories in enumerate((fresh, replayed)):
         groups = [list(g) for _, g in groupby(trajectories, lambda t: (t.prompt_id, t.visit))]
@@ -108,56 +115,58 @@ def interleave_groups(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory
 
 @dataclass
 class RoundBuilder:
-    """One batch of rollouts on its way: `generate`, then `collect`."""
+    """Generates and scores one round of rollouts: `generate`, then `collect`."""
 
-    driver: RolloutRunner
+    runner: RolloutRunner
     rewards: Rewards
     draws: Sequence[PromptSample]
     progress: Progress
-    kept: Sequence[Trajectory] = ()
-    """Trajectories that an earlier life of the run finished; they are not made again, and scored only where they are not."""
-    found: list[Trajectory] = field(default_factory=list)
+    resumed: Sequence[Trajectory] = ()
+    """Trajectories that were finished before the run was interrupted. They are not sampled again, and scored only if they are not yet."""
+    finished: list[Trajectory] = field(default_factory=list)
     """All that have ended so far."""
 
     def generate(
         self, n: int, sampling: SamplingOptions, stream: str, branching: Branching | None = None
     ) -> list[Trajectory]:
-        """All trajectories in order; the reward of each starts as soon as it ends."""
+        """All trajectories in order. Each is sent to be scored as soon as it ends."""
         most = n * (branching.leaves if isinstance(branching, TreePlan) else 1) * len(self.draws)
-        kept = [t for t in self.kept if t.sample != GREEDY_SAMPLE]
-        names = {(t.prompt_id, t.visit, t.sample) for t in kept}
-        answers = self.driver.run(self.draws, n, sampling, stream, branching=branching, kept=names)
-        return self._run(answers, most, "rollout", kept)
+        resumed = [t for t in self.resumed if t.sample != GREEDY_SAMPLE]
+        names = {(t.prompt_id, t.visit, t.sample) for t in resumed}
+        answers = self.runner.run(self.draws, n, sampling, stream, branching=branching, resumed=names)
+        return self._run(answers, most, "rollout", resumed)
 
-    def greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
-        """Each draw's most likely answer, one token after the other (ReMax, 2310.10505), on its way to be scored."""
-        kept = [t for t in self.kept if t.sample == GREEDY_SAMPLE]
-        names = {(t.prompt_id, t.visit, 0) for t in kept}
-        answers = self.driver.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline", kept=names)
+    def generate_greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
+        """The greedy answer of each draw (ReMax, 2310.10505), sent to be scored."""
+        resumed = [t for t in self.resumed if t.sample == GREEDY_SAMPLE]
+        names = {(t.prompt_id, t.visit, 0) for t in resumed}
+        answers = self.runner.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline", resumed=names)
         numbered = (replace(answer, sample=GREEDY_SAMPLE) for answer in answers)
-        return self._run(numbered, len(self.draws), "greedy answers", kept)
+        return self._run(numbered, len(self.draws), "greedy answers", resumed)
 
-    def values(self, samples: Sequence[Trajectory], chain: ChainPlan, sampling: SamplingOptions) -> list[Trajectory]:
-        """The samples are cut into segments; the answers continued from the borders, on their way to be scored."""
+    def continue_borders(
+        self, samples: Sequence[Trajectory], chain: ChainPlan, sampling: SamplingOptions
+    ) -> list[Trajectory]:
+        """Cut the samples into segments, and continue answers from the borders. These are sent to be scored."""
         cut_into_segments(samples, chain)
-        starts = border_prefixes(samples, self.draws, chain, self.driver.seed)
+        starts = border_prefixes(samples, self.draws, chain, self.runner.seed)
         states = {(b.draw.prompt.row.id, b.draw.visit, b.sample): b.state for b in starts}
-        found = self._run(self.driver.continue_all(starts, sampling), len(starts), "values")
+        found = self._run(self.runner.continue_all(starts, sampling), len(starts), "values")
         for answer in found:
             answer.metadata[BORDER_STATE] = states[answer.prompt_id, answer.visit, answer.sample]
         return found
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Send trajectories to be scored, except those whose environment gave the reward itself, or failed."""
+        """Send trajectories to be scored, except those whose environment failed or gave the reward itself."""
         draws = {(d.prompt.row.id, d.visit): d for d in self.draws}
         unscored = [t for t in trajectories if t.reward is None and t.error is None]
         self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in unscored])
 
     def collect(self, trajectories: Sequence[Trajectory]) -> None:
-        """Wait for the scores and write them into the trajectories; `RolloutStopped` where that is requested meanwhile."""
+        """Wait for the scores and write them into the trajectories. Raises `RolloutStopped` if a stop is requested meanwhile."""
         by_id = {t.id: t for t in trajectories}
         while self.rewards.pending:
-            if self.driver.stopping.is_effective:
+            if self.runner.stopping.is_effective:
                 raise RolloutStopped
             if scores := self.rewards.poll(POLL_INTERVAL_S):
                 for score in scores:
@@ -165,35 +174,35 @@ class RoundBuilder:
                 self.progress(f"scoring, {self.rewards.pending} left")
 
     def take_scores(self) -> None:
-        """Write the scores that are there into the trajectories that have ended, without waiting for more."""
-        by_id = {t.id: t for t in self.found}
+        """Write the scores that have arrived into the finished trajectories, without waiting for more."""
+        by_id = {t.id: t for t in self.finished}
         for score in self.rewards.poll(0.0):
             apply_score(by_id[score.id], score)
 
     def _run(
-        self, answers: Iterable[Trajectory], total: int, what: str, kept: Sequence[Trajectory] = ()
+        self, answers: Iterable[Trajectory], total: int, what: str, resumed: Sequence[Trajectory] = ()
     ) -> list[Trajectory]:
         order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
-        self.found += kept
-        self.submit(kept)
+        self.finished += resumed
+        self.submit(resumed)
         found = list[Trajectory]()
         for trajectory in answers:
-            self.found.append(trajectory)
+            self.finished.append(trajectory)
             budget = self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.budget
             if budget is not None:
                 trajectory.metadata["budget"] = budget
             found.append(trajectory)
             if len(found) % SUBMIT_CHUNK == 0:
                 self.submit(found[-SUBMIT_CHUNK:])
-            self.progress(f"{what} {len(kept) + len(found)}/{total}")
+            self.progress(f"{what} {len(resumed) + len(found)}/{total}")
         self.submit(found[len(found) - len(found) % SUBMIT_CHUNK :])
-        return sorted([*kept, *found], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+        return sorted([*resumed, *found], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
 
 
 def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
     """Put the reward of each prompt's greedy answer into the metadata of its samples.
 
-    Where the greedy answer could not be scored its samples have nothing to be compared with, and count as failed too.
+    If the greedy answer could not be scored, its samples have no baseline and fail too.
     """
     by_draw = {(t.prompt_id, t.visit): t for t in greedy}
     for sample in samples:
@@ -206,7 +215,7 @@ def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Traje
 
 
 def rollout_and_score(
-    driver: RolloutRunner,
+    runner: RolloutRunner,
     rewards: Rewards,
     draws: Sequence[PromptSample],
     n: int,
@@ -214,8 +223,8 @@ def rollout_and_score(
     stream: str,
     progress: Progress,
 ) -> RolloutBatch:
-    """`n` scored trajectories of each draw."""
-    scoring = RoundBuilder(driver, rewards, draws, progress)
+    """`n` scored trajectories per draw."""
+    scoring = RoundBuilder(runner, rewards, draws, progress)
     started = time.perf_counter()
     trajectories = scoring.generate(n, sampling, stream)
     generated = time.perf_counter()
@@ -224,7 +233,7 @@ def rollout_and_score(
 
 
 def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
-    """What the reward is told about a trajectory."""
+    """What a reward reads of a trajectory."""
     row = draw.prompt.row
     return ScoreRequest(
         id=trajectory.id,
@@ -254,20 +263,21 @@ def apply_score(trajectory: Trajectory, score: Score) -> None:
         trajectory.metadata["details"] = "\n".join(f"{part}: {text}" for part, text in score.details.items())
 
 
-# --- Demonstrations as trajectories: they join the samples of their prompt and are scored like them, and no engine is asked.
-#
-# Their tokens count as actions, so that they are in the loss and in the statistics of their group; no version of the policy wrote
-# them. Their log-prob under whoever did is 0 where nobody knows it: LUFFY (2504.14945) takes the author to be sure.
+# --- Demonstrations inside groups -----------------------------------------------------------------------------------------
 
 
 class GroupDemonstrations:
-    """Up to `each` of them for every draw. A prompt that has more shows others each time it is drawn."""
+    """Demonstrations as trajectories: up to `each` per draw, which join its samples and are scored like them.
+
+    Their tokens count as actions, so that they enter the loss and the statistics of their group. Their weight version is -1. Unknown
+    log-probs are 0: LUFFY (2504.14945) treats the author as certain. A prompt with more demonstrations rotates through them.
+    """
 
     def __init__(self, traces: PromptDemonstrations, each: int, tokenizer: Tokenizer) -> None:
         self.traces, self.each, self.tokenizer = traces, each, tokenizer
 
     def __call__(self, draw: PromptSample, first: int) -> list[Trajectory]:
-        """Those of a draw, numbered as samples from `first` on."""
+        """The demonstrations of a draw, with sample indices from `first` on."""
         found = self.traces.of(draw.prompt.row)
         chosen = [found[(draw.visit * self.each + k) % len(found)] for k in range(min(self.each, len(found)))]
         return [self._trajectory(draw, first + k, traced) for k, traced in enumerate(chosen)]
@@ -289,16 +299,11 @@ class GroupDemonstrations:
         )
 
 
-# --- Trajectories and scores as arrays, for the journal: written when a step's rollouts are complete and again when they
-# are scored, read back on resume so that finished work is not done again.
-
-TOKEN_COLUMNS = ("tokens", "action_mask", "behaviour_logp", "version")
-SCORE_FIELDS = ("reward", "accuracy", "parts", "error", "metadata")
-TRAJECTORY_FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "turns", *SCORE_FIELDS)
+# --- Trajectories and scores as arrays, for journal and checkpoints ---------------------------------------------------------
 
 
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """All tokens of all sequences, packed, and everything else as JSON."""
+    """All tokens of all sequences packed, and all other fields as JSON."""
     sequences = [s for t in trajectories for s in t.sequences]
     arrays = {name: np.concatenate([getattr(s, name) for s in sequences]) for name in TOKEN_COLUMNS}
     arrays["lengths"] = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
@@ -321,7 +326,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
 
 
 def scores_to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """What scoring added to the trajectories."""
+    """The fields that scoring writes."""
     return {"scores": _to_bytes([{name: getattr(t, name) for name in SCORE_FIELDS} for t in trajectories])}
 
 
@@ -333,7 +338,7 @@ def restore_scores(trajectories: Sequence[Trajectory], arrays: dict[str, np.ndar
 
 
 def copy_score(scored: Trajectory, trajectory: Trajectory) -> None:
-    """Give a trajectory the score of another copy of it."""
+    """Copy the score of one copy of a trajectory to another."""
     for name in SCORE_FIELDS:
         setattr(trajectory, name, getattr(scored, name))
 

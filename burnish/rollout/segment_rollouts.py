@@ -1,9 +1,13 @@
-"""Answers cut into segments, and the values of the states between them (SPO-chain, 2505.23564).
+"""Answers with shared prefixes: chains of segments and trees (SPO, 2505.23564).
 
-A sample is cut where the policy was unsure (`algorithms/advantages/spo.py`). From every border answers are continued and scored
-like any other; their mean reward is the border's value. Samples that have a beginning in common share the answers continued from
-it. The random keys of those follow from the state, the tokens of the answer so far, and their number: not from the sample that came
-there, nor from who else did.
+Chain: an answer is cut where the policy was unsure (`algorithms/advantages/spo.py`). Answers are continued from every segment border and scored
+like any other; their mean reward is the value of the border. Samples with a common prefix share the continued answers. Their random keys
+follow from the border state (the answer's tokens so far) and an index, not from the sample that led there.
+
+Tree: a prompt has n children of `segment` tokens. Each unfinished child has `branches[0]` children of its own, and so on; the last level
+runs to the end of the answer. An answer that ends early is a leaf. The result is every path from the prompt to a leaf, as a trajectory
+whose metadata lists its nodes (`core/trajectory.py`). Children of a node are submitted together with equal prompts, so that an engine
+computes their prefix once. The random key of an edge is folded from its parent's key and its index among the siblings.
 """
 
 from __future__ import annotations
@@ -40,26 +44,28 @@ if TYPE_CHECKING:
 
 
 BORDER_STATES, BORDER_STATE = "border_states", "state"
-"""In the metadata: of a sample the names of the states before its segments, of an answer the state it was continued from."""
+"""Metadata keys: the states before a sample's segments, and the state that a continued answer starts from."""
 FIRST_CONTINUED_SAMPLE = -2
-"""The sample index of the first answer continued for a value; the next ones count down, so that none is a sample's or the greedy one's."""
+"""Sample index of the first continued answer. The next ones count down, so that none equals a sample's or the greedy one's."""
+COPIED_LISTS = ("context", "action_mask", "logp", "version", "turns", "branch_points")
+"""Fields of a trajectory that every child copies."""
 
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """How answers are cut and valued."""
+    """How answers are cut into segments, and how many answers value each border."""
 
     below: float
-    """Tokens that were sampled with a smaller probability are cut points."""
+    """Tokens sampled with a smaller probability are cut points."""
     every: int
-    """A segment begins with every so-manieth of them."""
+    """A segment begins at every k-th cut point."""
     rollouts: int
     """Answers continued from each border."""
 
 
 @dataclass(frozen=True)
 class AnswerPrefix:
-    """The first tokens of an answer, to be continued."""
+    """The first tokens of an answer, which another answer continues."""
 
     draw: PromptSample
     sample: int
@@ -69,7 +75,7 @@ class AnswerPrefix:
 
 
 def cut_into_segments(samples: Sequence[Trajectory], chain: ChainPlan) -> None:
-    """Write into each sample where its segments start and which states are before them."""
+    """Write the segment starts and the states before them into each sample's metadata."""
     sequences = [sample.sequences[-1] for sample in samples]
     columns = {
         name: torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
@@ -84,7 +90,7 @@ def cut_into_segments(samples: Sequence[Trajectory], chain: ChainPlan) -> None:
 
 
 def _border_states(sample: Trajectory, places: Sequence[int]) -> list[str]:
-    """A name for the answer up to each of the places, equal for equal tokens."""
+    """A hash of the answer up to each of the positions; equal tokens give equal hashes."""
     tokens, at, digest = sample.sequences[-1].tokens, sample.metadata["prompt_length"], hashlib.blake2b(digest_size=8)
     names = []
     for place in places:
@@ -97,7 +103,7 @@ def _border_states(sample: Trajectory, places: Sequence[int]) -> list[str]:
 def border_prefixes(
     samples: Sequence[Trajectory], draws: Sequence[PromptSample], chain: ChainPlan, seed: int
 ) -> list[AnswerPrefix]:
-    """What is to be continued for the values of all borders of the samples, every state of a prompt once."""
+    """The prefixes to continue for the values of all borders, each state of a prompt once."""
     of_draw = {(draw.prompt.row.id, draw.visit): draw for draw in draws}
     found: list[AnswerPrefix] = []
     seen: dict[tuple[str, int], dict[str, None]] = {}
@@ -116,22 +122,22 @@ def border_prefixes(
 
 
 class ContinuedTrajectories(InFlightTrajectories):
-    """Answers on their way whose first tokens are given."""
+    """Unfinished answers whose first tokens are given."""
 
-    def add_beginning(self, beginning: AnswerPrefix, sampling: SamplingOptions) -> None:
-        """An answer that goes on from there, set aside; `sampling` is that of a whole answer."""
-        failed = self.add(beginning.draw, beginning.sample, sampling, "baseline")
+    def add_prefix(self, prefix: AnswerPrefix, sampling: SamplingOptions) -> None:
+        """Add a paused answer that continues a prefix. `sampling` is that of a whole answer."""
+        failed = self.add(prefix.draw, prefix.sample, sampling, "baseline")
         assert failed is None, "the environment has started for the sample already"
-        one = self.aside[-1]
-        one.key = beginning.key
-        one.append(beginning.tokens)  # as context: what this answer adds is counted, not what it begins with
-        one.drawn = one.partial = len(beginning.tokens)
+        active = self.paused[-1]
+        active.key = prefix.key
+        active.append(prefix.tokens)  # as context, so that only the tokens it adds count as actions
+        active.num_sampled = active.num_partial = len(prefix.tokens)
 
 
 def attach_border_values(samples: Sequence[Trajectory], continued: Sequence[Trajectory]) -> None:
     """Write the values of its borders into each sample: the mean rewards of the answers continued from there.
 
-    Where none of a border's could be scored the sample cannot be judged, and counts as failed too.
+    If no answer of a border could be scored, the sample fails too.
     """
     rewards: dict[tuple[str, int, str], list[float]] = {}
     for answer in continued:
@@ -148,19 +154,6 @@ def attach_border_values(samples: Sequence[Trajectory], continued: Sequence[Traj
             sample.error = f"not one answer continued from one of its borders could be scored: {failed.error}"
 
 
-# --- Trees of answers: each node's tokens are continued several times, so that answers share their beginnings (SPO-tree, 2505.23564).
-#
-# A prompt has n children of `segment` tokens; each that has not ended has `branches[0]` children of its own, and so on. The edges of
-# the last level go on to the end of the answer. An answer that ends earlier is a leaf where it ends. What comes out are the paths
-# from the prompt to the leaves, as trajectories: whole answers, whose metadata says which nodes they pass (`core/trajectory.py`).
-#
-# The children of a node are requests with equal prompts, submitted together: an engine computes what they begin with once. The
-# random key of an edge is folded from that of the edge above it and its place among its siblings: it follows from the path alone.
-
-COPIED_LISTS = ("context", "action", "logp", "version", "turns", "ends")
-"""What every child goes on with on its own."""
-
-
 @dataclass(frozen=True)
 class TreePlan:
     """The shape of a tree below the samples of a prompt."""
@@ -168,57 +161,58 @@ class TreePlan:
     branches: tuple[int, ...]
     """Children of each node, level by level."""
     segment: int
-    """Tokens of an edge, except on the last level."""
+    """Tokens of an edge, except at the last level."""
 
     def leaf(self, sample: int, path: tuple[int, ...]) -> int:
-        """A number for the answer at the end of a path, in the order of the tree; an answer that ends early has the first of those
-        that its continuations would have had."""
+        """The index of the leaf at the end of a path. An answer that ends early has the index of its first would-be descendant."""
         for level, width in enumerate(self.branches):
             sample = sample * width + (path[level] if level < len(path) else 0)
         return sample
 
     @property
     def leaves(self) -> int:
-        """Answers of one sample of a prompt, at most."""
+        """Most answers per sample of a prompt."""
         return prod(self.branches)
 
 
 class TreeTrajectories(InFlightTrajectories):
-    """Answers on their way that branch."""
+    """Unfinished answers that branch."""
 
-    def __init__(self, driver: RolloutRunner, tree: TreePlan) -> None:
-        super().__init__(driver)
+    def __init__(self, runner: RolloutRunner, tree: TreePlan) -> None:
+        super().__init__(runner)
         self.tree = tree
 
     def take(self, completion: Completion) -> Trajectory | None:
-        one = self.running[completion.id]
-        if completion.finish != "length" or one.partial + len(completion.tokens) >= one.sampling.max_tokens:
+        active = self.running[completion.id]
+        if completion.finish != "length" or active.num_partial + len(completion.tokens) >= active.sampling.max_tokens:
             return super().take(completion)
         del self.running[completion.id]
-        self._record(one, completion)
-        one.ends.append(len(one.context))
-        self.aside += [self._child(one, k) for k in range(self.tree.branches[len(one.path)])]
+        self._record(active, completion)
+        active.branch_points.append(len(active.context))
+        self.paused += [self._child(active, k) for k in range(self.tree.branches[len(active.path)])]
         return None
 
-    def _child(self, one: RunningTrajectory, number: int) -> RunningTrajectory:
-        lists: dict[str, Any] = {name: list(getattr(one, name)) for name in COPIED_LISTS}
-        return replace(one, key=fold(one.key, number), path=(*one.path, number), **lists)
+    def _child(self, active: RunningTrajectory, number: int) -> RunningTrajectory:
+        lists: dict[str, Any] = {name: list(getattr(active, name)) for name in COPIED_LISTS}
+        return replace(active, key=fold(active.key, number), path=(*active.path, number), **lists)
 
-    def _request(self, one: RunningTrajectory) -> Request:
-        request = super()._request(one)
-        goes_on = len(one.path) < len(self.tree.branches)
+    def _request(self, active: RunningTrajectory) -> Request:
+        request = super()._request(active)
+        goes_on = len(active.path) < len(self.tree.branches)
         if goes_on and self.tree.segment < request.sampling.max_tokens:
             request = replace(request, sampling=replace(request.sampling, max_tokens=self.tree.segment))
         return replace(request, goes_on=goes_on)
 
-    def _trajectory(self, one: RunningTrajectory, finish: TrajectoryFinish, *args: Any, **options: Any) -> Trajectory:
-        trajectory = super()._trajectory(one, finish, *args, **options)
-        starts, ends = [one.prompt_length, *one.ends], [*one.ends, len(one.context)]
-        # What all children of a node begin with is counted with the path of its first child.
-        shared = [end - start for k, (start, end) in enumerate(zip(starts, ends, strict=True)) if any(one.path[k:])]
-        trajectory.sample = self.tree.leaf(one.sample, one.path)
+    def _trajectory(
+        self, active: RunningTrajectory, finish: TrajectoryFinish, *args: Any, **options: Any
+    ) -> Trajectory:
+        trajectory = super()._trajectory(active, finish, *args, **options)
+        starts, ends = [active.prompt_length, *active.branch_points], [*active.branch_points, len(active.context)]
+        # Tokens that siblings share count for the first of them only.
+        shared = [end - start for k, (start, end) in enumerate(zip(starts, ends, strict=True)) if any(active.path[k:])]
+        trajectory.sample = self.tree.leaf(active.sample, active.path)
         trajectory.metadata |= {
-            TREE_NODES: tree_node_names(one.sample, one.path),
+            TREE_NODES: tree_node_names(active.sample, active.path),
             TREE_NODE_ENDS: ends,
             SHARED_TOKENS: sum(shared),
         }

@@ -1,4 +1,4 @@
-"""Measuring a policy on held-out prompts: accuracy or mean reward, by a column of the rows if asked, and lengths."""
+"""Validation: scored completions of held-out prompts, and their metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from burnish.rollout.scoring import Progress, RolloutBatch, rollout_and_score
 
 
 def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOptions:
-    """A config's sampling section as the engine wants it; the model's end tokens always end a completion."""
+    """The engine's options from a sampling section of the config. The model's end tokens always end a completion."""
     return SamplingOptions(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -28,7 +28,7 @@ def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOpti
 
 
 def held_out_rollouts(
-    driver: RolloutRunner,
+    runner: RolloutRunner,
     rewards: Rewards,
     prompts: Sequence[Prompt],
     n: int,
@@ -36,21 +36,23 @@ def held_out_rollouts(
     progress: Progress,
     step: int = 0,
 ) -> RolloutBatch:
-    """`n` scored completions of each prompt. The noise is that of the `eval` stream: the same at every step of a run.
-    `step` is the one that would come next."""
+    """`n` scored completions per prompt. The random stream `eval` is the same at every step of a run.
+
+    `step` is the next training step, which rewards with a schedule read.
+    """
     return rollout_and_score(
-        driver, rewards, [PromptSample(p, 0, step=step) for p in prompts], n, sampling, "eval", progress
+        runner, rewards, [PromptSample(p, 0, step=step) for p in prompts], n, sampling, "eval", progress
     )
 
 
-def validation_metrics(scored: RolloutBatch, by: str | None = None) -> dict[str, float]:
-    """accuracy, reward_mean, length_mean, truncated, failed, and turns_mean where there are several turns.
+def validation_metrics(rollouts: RolloutBatch, by: str | None = None) -> dict[str, float]:
+    """accuracy, reward_mean, length_mean, truncated, failed; turns_mean with several turns.
 
-    The accuracy is of the samples that have one. A graded reward gives none: then reward_mean is the figure. With `by` that figure also stands
-    for each value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
+    The accuracy is the mean over the samples that have one; a graded reward gives none. With `by`, the accuracy (or else the mean reward) is
+    also given per value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
     """
-    trajectories = [t for t in scored.trajectories if t.reward is not None]
-    values = {"failed": float(len(scored.trajectories) - len(trajectories))}
+    trajectories = [t for t in rollouts.trajectories if t.reward is not None]
+    values = {"failed": float(len(rollouts.trajectories) - len(trajectories))}
     if not trajectories:
         return values
     verdicts = with_accuracy(trajectories)
@@ -62,7 +64,7 @@ def validation_metrics(scored: RolloutBatch, by: str | None = None) -> dict[str,
     if any(len(t.turns) > 1 for t in trajectories):
         values["turns_mean"] = _mean([len(t.turns) for t in trajectories])
     if by is not None:
-        column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in scored.draws}
+        column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in rollouts.draws}
         graded = [(t, float(t.reward or 0.0)) for t in trajectories]
         parts = defaultdict(list)
         for t, figure in verdicts or graded:

@@ -1,1 +1,1 @@
-"""Control flow only: the RL loop and the SFT loop."""
+"""Control flow of training: the RL loop, the steps of an algorithm, and the supervised, preference and reward-model loops."""

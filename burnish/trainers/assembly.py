@@ -1,7 +1,7 @@
-"""Puts an RL run together: roles from the controller, prompts, rewards, the pipeline, validation.
+"""Builds the parts of an RL run: models, engine, prompts, rewards, pipeline, source of rollouts, validation, warm start.
 
-Everything that can be wrong with a config's files, names and sizes is found by `check_parts`, before a run directory
-is made for it; `assemble` then binds the parts to the run.
+`build_parts` finds mistakes in the config's files, names and sizes before the run directory is created. `build_context` then binds
+the parts to the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from burnish.config.rollout import Ahead, Async
 from burnish.config.schema import Sft, TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
+from burnish.core.trajectory import Trajectory
+from burnish.data.demonstrations import PromptDemonstrations
 from burnish.data.prompt_pool import Prompt, ReadRows
-from burnish.data.prompt_stream import PromptStream, validation_prompts
+from burnish.data.prompt_stream import PromptSample, PromptStream, validation_prompts
 from burnish.data.row_formats import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.registry import make_demonstrations
@@ -42,8 +44,8 @@ from burnish.rewards.scoring import Rewards
 from burnish.rollout.ahead_source import AheadSource
 from burnish.rollout.async_source import AsyncSource
 from burnish.rollout.replay import ReplaySource, ReplayStore
-from burnish.rollout.runner import Branching, RolloutRunner, max_trajectory_tokens
-from burnish.rollout.scoring import RolloutBatch
+from burnish.rollout.runner import Branching, RolloutRunner, max_trajectory_tokens, no_demonstrations
+from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch
 from burnish.rollout.segment_rollouts import ChainPlan, TreePlan
 from burnish.rollout.sync_source import RolloutPlan, RolloutSource, SyncSource
 from burnish.rollout.validation import held_out_rollouts, sampling_options, validation_metrics
@@ -65,65 +67,14 @@ from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
 from burnish.trainers.state import initial_state
-from burnish.trainers.step_metrics import FindDemonstrations, build_demonstrations
 from burnish.training.learner import Learner
 
 if TYPE_CHECKING:
     from burnish.distributed.ray_cluster import Cluster
 
 
-# --- What every step asks of the source of rollouts, and the source that a config names.
-
-
-def rollout_plan(config: TrainConfig, eos_ids: tuple[int, ...], step: int) -> RolloutPlan:
-    """What a step asks for at once."""
-    settings = config.rollout.at(step)
-    return RolloutPlan(
-        prompts=settings.prompts * config.algorithm.refill.oversample,
-        n=settings.n,
-        sampling=sampling_options(settings, eos_ids),
-        greedy=bool(config.algorithm.needs("greedy")),
-        branching=branching_plan(config.algorithm.advantage),
-    )
-
-
-def branching_plan(advantage: Slot) -> Branching | None:
-    """What an advantage asks of the samples besides being samples."""
-    if isinstance(advantage, SpoChainAdvantage):
-        return ChainPlan(advantage.below, advantage.every, advantage.rollouts)
-    return TreePlan(tuple(advantage.branches), advantage.segment) if isinstance(advantage, SpoTreeAdvantage) else None
-
-
-def build_replay(config: TrainConfig) -> ReplayStore | None:
-    """The groups of a run that may come back, where any may."""
-    return None if config.algorithm.replay is None else ReplayStore(config.algorithm.replay, config.seed)
-
-
-def with_replay(config: TrainConfig, source: RolloutSource, store: ReplayStore | None) -> RolloutSource:
-    """A source whose steps also get groups back."""
-    replay = config.algorithm.replay
-    if store is None or replay is None:
-        return source
-    return ReplaySource(source, store, lambda step: math.ceil(replay.share * config.rollout.at(step).prompts))
-
-
-def build_source(
-    config: TrainConfig, run: Run, stream: PromptStream, driver: RolloutRunner, rewards: Rewards
-) -> RolloutSource:
-    """The source of a run's new rollouts."""
-    eos_ids, kind = driver.tokenizer.eos_ids, config.rollout.source
-
-    def plans(step: int) -> RolloutPlan | None:
-        return rollout_plan(config, eos_ids, step) if step <= config.training.steps else None
-
-    if isinstance(kind, Ahead):
-        return AheadSource(stream, driver, rewards, run.journal, plans, run.display.phase, run.display.note)
-    if isinstance(kind, Async):
-        limits = kind.max_staleness, kind.deadline_s
-        return AsyncSource(stream, driver, rewards, run.journal, plans, *limits, run.display.note)
-    return SyncSource(stream, driver, rewards, run.journal)
-
-
+FindDemonstrations = Callable[[PromptSample, int], list[Trajectory]]
+"""Returns the demonstrations that join the samples of a draw, with sample indices from the given one on."""
 TRUNCATED_SAMPLING_NOTE = (
     "rollout.top_p or rollout.top_k is on: samples come from a truncated distribution that the learner does not "
     "see, and the mismatch metrics will show it"
@@ -132,54 +83,54 @@ TRUNCATED_SAMPLING_NOTE = (
 
 @dataclass
 class RunParts:
-    """What a run is made of, checked; nothing here has written to the run's directory."""
+    """The checked parts of a run, before its directory is written."""
 
     config: TrainConfig
     policy: PolicyModel
     rewards: Rewards
     pipeline: AlgorithmPipeline
     engine: Engine
-    driver: RolloutRunner
+    runner: RolloutRunner
     stream: PromptStream
     held_out: list[Prompt]
     notes: list[str] = field(default_factory=list)
-    """What to tell the user when the run starts."""
+    """Sentences for the user when the run starts."""
     examples: list[Example] = field(default_factory=list)
-    """Of the warm start, where it is still to be made."""
+    """Examples of a warm start that is still to be trained."""
     imitated: list[Example] = field(default_factory=list)
-    """Of `data.demonstrations`, imitated during RL."""
+    """Examples of `data.demonstrations`, imitated during RL."""
     memory_check: MemoryPlanCheck | None = None
-    """The memory plan."""
+    """Compares the memory plan with the measured peak."""
     base: Path | None = None
-    """The folder that relative paths are tried from first."""
+    """The folder in which relative paths are looked up first."""
     cluster: Cluster | None = None
-    """Where the run's other processes are, where it has any."""
+    """The Ray cluster of the run's other processes; None if it has none."""
     weights: Path | None = None
-    """The warm-started model, where there is one."""
+    """The folder of the warm-started model, if any."""
     makes_warm_start: bool = False
-    """Whether it is still to be made, or made again because it is damaged."""
+    """Whether the warm start is still to be trained, or is damaged."""
 
 
 @dataclass
 class RunInputs:
-    """The parts of a run that are made of its config, its rows and the policy's tokenizer, without weights."""
+    """The parts that need config, rows and tokenizer, but no weights."""
 
     pipeline: AlgorithmPipeline
     stream: PromptStream
     held_out: list[Prompt]
     longest: int
-    """Tokens of the longest sequence: a prompt with its completion."""
+    """Tokens of the longest prompt with its completion."""
     demonstrations: FindDemonstrations
-    """What joins the samples of a draw."""
+    """Finds the demonstrations that join the samples of a draw."""
     imitated: list[Example]
-    """Of `data.demonstrations`, imitated during RL."""
+    """Examples of `data.demonstrations`, imitated during RL."""
     notes: list[str]
 
 
 def build_inputs(
     config: TrainConfig, base: Path | None, policy: AnyPolicy, rewards: Rewards, read: ReadRows = read_rows
 ) -> RunInputs:
-    """The parts that need no weights; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
+    """Build and check the parts that need no weights. `read` returns the rows of a file or plug-in."""
     updates = config.training.mini_batches * config.training.epochs
     has_demonstrations = config.data.demonstrations_per_group > 0
     pipeline = AlgorithmPipeline(config.algorithm, updates, base, rewards.weights, has_demonstrations)
@@ -202,7 +153,7 @@ def build_inputs(
     longest = check_positions(config, policy.max_positions, prompt_tokens, held_out)
     episode = max_trajectory_tokens(policy.max_positions, config.environment.max_tokens)
     check_reader_positions(config, base, prompt_tokens, held_out, episode)
-    if config.environment.name == "single_turn":  # any other may give the reward itself
+    if config.environment.name == "single_turn":  # other environments may give the reward themselves
         rewards.check(stream.rows())
         rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
     shown, missing = build_demonstrations(config, policy, stream, base)
@@ -221,7 +172,7 @@ def build_inputs(
 def build_parts(
     config: TrainConfig, base: Path | None, policy: PolicyModel, rewards: Rewards, read: ReadRows = read_rows
 ) -> RunParts:
-    """All parts of an RL run; the error for whatever does not fit. `read` gives the rows of a file or a plug-in."""
+    """Build and check all parts of an RL run. `read` returns the rows of a file or plug-in."""
     for stage in (config.training, config.warm_start):
         if stage is not None:
             check_activations(policy.module, stage.activations)
@@ -229,8 +180,8 @@ def build_parts(
         check_compile(policy.module)
     inputs = build_inputs(config, base, policy, rewards, read)
     engine = roles.build_engine(policy, config.rollout)
-    driver = roles.build_runner(config, policy, engine, base)
-    driver.demonstrations = inputs.demonstrations
+    runner = roles.build_runner(config, policy, engine, base)
+    runner.demonstrations = inputs.demonstrations
     paged = roles.find_paged_engine(engine)
     if paged is not None and config.rollout.cache_gib is not None:
         paged.plan(inputs.longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
@@ -240,7 +191,7 @@ def build_parts(
         rewards,
         inputs.pipeline,
         engine,
-        driver,
+        runner,
         inputs.stream,
         inputs.held_out,
         inputs.notes,
@@ -251,28 +202,28 @@ def build_parts(
 
 
 def build_context(parts: RunParts, run: Run) -> TrainContext:
-    """The parts bound to a run; call it when the policy's weights are those RL starts from."""
+    """Bind the parts to a run. The policy must have the weights that RL starts from."""
     config, policy = parts.config, parts.policy
     for note in parts.notes:
         run.display.note(note)
-    made = _build_roles(parts, run)
-    parts.policy, parts.engine, parts.driver.engine = made.policy, made.engine, made.engine
-    policy = made.policy
+    built = _build_roles(parts, run)
+    parts.policy, parts.engine, parts.runner.engine = built.policy, built.engine, built.engine
+    policy = built.policy
     replay = build_replay(config)
-    source = build_source(config, run, parts.stream, parts.driver, parts.rewards)
+    source = build_source(config, run, parts.stream, parts.runner, parts.rewards)
     source = with_replay(config, source, replay)
     process = None
-    if made.process is not None and config.algorithm.process is not None:
-        process = ProcessRewards(made.process, config.algorithm.process)
+    if built.process is not None and config.algorithm.process is not None:
+        process = ProcessRewards(built.process, config.algorithm.process)
 
-    def judge(scored: RolloutBatch) -> dict[str, float]:
+    def judge(rollouts: RolloutBatch) -> dict[str, float]:
         if process is None:
             return {}
-        if made.learner.device.type == "cuda" and not source.overlaps:
-            made.engine.sleep()  # its cache is the model's memory now
-        return process.held_out(scored)
+        if built.learner.device.type == "cuda" and not source.overlaps:
+            built.engine.sleep()  # frees the KV cache for the process reward model
+        return process.held_out_metrics(rollouts)
 
-    measure_all = build_validation(config, run, policy, parts.driver, parts.rewards, parts.held_out, judge=judge)
+    measure_all = build_validation(config, run, policy, parts.runner, parts.rewards, parts.held_out, judge=judge)
 
     def validate(step: int) -> dict[str, float]:
         source.pause()
@@ -282,10 +233,10 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         config=config,
         run=run,
         policy=policy,
-        learner=made.learner,
-        reference=made.reference,
-        critic=made.critic,
-        engine=made.engine,
+        learner=built.learner,
+        reference=built.reference,
+        critic=built.critic,
+        engine=built.engine,
         stream=parts.stream,
         source=source,
         replay=replay,
@@ -293,19 +244,19 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         validate=validate,
         state=initial_state(config.algorithm),
         health_context=diagnosis_facts(config),
-        imitation=imitation_batches(parts, made.learner.device),
+        imitation=imitation_batches(parts, built.learner.device),
         process=process,
         memory_check=parts.memory_check,
     )
 
 
 def _build_roles(parts: RunParts, run: Run) -> Roles:
-    """Learner, reference, critic, process reward model and engine, in this process or in others."""
+    """Learner, reference, critic, process reward model and engine, in this process or on the cluster."""
     config, policy, engine = parts.config, parts.policy, parts.engine
     if parts.cluster is not None:
         logs, note = run.directory.path / "workers", run.display.note
         return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note, parts.rewards)
-    if config.rollout.mismatch is not None:  # a sampler with weights of its own starts from those RL starts from
+    if config.rollout.mismatch is not None:  # its engine copies the weights that RL starts from
         engine = roles.build_engine(policy, config.rollout)
     elif config.rollout.source.name != "sync":
         engine = roles.engine_with_own_weights(engine, policy, config.rollout)
@@ -320,7 +271,7 @@ def _build_roles(parts: RunParts, run: Run) -> Roles:
 
 
 def diagnosis_facts(config: TrainConfig) -> HealthContext:
-    """What a diagnosis may point at."""
+    """Facts of the config that a mismatch diagnosis may name."""
     rollout, dtype = config.rollout, config.model.dtype
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
@@ -329,8 +280,79 @@ def diagnosis_facts(config: TrainConfig) -> HealthContext:
     return HealthContext(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
 
 
+# --- Sources of rollouts --------------------------------------------------------------------------------------------------
+
+
+def rollout_plan(config: TrainConfig, eos_ids: tuple[int, ...], step: int) -> RolloutPlan:
+    """What one round of a step asks the source for."""
+    settings = config.rollout.at(step)
+    return RolloutPlan(
+        prompts=settings.prompts * config.algorithm.refill.oversample,
+        n=settings.n,
+        sampling=sampling_options(settings, eos_ids),
+        greedy=bool(config.algorithm.needs("greedy")),
+        branching=branching_plan(config.algorithm.advantage),
+    )
+
+
+def branching_plan(advantage: Slot) -> Branching | None:
+    """How the samples of an advantage share prefixes; None for plain samples."""
+    if isinstance(advantage, SpoChainAdvantage):
+        return ChainPlan(advantage.below, advantage.every, advantage.rollouts)
+    return TreePlan(tuple(advantage.branches), advantage.segment) if isinstance(advantage, SpoTreeAdvantage) else None
+
+
+def build_replay(config: TrainConfig) -> ReplayStore | None:
+    """The replay store, if the algorithm replays groups."""
+    return None if config.algorithm.replay is None else ReplayStore(config.algorithm.replay, config.seed)
+
+
+def with_replay(config: TrainConfig, source: RolloutSource, store: ReplayStore | None) -> RolloutSource:
+    """The source, wrapped to add replayed groups if the algorithm replays any."""
+    replay = config.algorithm.replay
+    if store is None or replay is None:
+        return source
+    return ReplaySource(source, store, lambda step: math.ceil(replay.share * config.rollout.at(step).prompts))
+
+
+def build_source(
+    config: TrainConfig, run: Run, stream: PromptStream, runner: RolloutRunner, rewards: Rewards
+) -> RolloutSource:
+    """The source of new rollouts that the config names."""
+    eos_ids, kind = runner.tokenizer.eos_ids, config.rollout.source
+
+    def plans(step: int) -> RolloutPlan | None:
+        return rollout_plan(config, eos_ids, step) if step <= config.training.steps else None
+
+    if isinstance(kind, Ahead):
+        return AheadSource(stream, runner, rewards, run.journal, plans, run.display.phase, run.display.note)
+    if isinstance(kind, Async):
+        limits = kind.max_staleness, kind.deadline_s
+        return AsyncSource(stream, runner, rewards, run.journal, plans, *limits, run.display.note)
+    return SyncSource(stream, runner, rewards, run.journal)
+
+
+# --- Demonstrations -------------------------------------------------------------------------------------------------------
+
+
+def build_demonstrations(
+    config: TrainConfig, policy: AnyPolicy, stream: PromptStream, base: Path | None
+) -> tuple[FindDemonstrations, str | None]:
+    """The demonstrations that join the samples of a draw, and a note about prompts without any."""
+    data, each = config.data, config.data.demonstrations_per_group
+    if not each:
+        return no_demonstrations, None
+    longest = max(stage.max_tokens for stage in config.rollout.all_stages())
+    if policy.max_positions is not None:
+        longest = min(longest, policy.max_positions - stream.longest())
+    traces = PromptDemonstrations(data, policy.tokenizer, longest, config.seed, base)
+    traces.needs_logp = getattr(config.algorithm.loss, "weight", None) == "author"
+    traces.scan(stream.rows())
+    return GroupDemonstrations(traces, each, policy.tokenizer), traces.report()
+
+
 def imitation_batches(parts: RunParts, device: torch.device) -> ImitationBatch | None:
-    """The rows of `data.demonstrations` for each mini-batch of the run, in a seeded order, with their weights in the loss."""
+    """Returns the `data.demonstrations` of each mini-batch, in a seeded order, with their loss weights."""
     if not parts.imitated:
         return None
     config, each = parts.config, parts.config.data.demonstrations_per_update
@@ -345,10 +367,13 @@ def imitation_batches(parts: RunParts, device: torch.device) -> ImitationBatch |
     return examples
 
 
+# --- Validation -----------------------------------------------------------------------------------------------------------
+
+
 def held_out_prompts(
     config: TrainConfig, base: Path | None, policy: AnyPolicy, read: ReadRows = read_rows
 ) -> list[Prompt]:
-    """The prompts of validation; none where there is no source of them."""
+    """The validation prompts; empty without a source."""
     if not config.data.validation:
         return []
     limit, by = config.validation.limit, config.validation.by
@@ -366,15 +391,15 @@ def build_validation(
     config: TrainConfig,
     run: Run,
     policy: PolicyModel,
-    driver: RolloutRunner,
+    runner: RolloutRunner,
     rewards: Rewards,
     prompts: list[Prompt],
     kind: str = "validation-",
-    judge: Callable[[RolloutBatch], dict[str, float]] = lambda scored: {},
+    judge: Callable[[RolloutBatch], dict[str, float]] = lambda rollouts: {},
 ) -> Validate:
-    """A function that measures every mode at a step and keeps its samples in tables named `kind` + mode.
+    """A function that measures every validation mode at a step and writes its samples to tables named `kind` + mode.
 
-    `judge` adds what else is to be said of a mode's samples.
+    `judge` adds further metrics of a mode's samples.
     """
     if not prompts:
         return lambda step: {}
@@ -386,26 +411,29 @@ def build_validation(
             progress = partial(run.display.phase, of=f"validation {when}, {name}")
             progress("starting")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
-            scored = held_out_rollouts(driver, rewards, prompts, mode.n, options, progress, step + 1)
-            if scored.failed:
-                text = f"{len(scored.failed)} of {len(scored.trajectories)} held-out samples could not be scored"
-                if step == 0 and len(scored.failed) == len(scored.trajectories):
-                    raise UserError(f"before the first step {text}; mend the reward. First: {scored.failed[0].error}")
-                run.display.note(f"step {step}: {text} and do not count; first: {scored.failed[0].error}")
-            found = validation_metrics(scored, config.validation.by) | judge(scored)
-            if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, scored)):
+            rollouts = held_out_rollouts(runner, rewards, prompts, mode.n, options, progress, step + 1)
+            if rollouts.failed:
+                text = f"{len(rollouts.failed)} of {len(rollouts.trajectories)} held-out samples could not be scored"
+                if step == 0 and len(rollouts.failed) == len(rollouts.trajectories):
+                    raise UserError(f"before the first step {text}; mend the reward. First: {rollouts.failed[0].error}")
+                run.display.note(f"step {step}: {text} and do not count; first: {rollouts.failed[0].error}")
+            found = validation_metrics(rollouts, config.validation.by) | judge(rollouts)
+            if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, rollouts)):
                 run.display.note(hint)
             values |= {f"validation/{name}/{k}": v for k, v in found.items()}
-            run.samples(step, f"{kind}{name}", step_metrics.sample_rows(scored, None, policy.tokenizer))
+            run.samples(step, f"{kind}{name}", step_metrics.sample_rows(rollouts, None, policy.tokenizer))
         return values
 
     return validate
 
 
+# --- Warm start -----------------------------------------------------------------------------------------------------------
+
+
 def load_warm_start_examples(
     config: Sft, template: Template, seed: int, base: Path | None, policy: AnyPolicy
 ) -> tuple[list[Example], str | None]:
-    """The examples of the warm start, and a note about those left out."""
+    """The examples of the warm start, and a note about those that were left out."""
     longest = min(config.max_tokens, policy.max_positions or config.max_tokens)
     examples, left_out = load_examples(config.data, policy.tokenizer, template, longest, config.overlong, base, seed)
     note = f"{left_out} demonstrations are longer than {longest} tokens and were left out" if left_out else None
@@ -413,10 +441,10 @@ def load_warm_start_examples(
 
 
 def warm_start(parts: RunParts, config: Sft, run: Run, path: Path) -> None:
-    """Supervised training of the policy in place, saved at `path` in the run; done once in a run's life."""
+    """Train the policy on demonstrations in place, and save it at `path`. A run does this once."""
     seed, policy = parts.config.seed, parts.policy
     for k, source in enumerate(config.data):
-        if source.task is not None:  # where they can be looked at
+        if source.task is not None:  # write them where the user can look at them
             rows = make_demonstrations(source.task, source.options, seed)[: source.limit]
             atomic_write(
                 run.directory.path / f"demonstrations-{k}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
@@ -425,27 +453,27 @@ def warm_start(parts: RunParts, config: Sft, run: Run, path: Path) -> None:
     set_activations(policy.module, config.activations)
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
     sft.train(learner, parts.examples, config, seed, run.display.step)
-    run.display.stop()  # its last step is shown before anything is said about what follows
+    run.display.stop()  # shows the last step before any later note
     expected = (read_warm_checksums(path) or folder_checksums(path)) if run.journal.num_events else None
     with atomic_directory(path, replace=True) as folder:
         sums = write_contents(folder, policy.contents(keep_in_place))
         if expected not in (None, {}, sums):
             raise UserError(
-                f"{path} is damaged or missing, and the warm start made again gives other weights than the run was begun with (another "
+                f"{path} is damaged or missing, and training it again gives other weights than the run began with (another "
                 f"machine, library or number of threads?): restore the folder from a copy, {START_OVER_HINT}"
             )
         atomic_write(
             warm_checksum_file(path), json.dumps(sums, indent=1) + "\n"
-        )  # first: a folder without its checksums cannot be checked
+        )  # before the folder appears: without checksums it could not be checked
 
 
 def warm_checksum_file(path: Path) -> Path:
-    """The file with the checksums of a warm-started model: beside its folder, which is a plain model directory."""
+    """The checksum file of a warm-started model, next to its folder, which is a plain model directory."""
     return path.with_name(f"{path.name}.json")
 
 
 def read_warm_checksums(path: Path) -> Checksums | None:
-    """The checksums of a warm-started model; None where their file is missing or damaged."""
+    """The checksums of a warm-started model; None if their file is missing or damaged."""
     try:
         sums: Any = json.loads(warm_checksum_file(path).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What can be wrong with the rows of an RL run, found before its model is loaded; and how often a run draws each of them."""
+"""Checks of a run's inputs: rows before the model is loaded, sequence lengths against model positions, and whether models changed on resume."""
 
 from __future__ import annotations
 
@@ -25,31 +25,36 @@ from burnish.rewards.scoring import Rewards
 from burnish.run.checkpoint.snapshot import Checksums, are_checksums, file_checksum, first_difference
 from burnish.run.durable_files import atomic_write
 
+InputDigests = dict[str, dict[str, Any]]
+"""Digests of models, weights and plug-ins, as written to `INPUTS_FILE`."""
+INPUTS_FILE = "inputs.json"
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+NUM_CHECKSUM_THREADS = 8
 MANY_REPEATS = 20
-"""A run that draws each row more often says so: it can learn the rows by heart."""
+"""Repeats of each row above which a run warns that it can memorise the rows."""
 
 
 @dataclass
 class RowCache:
-    """The rows of the files and plug-ins of a run, which are read once and handed on to the prompts that are made of them."""
+    """The rows of a run's files and plug-ins, so that each is read only once."""
 
     sizes: list[int | None] = field(default_factory=list)
-    """Rows of each source of `data.train`; None of a task without end."""
+    """Number of rows of each source of `data.train`; None for a task without end."""
     _rows: dict[int, list[Row]] = field(default_factory=dict)
-    """By the identity of their source in the config."""
+    """By the `id()` of the source in the config."""
 
     def read(self, source: Source, base: Path | None) -> list[Row]:
-        """The rows of a source, kept until they are taken."""
+        """Read the rows of a source and keep them until `take`."""
         self._rows[id(source)] = read_rows(source, base)
         return self._rows[id(source)]
 
     def take(self, source: Source, base: Path | None) -> list[Row]:
-        """The rows of a source, which are not kept here any longer."""
+        """The rows of a source, removed from the cache."""
         return self._rows.pop(id(source)) if id(source) in self._rows else read_rows(source, base)
 
 
 def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) -> RowCache:
-    """All rows of files and plug-ins; the error for one that the run could not score, or would read only in part."""
+    """Read all rows of files and plug-ins. Raises for a row that the run could not score or would read only in part."""
     found = RowCache()
     for section, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for index, source in enumerate(sources):
@@ -65,7 +70,7 @@ def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) 
 
 
 def check_rows(config: TrainConfig, rows: list[Row], rewards: Rewards, answer_key: str) -> None:
-    """Refuse a row that its reward cannot score or that asks for tools. An environment of several turns may give both itself."""
+    """Refuse a row that its reward cannot score or that asks for tools. Multi-turn environments may provide both themselves."""
     if config.environment.name != SINGLE_TURN:
         return
     for row in rows:
@@ -73,16 +78,16 @@ def check_rows(config: TrainConfig, rows: list[Row], rewards: Rewards, answer_ke
     rewards.check(rows, answer_key)
 
 
-# --- how often rows come back ------------------------------------------------------------------------------------------------
+# --- How often rows repeat -----------------------------------------------------------------------------------------------
 
 
 def row_repeats_text(config: TrainConfig, sizes: list[int | None]) -> list[str]:
-    """How often a run draws each row of its sources that have an end, one line a source."""
+    """How often a run draws each row, one line per finite source."""
     return [line for line, _ in _row_repeats(config, sizes)]
 
 
 def often_repeated_rows(config: TrainConfig, sizes: list[int | None]) -> list[str]:
-    """Those lines for sources of few rows, which a run draws so often that it can learn them by heart."""
+    """The lines of sources whose rows a run draws so often that it can memorise them."""
     return [line for line, times in _row_repeats(config, sizes) if times > MANY_REPEATS]
 
 
@@ -113,16 +118,16 @@ def _times_text(times: float) -> str:
     return "once" if times == 1 else f"{times:,.0f} times" if times >= 10 else f"{times:,.1f} times"
 
 
-# --- Whether every model that reads a sequence is made for its length: the policy, a teacher, a process reward model.
-#
-# Past its last position a model still computes, on angles it has never seen, and nobody would be told.
+# --- Sequence lengths -----------------------------------------------------------------------------------------------------
 
 
 def check_positions(
     config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt], model: str = "the model"
 ) -> int:
-    """Whether every prompt leaves room for a completion: the engine would only find out in the middle of a run. Returns the
-    tokens of the longest."""
+    """Refuse prompts that leave no room for a completion, before the engine finds out in the middle of a run.
+
+    Past its last position a model computes silently on untrained position embeddings. Returns the tokens of the longest sequence.
+    """
     longest_held_out = max((len(prompt.tokens) for prompt in held_out), default=0)
     wanted = [("rollout", max(stage.max_tokens for stage in config.rollout.all_stages()), longest)]
     if held_out:
@@ -146,9 +151,9 @@ def check_positions(
 def check_reader_positions(
     config: TrainConfig, base: Path | None, longest: int, held_out: list[Prompt], most: int | None
 ) -> None:
-    """The same of the models that read what the policy wrote; `most` are the tokens that several turns may come to.
+    """`check_positions` for models that read the policy's answers. `most` is the token limit of a multi-turn trajectory.
 
-    A teacher reads what is trained on, a process reward model the answers to held-out prompts too.
+    A teacher reads training samples; a process reward model also reads answers to held-out prompts.
     """
     process, turns = config.algorithm.process, config.environment.max_turns
     readers = [
@@ -168,25 +173,19 @@ def check_reader_positions(
             )
 
 
-# --- What a run was begun with that its configuration only names: the numbers of models and the code of plug-ins.
+# --- Digests of models and plug-ins ---------------------------------------------------------------------------------------
 #
-# A frozen reference, or the base of adapters, is read again from its directory when a run goes on, and a reward from its file. With other
-# numbers it would be another run, which is refused; other code may be on purpose, and is told of.
-
-InputDigests = dict[str, dict[str, Any]]
-INPUTS_FILE = "inputs.json"
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
-NUM_CHECKSUM_THREADS = 8
-"""Files that are read at once for their checksums."""
+# A resumed run reads a frozen reference, or the base of adapters, again from its directory, and a reward from its file. Changed weights
+# would make it another run, so they are refused. Changed code may be intended, so it gets a note.
 
 
 def record_inputs(
     folder: Path, config: AnyConfig, resolved: dict[str, Any], base: Path, forget: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Write down what a run is made with; notes on what has changed since it was last begun, the error for other models.
+    """Write the digests of models and plug-ins. Returns notes on changed code since the last start; raises for changed models.
 
-    `forget` is called where other code than that of rewards has changed: rollouts in the journal were sampled by a policy that the
-    old code had trained. (Scores that are there stay as they are.)
+    `forget` is called if code other than rewards changed: the journal's rollouts were sampled by a policy that the old code trained.
+    Recorded scores stay as they are.
     """
     path, names = folder / INPUTS_FILE, dict(model_directories(config))
     models = {key: found[0] for key, name in names.items() if (found := matching_paths(name, base, Path.is_dir))}
@@ -195,7 +194,7 @@ def record_inputs(
         changed = None if before is None else model_difference(before, now, key)
         if changed is not None:
             raise UserError(
-                f"cannot resume: the model of {key}={names[key]} is not the one this run was begun with ({changed}); put that back, or start "
+                f"cannot resume: the model of {key}={names[key]} is not the one this run began with ({changed}); put that back, or start "
                 "a new run"
             )
     old = now["plugins"] if before is None else before["plugins"]
@@ -203,8 +202,8 @@ def record_inputs(
     training = plugin_files({k: v for k, v in resolved.items() if k != "reward"}, base)
     if training.keys() & set(changed_files):
         forget()
-    atomic_write(path, json.dumps(now, indent=1) + "\n")  # last: a kill before it finds the change again
-    notes = [f"{name} has changed since the run was begun: from here on the new code counts" for name in changed_files]
+    atomic_write(path, json.dumps(now, indent=1) + "\n")  # last, so that a run killed before it finds the change again
+    notes = [f"{name} has changed since the run began: from here on the new code counts" for name in changed_files]
     if before is None and any((folder / "checkpoints").glob("step-*")):
         notes.append(
             f"{path} is missing: models and plug-ins are taken as they are now, whether they have changed is not known"
@@ -213,8 +212,10 @@ def record_inputs(
 
 
 def input_digests(models: dict[str, Path], resolved: dict[str, Any], base: Path) -> InputDigests:
-    """A digest and the checksums of each model directory by its key, and a digest of each plug-in's file by its name; what is not
-    there is for others to say."""
+    """Digests and weight checksums of the model directories by config key, and digests of the plug-in files by name.
+
+    Missing files are skipped: other checks report them.
+    """
     return {
         "models": {key: model_digest(model) for key, model in models.items()},
         "weights": {key: weight_checksums(model) for key, model in models.items()},
@@ -223,7 +224,7 @@ def input_digests(models: dict[str, Path], resolved: dict[str, Any], base: Path)
 
 
 def model_difference(before: InputDigests, now: InputDigests, key: str) -> str | None:
-    """In what the model of a key differs from the one that was written down, or None."""
+    """How the model of a key differs from the recorded one, or None."""
     changed = first_difference(now["weights"][key], before["weights"].get(key, {}))
     if changed is None and before["models"].get(key, "") not in ("", now["models"][key]):
         changed = "its config or tokenizer has changed"
@@ -231,14 +232,14 @@ def model_difference(before: InputDigests, now: InputDigests, key: str) -> str |
 
 
 def weight_checksums(model: Path) -> Checksums:
-    """Size and CRC-32 of every file of weights: a digest of samples would not see a single bit."""
+    """Size and CRC-32 of every weight file. A digest of sampled bytes would miss a single changed bit."""
     files = sorted({file for pattern in WEIGHT_PATTERNS for file in model.glob(pattern)})
     with ThreadPoolExecutor(NUM_CHECKSUM_THREADS) as pool:
         return dict(zip((file.name for file in files), pool.map(file_checksum, files), strict=True))
 
 
 def _read_digests(path: Path) -> InputDigests | None:
-    """What was written down; None where the file does not exist."""
+    """The recorded digests; None without a file."""
     if not path.is_file():
         return None
     try:
@@ -251,7 +252,7 @@ def _read_digests(path: Path) -> InputDigests | None:
                 raise ValueError(f"'weights' of {key}: a size or a checksum is missing")
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{path} is damaged ({error}): it says which models and plug-ins the run was begun with; restore it from a copy, or delete it "
+            f"{path} is damaged ({error}): it records which models and plug-ins the run began with; restore it from a copy, or delete it "
             "to go on with them as they are now"
         ) from error
     return found

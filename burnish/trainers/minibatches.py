@@ -1,4 +1,7 @@
-"""Mini-batches of a prepared batch, with every weight of the loss fixed before anything is split."""
+"""What an update receives: mini-batches with their loss weights, and the loss record. Also the lookup of slot functions.
+
+Loss weights are computed on a whole mini-batch, before the learner splits it. The gradient is then the same for any micro-batch split.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,20 @@ from burnish.core.segments import compact_ids
 
 
 def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, horizon: int) -> Iterator[Batch]:
-    """`epochs` passes over `num` parts of nearly equal group count, weights fixed; a group is never split.
+    """Yield `num` parts of nearly equal group count, `epochs` times. A group is never split.
 
-    `horizon` divides seq-mean-token-sum-norm where the configuration names none.
+    `horizon` divides seq-mean-token-sum-norm where the config names none.
     """
-    groups, count = compact_ids(batch.sequence["group_ids"])
-    num = min(num, count)
+    groups, num_groups = compact_ids(batch.sequence["group_ids"])
+    num = min(num, num_groups)
     for _ in range(epochs):
         for k in range(num):
-            part = (groups >= k * count // num) & (groups < (k + 1) * count // num)
+            part = (groups >= k * num_groups // num) & (groups < (k + 1) * num_groups // num)
             yield with_loss_weights(batch.select(part.nonzero().squeeze(1)), algorithm, horizon)
 
 
 def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
-    """The mini-batch with the weights of its policy loss and of the imitation of its right answers."""
+    """The mini-batch with the weights of its policy loss, and of the imitation of its correct answers."""
     aggregation = algorithm.aggregation
     others = {name: column for name, column in mini.token.items() if name != "weight"}
     weights = sequence_aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon)
@@ -43,11 +46,11 @@ def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
     return mini
 
 
-# --- From the records of an algorithm to its functions: ours by name, or a user's own; and the loss record made of them.
+# --- Slot functions -------------------------------------------------------------------------------------------------------
 
 
 def slot_function(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
-    """The function of a slot: ours by name, or the user's."""
+    """The function of a slot: a built-in one from the table, or the user's."""
     if not isinstance(slot, Plugin):
         return table[slot.name]
     function = load_plugin(slot.name, base)
@@ -56,7 +59,7 @@ def slot_function(slot: Slot, table: dict[str, Callable[..., Any]], base: Path |
 
 
 def filter_function(slot: Slot, base: Path | None) -> Callable[..., Any]:
-    """The function of a filter, of whichever kind."""
+    """The function of a filter of any kind."""
     return slot_function(slot, {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS}, base)
 
 

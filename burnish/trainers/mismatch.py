@@ -1,4 +1,4 @@
-"""The gap between the policy that sampled and the one that is trained: corrected before advantages, reported after updates."""
+"""The gap between the policy that sampled and the one that is trained: its correction before the advantages, and its report after the updates."""
 
 from __future__ import annotations
 
@@ -34,45 +34,46 @@ from burnish.algorithms.correction.spec import (
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
 from burnish.config.records import Slot
 from burnish.core.batch import Batch
-from burnish.trainers.minibatches import slot_options
+from burnish.config.records import slot_options
 
 NUM_WORST_TOKENS = 8
-"""Tokens a step that are shown one by one."""
+"""Tokens with the largest gap that a step reports."""
 TOKENS_BEFORE, TOKENS_AFTER = 16, 8
-"""Tokens around each of them that are shown with it."""
+"""Context tokens that are reported with each of them."""
 NO_TOKEN = -1
+"""Marks positions outside of the sequence."""
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token the model wrote on which engine and trainer disagree more than on most, with what is around it."""
+    """A sampled token with one of the largest gaps between engine and trainer, with its context."""
 
     trajectory: int
-    """Its place among the trajectories of the batch."""
+    """Index into the packed trajectories."""
     position: int
-    """How many tokens the model had written before it in its sequence."""
+    """Number of sampled tokens before it in its sequence."""
     token: int
     before: list[int]
     after: list[int]
     engine: float
-    """Its log-prob, within +-300 like the next."""
+    """Log-prob under the engine; this and the next are clamped to +-300."""
     trainer: float
     gap: float
-    """The trainer's log-prob less the engine's."""
+    """Trainer log-prob minus engine log-prob."""
     weight: float | None
-    """What its loss is multiplied with, 0 where it is rejected; None where no correction is made before the loss."""
+    """The factor of its loss, 0 if rejected; None without a correction before the loss."""
 
 
 @dataclass(frozen=True)
 class GapReport:
-    """What a step has to say about the gap."""
+    """Metrics of the gap, and its worst tokens."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     worst: Sequence[WorstToken] = ()
 
 
 def acts_before_advantages(correction: Slot) -> bool:
-    """Whether weights or rejection are made here; bypass makes its own inside the loss."""
+    """Whether the correction weights or rejects tokens before the advantages. Bypass does so inside the loss."""
     return isinstance(correction, CoupledCorrection | DecoupledCorrection | BudgetCorrection) and correction.acts
 
 
@@ -146,14 +147,13 @@ def _with_correction(batch: Batch, result: CorrectionResult) -> Batch:
     return batch if result.weights is None else batch.with_token(rollout_weight=result.weights)
 
 
-@torch.inference_mode()  # hundreds of small operations, each a little quicker; only numbers leave
+@torch.inference_mode()  # makes hundreds of small operations faster; only numbers leave
 def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: Slot, version: int) -> GapReport:
-    """How far the sampler is from the trainer; `learner` [N] are the trainer's log-probs at the tokens in the loss of
-    `batch`, None where it has them as `old_logp` at every token the model wrote.
+    """The distance between sampler and trainer. Demonstrations and replayed groups are left out.
 
-    Then where the gap is, what is odd about it, and the worst tokens, are of all of `whole`, from which filters made
-    `batch`: tokens that the correction rejected are the ones to look at. All else is of the tokens in the loss. Demonstrations
-    are left out.
+    `learner` [N] are the trainer's log-probs at the tokens in the loss of `batch`. With None they are read from `old_logp`, which covers
+    every sampled token. Profiles, symptoms and worst tokens then cover all of `whole`, the batch before the sample filters, because
+    rejected tokens are the ones to look at. All other metrics cover the tokens in the loss.
     """
     if learner is not None:
         batch = batch.with_token(learner_logp=learner)
@@ -167,8 +167,9 @@ def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: S
 
 
 def loss_token_metrics(used: ComparedTokens, correction: Slot) -> dict[str, float]:
-    """The gap at the tokens in the loss, and the report of a correction that only measures: one that acts made its own
-    with the weights.
+    """The gap at the tokens in the loss, with the metrics of a correction that only measures.
+
+    A correction that acts reported its metrics together with the weights.
     """
     if used.num_tokens == 0:
         return {}
@@ -185,7 +186,7 @@ def loss_token_metrics(used: ComparedTokens, correction: Slot) -> dict[str, floa
 
 
 def find_worst_tokens(seen: ComparedTokens, is_corrected: bool) -> list[WorstToken]:
-    """The tokens of largest gap, the worst first; none where engine and trainer agree exactly."""
+    """The tokens with the largest gap, worst first; none if engine and trainer agree exactly."""
     which = worst_tokens(seen, NUM_WORST_TOKENS)
     batch, place = seen.batch, seen.place[which]
     sequence = torch.searchsorted(batch.offsets, place, right=True) - 1

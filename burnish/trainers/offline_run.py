@@ -1,7 +1,7 @@
-"""What every run on data that is all there has in common: run directory, updates in order, checkpoints, going on.
+"""What all runs on a fixed data set share: run directory, updates in order, checkpoints, resuming.
 
-`burnish sft`, `burnish prefer` and `burnish reward-model` hand in a loop that makes updates and calls back after each; this module commits
-them, saves some, and stops when the user asks.
+`burnish sft`, `burnish prefer` and `burnish reward-model` pass in a loop that makes updates and calls back after each. This module commits
+them, saves checkpoints, and stops when the user asks.
 """
 
 from __future__ import annotations
@@ -34,78 +34,78 @@ from burnish.training.profiler import profiled, step_to_profile
 
 UpdateConfig = SftConfig | PreferConfig | RewardModelConfig
 OnUpdate = Callable[[int, dict[str, float]], bool | None]
-"""Called after every update with its number and metrics; True ends the training there."""
+"""Called after every update with its number and metrics. Returning True ends the training."""
 UpdateContext = Callable[[int], AbstractContextManager[None]]
-"""The context an update is made in, by its number."""
+"""Returns the context manager of an update, by its number."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a run has come and what it left."""
+    """The result of a run."""
 
     directory: Path
     is_complete: bool
     loss: float | None
-    """Of the last update; None where that one had no token to learn from, or its line of metrics is lost."""
+    """Loss of the last update; None if it had no token to learn from or its metrics are lost."""
     is_loss_known: bool
-    """False where metrics.jsonl has no line of the last update."""
+    """False if metrics.jsonl has no line for the last update."""
     model: Path
 
 
 class SavableModel(Protocol):
-    """A model with its tokenizer, as checkpoints see it: a `PolicyModel`, or a scorer."""
+    """A model with its tokenizer, as checkpoints save it: a `PolicyModel` or a scorer."""
 
     note: str
-    """What it is, for people."""
+    """A description for the user."""
 
     @property
     def part(self) -> WriterRank:
-        """Which of the processes that hold the model this is."""
+        """Which shard of the model this process holds."""
 
     def contents(self, stage: TensorStaging) -> list[Content]:
-        """The files of a Hugging Face directory that this process writes."""
+        """The files of the Hugging Face directory that this process writes."""
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of a saved directory in place."""
+        """Load the weights of a saved directory in place."""
 
 
 @dataclass
 class OfflineRun:
-    """The parts of a run; `updates` counts those made, also by the run's earlier lives."""
+    """The parts of a run. `updates` counts all updates made, also before a resume."""
 
     settings: RunConfig
     run: Run
     policy: SavableModel
     learner: Learner
     total: int
-    """Updates of the whole run."""
+    """Number of updates of the whole run."""
     prefix: str
-    """What the names of its metrics begin with."""
+    """Prefix of its metric names."""
     updates: int = 0
     profile: int | None = None
     """The update to record with a profiler."""
     memory: MemoryPlanCheck | None = None
-    """The memory plan, to be compared with what an update held."""
+    """Compares the memory plan with the measured peak."""
 
     def used(self, update: int) -> Sequence[str]:
-        """The ids of the rows an update was made on, for the journal."""
+        """The ids of the rows of an update, for the journal."""
         return ()
 
     def measure(self, update: int) -> dict[str, float]:
-        """Metrics on held-out data, where they are due after this update."""
+        """Held-out metrics, if they are due after this update."""
         return {}
 
     def score(self, values: dict[str, float]) -> tuple[float, str] | None:
-        """By which the best checkpoint is chosen, with the name of its metric, where an update was measured."""
+        """The score that chooses the best checkpoint, with the name of its metric; None if it was not measured."""
         return None
 
 
 class HasId(Protocol):
-    """What an update is made of: a pair, a labelled answer."""
+    """A row of the data: a pair or a labelled answer."""
 
     @property
     def id(self) -> str:
-        """Of its row."""
+        """The id of the row."""
 
 
 Row = TypeVar("Row", bound=HasId)
@@ -113,17 +113,17 @@ Row = TypeVar("Row", bound=HasId)
 
 @dataclass
 class RowsRun(OfflineRun, Generic[Row]):
-    """A run whose updates are made of so many rows each, in an order known beforehand, with others held out."""
+    """A run whose updates take `batch_size` rows each in a fixed order, with other rows held out."""
 
     rows: list[Row] = field(kw_only=True)
     held_out: list[Row] = field(kw_only=True)
     order: list[int] = field(kw_only=True)
-    """The numbers of the rows of all updates."""
+    """Indices of the rows of all updates."""
     batch_size: int = field(kw_only=True)
 
     @property
     def kind(self) -> str:
-        """What its metrics on held-out data are called after."""
+        """The name in its held-out metrics."""
         return "pairs"
 
     def used(self, update: int) -> Sequence[str]:
@@ -135,7 +135,7 @@ class RowsRun(OfflineRun, Generic[Row]):
 
 
 def validation_name(update: int) -> str:
-    """A validation by its place in the run, for the display."""
+    """The name of a validation for the display."""
     return "validation before update 1" if update == 0 else f"validation after update {update}"
 
 
@@ -147,7 +147,7 @@ def open_run(
     ranks: Ranks,
     replaced: FolderId | None = None,
 ) -> Run:
-    """The run directory, new or with its past, in the hands of the first process; the others follow when it is there.
+    """Open the run directory, new or existing. The first process owns it; the others follow once it exists.
 
     `replaced` is the folder of an old run of this name, which is moved to another name.
     """
@@ -173,73 +173,77 @@ def open_run(
     return run
 
 
-def start_training(job: OfflineRun, what: str, profile: int | None) -> bool:
-    """Say what is trained, and measure before the first update; False where all updates are done. `profile`: `step_to_profile`."""
-    display = job.run.display
-    if job.updates >= job.total:
-        display.note(f"{job.run.directory.path} is complete: all {job.total} updates are done")
+def start_training(session: OfflineRun, what: str, profile: int | None) -> bool:
+    """Announce the run and measure before the first update. Returns False if all updates are done. `profile`: see `step_to_profile`."""
+    display = session.run.display
+    if session.updates >= session.total:
+        display.note(f"{session.run.directory.path} is complete: all {session.total} updates are done")
         return False
-    display.start(f"{what}: {job.policy.note}", job.total, job.updates)
-    if job.run.directory.changes_training:
-        display.note(describe_lr(job.learner.config, job.updates, job.total))
-    job.profile = step_to_profile(profile, job.updates, job.total) if job.learner.ranks.is_first else None
-    if job.updates == 0 and (before := job.measure(0)):
-        job.run.commit(0, before, [])
+    display.start(f"{what}: {session.policy.note}", session.total, session.updates)
+    if session.run.directory.changes_training:
+        display.note(describe_lr(session.learner.config, session.updates, session.total))
+    session.profile = (
+        step_to_profile(profile, session.updates, session.total) if session.learner.ranks.is_first else None
+    )
+    if session.updates == 0 and (before := session.measure(0)):
+        session.run.commit(0, before, [])
     return True
 
 
-def run_updates(job: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], None]) -> None:
-    """Updates to the end, or until the user asks to stop; each is committed, some are saved, the last one always."""
-    with StopOnInterrupt(job.run.display.note) as stop:
+def run_updates(session: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], None]) -> None:
+    """Run updates to the end or until the user asks to stop. Each is committed; the last one is always saved."""
+    with StopOnInterrupt(session.run.display.note) as stop:
 
         def after(update: int, values: dict[str, float]) -> bool:
-            job.updates = update
-            if job.memory is not None:
-                values |= job.memory.after(job.learner.updates, values, job.run.display.note)
-            if f"{job.prefix}/skipped" in values:
-                job.run.display.note(f"update {update} was skipped: no finite gradient, or no token to learn from")
-            measured = job.measure(update)
-            job.run.commit(update, values | measured, list(job.used(update)))
-            stopping = job.learner.ranks.anyone(stop.requested)  # asked once, so that a run that stops has saved
-            due = update % job.settings.save_every == 0 or (bool(measured) and job.settings.keep_best)
-            if stopping or update == job.total or due:
-                job.run.checkpoint(update, lambda stage: snapshot(job, stage), *(job.score(measured) or (None, None)))
-            if stopping or update == job.total:
-                job.run.wait()
+            session.updates = update
+            if session.memory is not None:
+                values |= session.memory.after(session.learner.updates, values, session.run.display.note)
+            if f"{session.prefix}/skipped" in values:
+                session.run.display.note(f"update {update} was skipped: no finite gradient, or no token to learn from")
+            measured = session.measure(update)
+            session.run.commit(update, values | measured, list(session.used(update)))
+            stopping = session.learner.ranks.anyone(stop.requested)  # read once, so that a run that stops has saved
+            due = update % session.settings.save_every == 0 or (bool(measured) and session.settings.keep_best)
+            if stopping or update == session.total or due:
+                session.run.checkpoint(
+                    update, lambda stage: snapshot(session, stage), *(session.score(measured) or (None, None))
+                )
+            if stopping or update == session.total:
+                session.run.wait()
             return stopping
 
         def around(update: int) -> AbstractContextManager[None]:
-            if update != job.profile:
+            if update != session.profile:
                 return nullcontext()
-            return profiled(job.run.directory.path, f"update {update}", job.run.display.note)
+            return profiled(session.run.directory.path, f"update {update}", session.run.display.note)
 
         loop(after, around)
 
 
-def resume(job: OfflineRun) -> None:
-    """Take everything back to the newest checkpoint, if there is one."""
-    checkpoint = job.learner.ranks.from_first(job.run.resume())
+def resume(session: OfflineRun) -> None:
+    """Restore the newest checkpoint, if there is one."""
+    checkpoint = session.learner.ranks.from_first(session.run.resume())
     if checkpoint is None:
         return
-    job.policy.load_weights(checkpoint.path)
-    job.learner.load(checkpoint.path)
-    job.updates = int(json.loads((checkpoint.path / "trainer.json").read_text())["updates"])
+    session.policy.load_weights(checkpoint.path)
+    session.learner.load(checkpoint.path)
+    session.updates = int(json.loads((checkpoint.path / "trainer.json").read_text())["updates"])
 
 
-def snapshot(job: OfflineRun, stage: TensorStaging) -> Snapshot:
-    """A checkpoint to be: a Hugging Face directory, plus optimizer and trainer state."""
-    state = job.learner.contents(stage)
-    if job.policy.part.index == 0:
-        state.append(BytesFile("trainer.json", json.dumps({"updates": job.updates})))
-    return Snapshot(job.policy.contents(stage), state, job.policy.part)
+def snapshot(session: OfflineRun, stage: TensorStaging) -> Snapshot:
+    """The contents of a checkpoint: a Hugging Face directory, plus optimizer and trainer state."""
+    state = session.learner.contents(stage)
+    if session.policy.part.index == 0:
+        state.append(BytesFile("trainer.json", json.dumps({"updates": session.updates})))
+    return Snapshot(session.policy.contents(stage), state, session.policy.part)
 
 
-def outcome(job: OfflineRun) -> Outcome:
-    """What there is to say at the end, from what is on disk."""
-    latest = job.run.checkpoints.latest()
+def outcome(session: OfflineRun) -> Outcome:
+    """The result of the run, from what is on disk."""
+    latest = session.run.checkpoints.latest()
     assert latest is not None  # training ends with a checkpoint, and a complete run has one
-    is_complete = job.updates >= job.total
-    last = next((row for row in read_metrics(job.run.directory.metrics) if row["step"] == job.updates), None)
-    loss = None if last is None else last.get(f"{job.prefix}/loss")
-    job.run.end(job.updates, is_complete)
-    return Outcome(job.run.directory.path, is_complete, loss, last is not None, latest.path)
+    is_complete = session.updates >= session.total
+    last = next((row for row in read_metrics(session.run.directory.metrics) if row["step"] == session.updates), None)
+    loss = None if last is None else last.get(f"{session.prefix}/loss")
+    session.run.end(session.updates, is_complete)
+    return Outcome(session.run.directory.path, is_complete, loss, last is not None, latest.path)

@@ -1,4 +1,4 @@
-"""How fast a step was and what it held: metrics that two identical runs do not share."""
+"""Speed and memory metrics of a step. They differ between two identical runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from burnish.training.meter import MeterReading, peak_flops
 
 
 def learner_metrics(learners: Sequence[AnyLearner], started: float) -> dict[str, float]:
-    """Of the learners that worked since `started`; their meters are read, which waits for their device."""
+    """Time, throughput and memory of the learners since `started`. Reading their meters waits for the device."""
     reading = reduce(add, [learner.meter.read() for learner in learners])
     learn_s = time.perf_counter() - started
     first = learners[0]
@@ -26,13 +26,13 @@ def learner_metrics(learners: Sequence[AnyLearner], started: float) -> dict[str,
 
 
 def time_metrics(reading: MeterReading, learn_s: float) -> dict[str, float]:
-    """The split of the learning phase; what the learners' parts leave of it is other."""
+    """Seconds per part of the learning phase; `other` is the rest."""
     values = {f"time/{part}_s": seconds for part, seconds in reading.seconds.items() if part != "other"}
     return values | {"time/learn_s": learn_s, "time/other_s": max(0.0, learn_s - sum(values.values()))}
 
 
 def throughput_metrics(reading: MeterReading, peak: float | None) -> dict[str, float]:
-    """Tokens and operations a second while the learners worked, and their share of the device's peak where that is known."""
+    """Tokens and FLOPs per second of the learners, and their share of the device's peak if that is known."""
     seconds = reading.total_s
     if seconds == 0 or reading.tokens == 0:
         return {}
@@ -47,25 +47,22 @@ def throughput_metrics(reading: MeterReading, peak: float | None) -> dict[str, f
 
 
 def rollout_throughput(rollouts: RolloutBatch) -> dict[str, float]:
-    """Tokens a second of the rollouts; nothing where they were taken from the journal."""
+    """Tokens per second of the rollouts; empty if they were read from the journal."""
     if rollouts.rollout_s == 0:
         return {}
     return {"performance/rollout_tokens_per_s": rollouts.num_tokens / rollouts.rollout_s}
 
 
-# --- The memory plan against what a run really held: told once the first updates are made.
-
-
 @dataclass
 class MemoryPlanCheck:
-    """Compares the plan of a stage with the measured peak, until an update has found the optimizer's state in place."""
+    """Compares the memory plan of a stage with the measured peak, until the optimizer state is allocated."""
 
     planned: PlannedRun
     stage: str
     is_done: bool = False
 
     def after(self, updates: int, values: dict[str, float], tell: Callable[[str], None]) -> dict[str, float]:
-        """Metrics of the plan's error; `updates` are those the policy's learner has made, `values` what was measured of a step."""
+        """Metrics of the plan's error after `updates` updates of the policy; `values` are the metrics of the step."""
         measured, made = values.get("memory/peak_gib"), self.planned.stages.get(self.stage)
         if self.is_done or not updates or measured is None or made is None:
             return {}

@@ -235,7 +235,7 @@ def preparation_steps(
     corrects = acts_before_advantages(algorithm.correction)
     needs_old, needs_sum_p2 = needs_old_logp(algorithm, num_updates), bool(algorithm.needs("sum_p2"))
     needs_reference = needs_reference_logp(algorithm, loss)
-    steps = []
+    steps: list[Step] = []
     if replays and needs_old and not (needs_sum_p2 or bypasses or corrects):
         steps.append(Step("old_logprobs", partial(old_logprobs_of_new_groups, needs_reference=needs_reference)))
     elif needs_sum_p2 or (needs_old and not bypasses):
@@ -268,7 +268,7 @@ def preparation_steps(
 
 def sample_filter_steps(filters: Sequence[SlotFunction], replays: bool) -> list[Step]:
     """The steps of `trim`, in the order in which they run."""
-    steps = []
+    steps: list[Step] = []
     for name, function, options in filters:
         if name == "tree_edges" and replays:
             # Read before any filter: a tree may have edges for later steps although the filters leave none for this one.

@@ -1,7 +1,7 @@
-"""Preference training: the learner with a loss on pairs of answers, or on answers labelled good or bad.
+"""Preference training (`burnish prefer`): a loss on pairs of answers, or on answers labelled good or bad.
 
-Used by `burnish prefer` (`preference_session.py`). A unit is what an update counts: a pair, or a labelled answer together
-with another prompt's answer behind the same prompt, by which KTO sees how far the policy has moved. Either is two sequences.
+A training example is an `AnswerPair`: chosen and rejected answer, or for KTO a labelled answer and a mismatched one. The mismatched answer
+belongs to another prompt; on it KTO estimates how far the policy has moved. Either way an example is two sequences.
 """
 
 from __future__ import annotations
@@ -52,21 +52,25 @@ from burnish.training.parallel.ranks import Ranks, join_process_group, paralleli
 from burnish.training.reference import Reference
 
 ORDER_LABEL = "preference"
+"""Label of the random keys that order the pairs."""
+PAIRS_PER_FILE = 512
+"""Pairs per file of reference log-probs."""
+REFERENCE_FOLDER = "reference"
 
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """Two answers behind one prompt: chosen and rejected, or a labelled one and one that belongs elsewhere."""
+    """Two answers to one prompt: chosen and rejected, or a labelled and a mismatched one."""
 
     id: str
     first: Example
     second: Example
     is_good: bool = True
-    """Whether the first is a good answer; of a pair it always is."""
+    """Whether the first answer is good; always true for chosen and rejected."""
 
 
 References = Callable[[Sequence[int], Batch], Tensor]
-"""[2U] mean log-prob of each answer under the reference, of the units of these numbers, packed as this batch."""
+"""[2P] mean log-prob of each answer under the reference, for the pairs of these indices, packed as this batch."""
 
 
 def answer_pairs(pairs: Sequence[PreferencePair]) -> list[AnswerPair]:
@@ -74,7 +78,7 @@ def answer_pairs(pairs: Sequence[PreferencePair]) -> list[AnswerPair]:
 
 
 def answer_pairs_of_labelled(answers: Sequence[LabelledAnswer], max_tokens: int) -> list[AnswerPair]:
-    """Each answer with the next one in the data that answers another prompt and fits behind this one's."""
+    """Each labelled answer with the next answer in the data that belongs to another prompt and fits after this one."""
     return [
         AnswerPair(one.id, one.answer, _mismatched_answer(answers, i, max_tokens), one.is_good)
         for i, one in enumerate(answers)
@@ -89,33 +93,33 @@ def _mismatched_answer(answers: Sequence[LabelledAnswer], index: int, max_tokens
             name = f"{answers[index].id}/mismatched"
             return Example(name, prompt.tokens + said.tokens, prompt.mask + said.mask)
     raise UserError(
-        f"{answers[index].id}: kto needs the answer to another prompt behind this one's, and there is none that fits into "
+        f"{answers[index].id}: kto needs an answer to another prompt that fits after this prompt, and none fits into "
         f"{max_tokens} tokens: give rows of more than one prompt, or raise preference.max_tokens"
     )
 
 
 def _split_prompt(example: Example) -> tuple[Example, Example]:
-    """What is before the first token of the answer, and what is from there on."""
+    """The tokens before the answer, and the answer."""
     at = example.mask.index(True)
     before, after = (Example(example.id, example.tokens[s], example.mask[s]) for s in (slice(at), slice(at, None)))
     return before, after
 
 
-def pack_answer_pairs(units: Sequence[AnswerPair], loss: PreferenceLoss) -> Batch:
-    """Units as a batch of twice as many sequences, the first of each before the second, with the columns the loss reads."""
-    batch = pack_examples([example for unit in units for example in (unit.first, unit.second)])
-    is_first = torch.tensor([True, False]).repeat(len(units))
-    columns = {"group_ids": torch.arange(len(units)).repeat_interleave(2)}
+def pack_answer_pairs(pairs: Sequence[AnswerPair], loss: PreferenceLoss) -> Batch:
+    """Pairs as a batch of twice as many sequences, first answer before second, with the columns that the loss reads."""
+    batch = pack_examples([example for pair in pairs for example in (pair.first, pair.second)])
+    is_first = torch.tensor([True, False]).repeat(len(pairs))
+    columns = {"group_ids": torch.arange(len(pairs)).repeat_interleave(2)}
     if loss.is_paired:
         columns["chosen"] = is_first
     else:
         columns["mismatched"] = ~is_first
-        columns["desirable"] = torch.tensor([unit.is_good for unit in units]).repeat_interleave(2)
+        columns["desirable"] = torch.tensor([pair.is_good for pair in pairs]).repeat_interleave(2)
     return batch.with_sequence(weight=sequence_aggregation_weights(batch, "seq-mean-token-mean"), **columns)
 
 
 def mean_logprobs(ask: Callable[[Batch], Tensor], learner: Learner, batch: Batch) -> Tensor:
-    """[S] the mean log-prob of every answer's tokens, float64, each rank asked for its share."""
+    """[S] float64 mean log-prob of each answer; every rank computes its share."""
     share = learner.ranks.share(batch, learner.packing.attention_cost)
     whole = learner.ranks.whole(share, {"logp": ask(share)})
     sums = contiguous_sum(whole.outputs["logp"].double(), batch.offsets)
@@ -124,7 +128,7 @@ def mean_logprobs(ask: Callable[[Batch], Tensor], learner: Learner, batch: Batch
 
 def train(
     learner: Learner,
-    units: Sequence[AnswerPair],
+    pairs: Sequence[AnswerPair],
     loss: PreferenceLoss,
     config: Preference,
     order: Sequence[int],
@@ -133,21 +137,21 @@ def train(
     start: int = 0,
     around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
-    """Updates `start`+1 to `config.updates`, each on the next `batch_size` units of the `order`.
+    """Run updates `start`+1 to `config.updates`, each on the next `batch_size` pairs of the `order`.
 
-    `references` is None for a loss that compares with none. `around` gives the context an update is made in.
+    `references` is None for a loss without a reference. `around` returns the context manager of an update.
     """
     for update in range(start, config.updates):
         started = time.perf_counter()
         reset_peak_memory(learner.device)
         rows = order[update * config.batch_size : (update + 1) * config.batch_size]
-        batch = prepare_batch(learner, units, rows, loss, references)
+        batch = prepare_batch(learner, pairs, rows, loss, references)
         with around(update + 1):
             learning = time.perf_counter()
             share = learner.ranks.share(batch, learner.packing.attention_cost)
             result = learner.update(share, loss)
             speed = learner_metrics([learner], learning)
-        assert result.logp is not None, "columns were asked for"
+        assert result.logp is not None, "update() returns columns by default"
         told = result.stats | preference_metrics(gathered_view(learner, share, result.logp), loss)
         values = {f"preference/{name}": value for name, value in told.items()} | speed
         if result.skipped:
@@ -158,68 +162,61 @@ def train(
             return
 
 
-def answer_pair_order(num_units: int, config: Preference, seed: int) -> list[int]:
-    """The numbers of the units of all updates: seeded epochs, a new order each."""
-    return example_order(num_units, seed, config.updates * config.batch_size, ORDER_LABEL)
+def answer_pair_order(num_pairs: int, config: Preference, seed: int) -> list[int]:
+    """Indices of the pairs of all updates: seeded epochs, each in a new order."""
+    return example_order(num_pairs, seed, config.updates * config.batch_size, ORDER_LABEL)
 
 
 def prepare_batch(
     learner: Learner,
-    units: Sequence[AnswerPair],
+    pairs: Sequence[AnswerPair],
     rows: Sequence[int],
     loss: PreferenceLoss,
     references: References | None,
 ) -> Batch:
-    """The units of these numbers as a batch on the learner's device, with the reference's word on them."""
-    batch = pack_answer_pairs([units[i] for i in rows], loss).to(learner.device)
+    """The pairs of these indices as a batch on the learner's device, with the reference's log-probs."""
+    batch = pack_answer_pairs([pairs[i] for i in rows], loss).to(learner.device)
     return batch if references is None else batch.with_sequence(ref_logp=references(rows, batch).to(learner.device))
 
 
 def gathered_view(learner: Learner, share: Batch, logp: Tensor) -> LossView:
-    """What the loss sees of a batch and [N] log-probs, put together from all ranks."""
+    """The loss view of a batch and its log-probs [N], gathered from all ranks."""
     whole = learner.ranks.whole(share, {"logp": logp})
     return loss_view(whole.batch, logp=whole.outputs["logp"][whole.batch.loss_mask])
 
 
 def measure(
-    learner: Learner, units: Sequence[AnswerPair], loss: PreferenceLoss, references: References | None
+    learner: Learner, pairs: Sequence[AnswerPair], loss: PreferenceLoss, references: References | None
 ) -> dict[str, float]:
-    """Loss, accuracy, margin, implicit rewards and log-probs on all of some units, without gradient."""
-    batch = prepare_batch(learner, units, range(len(units)), loss, references)
+    """Loss, accuracy, margin, implicit rewards and log-probs of pairs, without gradient."""
+    batch = prepare_batch(learner, pairs, range(len(pairs)), loss, references)
     share = learner.ranks.share(batch, learner.packing.attention_cost)
     view = gathered_view(learner, share, learner.logprobs(share))
     with torch.no_grad():
         return {"loss": float(loss(view)[0]), **preference_metrics(view, loss)}
 
 
-# --- One preference run from start to end, or from where it was: reference, updates, measurements, checkpoints.
-
-# --- The reference's log-probs, computed once before training and kept in the run directory.
+# --- Reference log-probs --------------------------------------------------------------------------------------------------
 #
-# A run computes them with the model as it starts, so that no second one is ever held. They are saved chunk by chunk:
-# a kill loses at most one chunk, and a run that goes on reads the rest, the same bits. Each file knows the tokens it was made
-# from; data that has changed since is an error.
-
-PAIRS_PER_FILE = 512
-"""Units in a file."""
-REFERENCE_FOLDER = "reference"
+# They are computed once with the initial model, so that no second model is held in memory. They are saved in chunks: a kill loses at most
+# one, and a resumed run reads the others bit for bit. Each file has a fingerprint of its tokens; changed data is an error.
 
 
 def cached_mean_logprobs(
-    run: Run, name: str, learner: Learner, units: Sequence[AnswerPair], loss: PreferenceLoss
+    run: Run, name: str, learner: Learner, pairs: Sequence[AnswerPair], loss: PreferenceLoss
 ) -> Tensor:
-    """[U, 2] float64 mean log-prob of each answer under the weights the learner has now, or had when the run began."""
+    """[P, 2] float64 mean log-prob of each answer under the initial weights, read from the cache or computed now."""
     found = []
     folder = run.directory.path / REFERENCE_FOLDER
-    for start in range(0, len(units), PAIRS_PER_FILE):
-        part = units[start : start + PAIRS_PER_FILE]
+    for start in range(0, len(pairs), PAIRS_PER_FILE):
+        part = pairs[start : start + PAIRS_PER_FILE]
         path = folder / f"{name}-{start:08d}.safetensors"
-        # One process looks: another might see a file that was not there a moment ago, and they would wait for each other.
+        # Only the first process reads: others might see a file that appeared just now, and all would deadlock.
         values = learner.ranks.from_first(_read_means(path, part) if learner.ranks.is_first else None)
         if values is None and path.is_file():
             run.display.note(f"{path} is damaged: its log-probs are computed again")
         if values is None:
-            run.display.phase(f"reference log-probs of {name} {start:,}/{len(units):,}")
+            run.display.phase(f"reference log-probs of {name} {start:,}/{len(pairs):,}")
             batch = pack_answer_pairs(part, loss).to(learner.device)
             values = mean_logprobs(learner.logprobs, learner, batch).view(-1, 2).cpu()
             if learner.ranks.is_first:
@@ -228,16 +225,16 @@ def cached_mean_logprobs(
     return torch.cat(found)
 
 
-def _fingerprint(units: Sequence[AnswerPair]) -> str:
-    """What identifies the tokens of some units, and which of them are the answers'."""
+def _fingerprint(pairs: Sequence[AnswerPair]) -> str:
+    """A hash of the tokens and answer masks of pairs."""
     digest = hashlib.sha256()
-    for unit in units:
-        digest.update(repr((unit.first.tokens, unit.first.mask, unit.second.tokens, unit.second.mask)).encode())
+    for pair in pairs:
+        digest.update(repr((pair.first.tokens, pair.first.mask, pair.second.tokens, pair.second.mask)).encode())
     return digest.hexdigest()
 
 
-def _read_means(path: Path, units: Sequence[AnswerPair]) -> Tensor | None:
-    """What a file holds; None where it is missing or damaged, and is made again with the same weights."""
+def _read_means(path: Path, pairs: Sequence[AnswerPair]) -> Tensor | None:
+    """The values of a file; None if it is missing or damaged. They are then computed again with the same weights."""
     if not path.is_file():
         return None
     from safetensors import SafetensorError, safe_open
@@ -250,7 +247,7 @@ def _read_means(path: Path, units: Sequence[AnswerPair]) -> Tensor | None:
     tokens, _, crc = known.partition(" ")
     if crc != _checksum(tokens, values):
         return None
-    if tokens != _fingerprint(units):
+    if tokens != _fingerprint(pairs):
         raise UserError(
             f"{path} was computed from other rows: the data (or the tokenizer) has changed since this run began. "
             "Put the old data back, or give the run another run.name"
@@ -262,30 +259,30 @@ def _checksum(tokens: str, values: Tensor) -> str:
     return f"{zlib.crc32(values.numpy().tobytes(), zlib.crc32(tokens.encode())):08x}"
 
 
-def _write_means(path: Path, units: Sequence[AnswerPair], values: Tensor) -> None:
+def _write_means(path: Path, pairs: Sequence[AnswerPair], values: Tensor) -> None:
     from safetensors.torch import save
 
     path.parent.mkdir(exist_ok=True)
-    tokens = _fingerprint(units)
-    # One entry, because the library writes several in any order, and equal runs shall have equal files.
+    tokens = _fingerprint(pairs)
+    # A single metadata entry: the library writes several in any order, and equal runs must have equal files.
     atomic_write(path, save({"means": values.contiguous()}, {"tokens": f"{tokens} {_checksum(tokens, values)}"}))
 
 
 @dataclass
 class PreferenceRun(RowsRun[AnswerPair]):
-    """A run on preferences; what of it is measured, and when."""
+    """A preference run: what is measured, and when."""
 
     config: PreferConfig = field(kw_only=True)
     loss: PreferenceLoss = field(kw_only=True)
     references: dict[str, References | None] = field(default_factory=dict, kw_only=True)
-    """Of `train` and `held_out`."""
+    """By `train` and `held_out`."""
 
     @property
     def kind(self) -> str:
         return "pairs" if self.loss.is_paired else "answers"
 
     def measure(self, update: int) -> dict[str, float]:
-        """On the held-out rows: before the first update, every so many, and after the last."""
+        """Held-out metrics before the first update, every `held_out_every` updates, and after the last."""
         every = self.config.preference.held_out_every
         if not self.held_out or not (update in (0, self.total) or (every and update % every == 0)):
             return {}
@@ -302,16 +299,16 @@ def execute(
     profile: int | None = None,
     replaced: FolderId | None = None,
 ) -> Outcome | None:
-    """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
+    """One preference run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it. Of several processes all do the same, each on its share of
-    every batch; the first one owns the run, and has the outcome.
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`. With several processes
+    each trains on its share of every batch; the first one owns the run and returns the outcome.
     """
     stage = config.preference
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
-    # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its preferences.
+    # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of preferences here.
     plain = [source.model_copy(update={"options": {}}) for source in stage.data]
     ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
     where = config.model if ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
@@ -319,30 +316,30 @@ def execute(
     warnings = memory.check()
     policy = build_policy(where, plain, config.seed, base)
     loss = PreferenceLoss(stage.loss.name, stage.loss.model_dump(exclude={"name"}))
-    units, left_out = load_answer_pairs(config, stage.data, loss, policy, base, "train")
+    pairs, left_out = load_answer_pairs(config, stage.data, loss, policy, base, "train")
     held_out, _ = load_answer_pairs(config, stage.held_out, loss, policy, base, "test")
     live = live_reference(config, policy, ranks)
     set_activations(policy.module, stage.activations)
     parallelize_model(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
     with offline_run.open_run(config, resolved, base, name, ranks, replaced) as run:
-        job = PreferenceRun(
+        session = PreferenceRun(
             config.run, run, policy, learner, stage.updates, "preference", memory=MemoryPlanCheck(memory, "preference"),
-            config=config, loss=loss, rows=units, held_out=held_out, batch_size=stage.batch_size,
-            order=answer_pair_order(len(units), stage, config.seed),
+            config=config, loss=loss, rows=pairs, held_out=held_out, batch_size=stage.batch_size,
+            order=answer_pair_order(len(pairs), stage, config.seed),
         )  # fmt: skip
         for text in [memory.text, *warnings, *left_out.notes]:
             run.display.note(text)
-        job.references = make_references(job, live)  # the weights are still those the run started from
-        offline_run.resume(job)
-        _train_remaining(job, profile)
-        return offline_run.outcome(job) if ranks.is_first else None
+        session.references = make_references(session, live)  # the weights are still those the run started from
+        offline_run.resume(session)
+        _train_remaining(session, profile)
+        return offline_run.outcome(session) if ranks.is_first else None
 
 
 def load_answer_pairs(
     config: PreferConfig, sources: list[Source], loss: PreferenceLoss, policy: PolicyModel, base: Path, split: str
 ) -> tuple[list[AnswerPair], LeftOutRows]:
-    """The units that fit `preference.max_tokens` and the model's positions, and what was left out."""
+    """The pairs that fit `preference.max_tokens` and the model's positions, and the rows that do not."""
     stage = config.preference
     if not sources:
         return [], LeftOutRows()
@@ -356,22 +353,24 @@ def load_answer_pairs(
 
 
 def live_reference(config: PreferConfig, policy: PolicyModel, ranks: Ranks) -> Reference | None:
-    """The model as it is now, where it is asked in every update; to be called before it is divided among ranks."""
+    """A copy of the initial model for `reference: live`, which computes in every update. Call it before the model is sharded."""
     if config.preference.reference != "live":
         return None
     return Reference(policy.module, config.preference.token_budget, 1.0, ranks)
 
 
-def make_references(job: PreferenceRun, live: Reference | None) -> dict[str, References | None]:
-    """Who says what the reference thinks of the rows trained on, and of those held out."""
-    if "reference" not in job.config.preference.loss.needs:
+def make_references(session: PreferenceRun, live: Reference | None) -> dict[str, References | None]:
+    """The functions that return reference log-probs, for training and held-out pairs."""
+    if "reference" not in session.config.preference.loss.needs:
         return {"train": None, "held_out": None}
     if live is not None:
-        return dict.fromkeys(("train", "held_out"), _live_references(live, job.learner))
-    tables = {"train": job.rows, "held_out": job.held_out}
+        return dict.fromkeys(("train", "held_out"), _live_references(live, session.learner))
+    tables = {"train": session.rows, "held_out": session.held_out}
     return {
-        name: _cached_references(cached_mean_logprobs(job.run, name, job.learner, units, job.loss)) if units else None
-        for name, units in tables.items()
+        name: _cached_references(cached_mean_logprobs(session.run, name, session.learner, pairs, session.loss))
+        if pairs
+        else None
+        for name, pairs in tables.items()
     }
 
 
@@ -389,21 +388,21 @@ def _cached_references(means: Tensor) -> References:
     return look
 
 
-def _train_remaining(job: PreferenceRun, profile: int | None) -> None:
-    """What is left of the updates, with a measurement before the first one."""
-    if not offline_run.start_training(job, f"{job.loss.name} on {len(job.rows):,} {job.kind}", profile):
+def _train_remaining(session: PreferenceRun, profile: int | None) -> None:
+    """Run the remaining updates, with a measurement before the first one."""
+    if not offline_run.start_training(session, f"{session.loss.name} on {len(session.rows):,} {session.kind}", profile):
         return
     offline_run.run_updates(
-        job,
+        session,
         lambda after, around: train(
-            job.learner,
-            job.rows,
-            job.loss,
-            job.config.preference,
-            job.order,
-            job.references["train"],
+            session.learner,
+            session.rows,
+            session.loss,
+            session.config.preference,
+            session.order,
+            session.references["train"],
             after,
-            job.updates,
+            session.updates,
             around,
         ),
     )

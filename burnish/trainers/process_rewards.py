@@ -1,10 +1,10 @@
-"""Process rewards of a batch: an implicit process reward model learns which answers were right, and rewards their tokens.
+"""Process rewards: an implicit process reward model learns from outcomes online, and rewards tokens (PRIME, 2502.01456).
 
-    prior = log-probs under its frozen start
-    update on the outcomes           one optimizer step a mini-batch, each answer judged before it is learnt
+    prior = log-probs under the model's frozen start
+    update on the outcomes           one optimizer step per mini-batch
     process_rewards = beta (log-probs - prior)
 
-The update comes first, so that the rewards are those of the newest model; `update: after` turns the two round.
+By default the update comes first, so that the rewards come from the newest model. `update: after` swaps the two.
 """
 
 from __future__ import annotations
@@ -37,54 +37,57 @@ class ProcessRewardResult(NamedTuple):
 
 
 class JudgedAnswers(NamedTuple):
-    """What a model makes of answers whose outcome is known; [T] each."""
+    """Log-ratios and outcomes of answers whose outcome is known; [T] each."""
 
     log_ratio: Tensor
     outcome: Tensor
     size: Tensor
-    """How large the numbers were that the log-ratio is a difference of."""
+    """Magnitude of the log-probs whose difference is the log-ratio; it bounds the rounding error."""
 
-    def verdicts(self) -> dict[str, float]:
-        """How well the log-ratios tell right from wrong."""
+    def metrics(self) -> dict[str, float]:
+        """How well the log-ratios separate correct from wrong answers."""
         rounding = LOGP_ROUNDING_ULPS * torch.finfo(self.log_ratio.dtype).eps * float(self.size.max())
         return outcome_prediction_metrics(self.log_ratio, self.outcome, rounding)
 
 
 class ProcessRewards:
-    """A process reward model with the settings it learns by."""
+    """A process reward model with its training settings."""
 
     def __init__(self, model: AnyProcessRewardModel, settings: ProcessModel) -> None:
         self.model, self.settings = model, settings
         self.loss = ImplicitPrmLoss(settings.loss, settings.beta)
 
     def __call__(self, batch: Batch) -> ProcessRewardResult:
-        """Learn from the batch and reward its tokens, in the order of the settings.
+        """Learn from the batch and reward its tokens, in the order that the settings name.
 
-        The accuracy that is logged is that on each mini-batch before it was trained on: of answers the model has not seen.
+        The logged accuracy is measured on each mini-batch before its update, so on answers the model has not seen.
         """
         prior = self.model.prior(batch)
         logp = self.model.logprobs(batch) if self.settings.update == "after" else None
         updates, seen = list[Update](), list[JudgedAnswers]()
         for mini in outcome_mini_batches(outcome_batch(batch, prior), self.settings.mini_batches):
             update = self.model.update(mini, self.loss)
-            assert update.logp is not None, "columns are asked for"
+            assert update.logp is not None, "update() returns columns by default"
             updates.append(update)
             seen.append(judged_answers(mini, update.logp))
         logp = self.model.logprobs(batch) if logp is None else logp
         return ProcessRewardResult(self.settings.beta * (logp - prior), _stats(updates, seen), list(_notes(updates)))
 
-    def held_out(self, scored: RolloutBatch) -> dict[str, float]:
-        """How well it tells right from wrong among answers that nobody is trained on; nothing where none was judged."""
-        known = [t for t in scored.usable if t.accuracy is not None and t.num_actions]
+    def held_out_metrics(self, rollouts: RolloutBatch) -> dict[str, float]:
+        """Accuracy and ranking on held-out answers; empty if none has an outcome."""
+        known = [t for t in rollouts.usable if t.accuracy is not None and t.num_actions]
         if not known:
             return {}
         batch = pack(known).to(self.model.learner.device)
-        found = judged_answers(outcome_batch(batch, self.model.prior(batch)), self.model.logprobs(batch)).verdicts()
+        found = judged_answers(outcome_batch(batch, self.model.prior(batch)), self.model.logprobs(batch)).metrics()
         return {f"process_{name}": found[name] for name in ("accuracy", "ranking") if name in found}
 
 
 def outcome_batch(batch: Batch, prior: Tensor) -> Batch:
-    """The columns that `OutcomeLoss` reads, but its weights; only answers that were judged, have a token and are new are in the loss."""
+    """The columns that `ImplicitPrmLoss` reads, except its weights.
+
+    Only new, non-empty answers with a known outcome are in the loss.
+    """
     owner, num = compact_ids(batch.sequence["trajectory_ids"])
     written = contiguous_sum(batch.action_mask.double(), batch.offsets)
     is_known = (
@@ -107,7 +110,7 @@ def outcome_batch(batch: Batch, prior: Tensor) -> Batch:
 
 
 def outcome_mini_batches(batch: Batch, num: int) -> Iterator[Batch]:
-    """The judged answers in `num` parts of nearly equal group count, each with the weights of its mean."""
+    """The answers with known outcomes in `num` parts of nearly equal group count, with the weights of their mean."""
     batch = batch.select(batch.sequence["is_known"].nonzero().squeeze(1))
     groups, count = compact_ids(batch.sequence["group_ids"])
     for k in range(min(num, count)):
@@ -118,7 +121,7 @@ def outcome_mini_batches(batch: Batch, num: int) -> Iterator[Batch]:
 
 
 def judged_answers(batch: Batch, logp: Tensor) -> JudgedAnswers:
-    """The judged answers of a batch under log-probs of a process reward model."""
+    """The answers with known outcomes, under log-probs [N] of a process reward model."""
     known = batch.sequence["is_known"]
     owner, num = compact_ids(batch.sequence["answer_ids"][known])
 
@@ -133,7 +136,7 @@ def judged_answers(batch: Batch, logp: Tensor) -> JudgedAnswers:
 def _stats(updates: list[Update], seen: list[JudgedAnswers]) -> dict[str, float]:
     if not seen:
         return {}
-    found = JudgedAnswers(*(torch.cat(columns) for columns in zip(*seen, strict=True))).verdicts()
+    found = JudgedAnswers(*(torch.cat(columns) for columns in zip(*seen, strict=True))).metrics()
     for name in ("loss", "grad_norm", "lr"):
         found[name] = sum(update.stats.get(name, 0.0) for update in updates) / len(updates)
     return {f"process/{name}": value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Reward models: the learner with a Bradley-Terry loss, on pairs of answers of which one is preferred."""
+"""Reward models (`burnish reward-model`): the learner with a Bradley-Terry loss on pairs of a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ from burnish.training.learner import Learner
 from burnish.training.meter import reset_peak_memory
 from burnish.training.parallel.ranks import SOLO
 
-MEASURE_CHUNK = 256  # pairs measured at once
+MEASURE_CHUNK = 256
+"""Pairs per forward pass of a measurement."""
 
 
 def pack_pairs(pairs: Sequence[PreferencePair], pad_id: int) -> Batch:
-    """Pairs as a batch of twice as many sequences, chosen before rejected; the masks mark the token each is scored at.
+    """Pairs as a batch of twice as many sequences, chosen before rejected. The masks mark the token at which each is scored.
 
     Sequence columns: `group_ids` (the pair), `chosen`, `margin`, `weight` (1 / pairs).
     """
@@ -76,9 +77,9 @@ def train(
     start: int = 0,
     around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
-    """Updates `start`+1 to `config.updates`, each on the next `batch_size` pairs of the order.
+    """Run updates `start`+1 to `config.updates`, each on the next `batch_size` pairs of the order.
 
-    `around` gives the context an update is made in, by its number.
+    `around` returns the context manager of an update, by its number.
     """
     loss = RewardModelLoss(config.margin, config.centre)
     for update in range(start, config.updates):
@@ -100,28 +101,28 @@ def train(
 
 
 def pair_order(size: int, seed: int, num_draws: int) -> list[int]:
-    """Indices of the pairs to train on: seeded epochs, a new order each."""
+    """Indices of the pairs to train on: seeded epochs, each in a new order."""
     epochs = (permutation(size, seed, "reward-model", epoch) for epoch in range(-(-num_draws // size)))
     return list(itertools.chain.from_iterable(epochs))[:num_draws]
 
 
 @dataclass(frozen=True)
 class PairMeasurements:
-    """How a scorer does on pairs it was not trained on, and where its scores lie."""
+    """Accuracy of a scorer on held-out pairs, and the distribution of its scores."""
 
     accuracy: float
     """Share of pairs whose chosen answer has the higher score."""
     margin: float
-    """Mean of chosen less rejected score."""
+    """Mean of chosen minus rejected score."""
     loss: float
     mean: float
-    """Of all scores."""
+    """Mean of all scores."""
     std: float
     pairs: int
 
     @property
     def values(self) -> dict[str, float]:
-        """As metrics."""
+        """The measurements as metrics."""
         named = {"accuracy": self.accuracy, "margin": self.margin, "loss": self.loss}
         named |= {"score_mean": self.mean, "score_std": self.std}
         return {f"validation/pairs/{name}": value for name, value in named.items()}
@@ -130,7 +131,7 @@ class PairMeasurements:
 def measure(
     learner: Learner, pairs: Sequence[PreferencePair], pad_id: int, config: RewardModel, chunk: int = MEASURE_CHUNK
 ) -> PairMeasurements:
-    """Scores of pairs, without gradient; the loss is the one that is trained."""
+    """Score pairs without gradient; the loss is the training loss."""
     found: list[Tensor] = []
     for at in range(0, len(pairs), chunk):
         batch = pack_pairs(pairs[at : at + chunk], pad_id).to(learner.device)
@@ -150,17 +151,14 @@ def measure(
     )
 
 
-# --- One run that trains a reward model, from start to end or from where it was: updates, measurements, checkpoints.
-
-
 @dataclass
 class ScorerCheckpoint:
-    """A scorer with its tokenizer and what was measured of it: what a checkpoint holds."""
+    """A scorer with its tokenizer and its measurements, as a checkpoint holds it."""
 
     module: ScoreModel
     tokenizer: Tokenizer
     source: Path | None
-    """The directory its layers came from."""
+    """The directory of its base model."""
     note: str
     measured: PairMeasurements | None = None
 
@@ -169,33 +167,33 @@ class ScorerCheckpoint:
         return writer_rank_of(self.module.parameters())
 
     def contents(self, stage: TensorStaging) -> list[Content]:
-        """A Hugging Face directory for sequence classification (with adapters: what PEFT saves of one), with where its scores lie."""
+        """A Hugging Face directory for sequence classification (with adapters: PEFT's files), with the measurements."""
         files = self.module.contents(stage, self.source, self.tokenizer)
         if self.measured is not None:
             files.append(BytesFile(SCORE_STATISTICS_FILE, json.dumps(asdict(self.measured), indent=1)))
         return files
 
     def load_weights(self, directory: Path) -> None:
-        """Weights in place, and what was measured of them."""
+        """Load the weights in place, and their measurements."""
         self.module.load_weights(directory)
         self.measured = read_measurements(directory)
 
 
 def read_measurements(directory: Path) -> PairMeasurements | None:
-    """How the scorer of a directory does on the held-out pairs of its run, if it had any."""
+    """The held-out measurements of the scorer in a directory, if it has any."""
     statistics = directory / SCORE_STATISTICS_FILE
     return PairMeasurements(**json.loads(statistics.read_text())) if statistics.is_file() else None
 
 
 @dataclass
 class RewardModelRun(RowsRun[PreferencePair]):
-    """A run that trains a scorer; what of it is measured, and when."""
+    """A reward-model run: what is measured, and when."""
 
     config: RewardModelConfig = field(kw_only=True)
     scorer: ScorerCheckpoint = field(kw_only=True)
 
     def measure(self, update: int) -> dict[str, float]:
-        """On the held-out pairs: before the first update, every so many, with every checkpoint, and after the last."""
+        """Held-out metrics before the first update, every `held_out_every` updates, with every checkpoint, and after the last."""
         every, save_every = self.config.reward_model.held_out_every, self.settings.save_every
         due = update in (0, self.total) or update % save_every == 0 or (every and update % every == 0)
         if not self.held_out or not due:
@@ -215,15 +213,15 @@ def execute(
     profile: int | None = None,
     replaced: FolderId | None = None,
 ) -> Outcome:
-    """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
+    """One reward-model run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it.
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
     stage = config.reward_model
-    # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its pairs.
+    # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of pairs here.
     plain = [source.model_copy(update={"options": {}}) for source in stage.data]
     memory = plan_run(config, base)
     warnings = memory.check()
@@ -231,26 +229,26 @@ def execute(
     pairs, left_out = load_reward_pairs(config, policy, base, stage.data, "train")
     held_out, _ = load_reward_pairs(config, policy, base, stage.held_out, "test")
     scorer = ScorerCheckpoint(new_score_model(policy.module, config.seed), policy.tokenizer, policy.source, policy.note)
-    del policy  # and with it the output head
+    del policy  # frees the output head
     set_activations(scorer.module, stage.activations)
     learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
     with offline_run.open_run(config, resolved, base, name, SOLO, replaced) as run:
         order = pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
-        job = RewardModelRun(
+        session = RewardModelRun(
             config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryPlanCheck(memory, "reward model"),
             config=config, scorer=scorer, rows=pairs, held_out=held_out, order=order, batch_size=stage.batch_size,
         )  # fmt: skip
         for text in [memory.text, *warnings, *left_out.notes]:
             run.display.note(text)
-        offline_run.resume(job)
-        _train_remaining(job, profile)
-        return offline_run.outcome(job)
+        offline_run.resume(session)
+        _train_remaining(session, profile)
+        return offline_run.outcome(session)
 
 
 def load_reward_pairs(
     config: RewardModelConfig, policy: PolicyModel, base: Path, sources: list[Source], split: str
 ) -> tuple[list[PreferencePair], LeftOutRows]:
-    """The pairs that fit `max_tokens` and the model's positions, and what was left out."""
+    """The pairs that fit `max_tokens` and the model's positions, and the rows that do not."""
     stage = config.reward_model
     if not sources:
         return [], LeftOutRows()
@@ -259,12 +257,14 @@ def load_reward_pairs(
     return load_pairs(sources, reading, split)
 
 
-def _train_remaining(job: RewardModelRun, profile: int | None) -> None:
-    """What is left of the updates, with a measurement before the first one."""
-    if not offline_run.start_training(job, f"reward model on {len(job.rows):,} pairs", profile):
+def _train_remaining(session: RewardModelRun, profile: int | None) -> None:
+    """Run the remaining updates, with a measurement before the first one."""
+    if not offline_run.start_training(session, f"reward model on {len(session.rows):,} pairs", profile):
         return
-    stage, pad_id = job.config.reward_model, job.scorer.tokenizer.pad_id
+    stage, pad_id = session.config.reward_model, session.scorer.tokenizer.pad_id
     offline_run.run_updates(
-        job,
-        lambda after, around: train(job.learner, job.rows, pad_id, stage, job.order, after, job.updates, around),
+        session,
+        lambda after, around: train(
+            session.learner, session.rows, pad_id, stage, session.order, after, session.updates, around
+        ),
     )

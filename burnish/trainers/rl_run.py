@@ -1,4 +1,4 @@
-"""One RL run from start to end, or from where it was: run directory, warm start, training."""
+"""One RL run from start to end, or resumed: checks, run directory, warm start, training. Also the supervised control runs."""
 
 from __future__ import annotations
 
@@ -51,14 +51,18 @@ from burnish.training.learner import Learner
 from burnish.training.optimizers.update_rules import describe_lr
 from burnish.training.profiler import step_to_profile
 
+MORE_DEMONSTRATIONS, MORE_UPDATES = 10, 4
+"""Factors of the control runs."""
+Rows = list[dict[str, str]]
+
 
 @contextmanager
 def checked_run(
     config: TrainConfig, resolved: dict[str, Any], base: Path, name: str, replaced: FolderId | None = None
 ) -> Iterator[tuple[RunParts, Run]]:
-    """The parts of a run and its directory, which is made only when nothing is wrong with the parts.
+    """The parts of a run and its directory, which is created only after all checks have passed.
 
-    `replaced` is the folder of an old run of this name, which is moved to another name at that moment.
+    `replaced` is the folder of an old run of this name, which is then moved to another name.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -78,10 +82,10 @@ def checked_run(
         warm = warm_start_folder(directory)
         has_warm = warm.is_dir() and not directory.is_replaced
         damage = warm_start_damage(warm) if config.warm_start is not None and has_warm else None
-        needs_warmth = config.warm_start is not None and (damage is not None or not has_warm)
+        needs_warm_start = config.warm_start is not None and (damage is not None or not has_warm)
         notes += [f"{warm}: {damage}; the warm start is made again"] if damage is not None else []
-        # Where others train, this process holds weights for a warm start only, and then no more.
-        model = config.model if is_here or needs_warmth else config.model.model_copy(update={"device": "cpu"})
+        # If other processes train, this one needs the weights on a device only for a warm start.
+        model = config.model if is_here or needs_warm_start else config.model.model_copy(update={"device": "cpu"})
         policy = build_policy(model, sources, config.seed, base)
         kinds = (JUDGE,) if elsewhere else (MODEL, JUDGE)
         scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
@@ -90,7 +94,7 @@ def checked_run(
         parts = build_parts(config, base, policy, rewards, rows.take)
         parts.notes = [*notes, *often_repeated_rows(config, rows.sizes), *parts.notes]
         parts.memory_check = MemoryPlanCheck(memory, "training") if memory is not None else None
-        if config.warm_start is not None and needs_warmth:
+        if config.warm_start is not None and needs_warm_start:
             parts.makes_warm_start = True
             parts.examples, note = load_warm_start_examples(
                 config.warm_start, config.data.template, config.seed, base, policy
@@ -104,12 +108,12 @@ def checked_run(
 
 
 def check_directory(config: TrainConfig, name: str) -> None:
-    """Refuse a config that the run of this name cannot go on with; takes no lock and writes nothing."""
+    """Refuse a config with which the run of this name cannot resume. Takes no lock and writes nothing."""
     RunDirectory.check(*_run_location(config, name), partial(add_missing_defaults, TrainConfig))
 
 
 def check_without_weights(config: TrainConfig, base: Path, name: str, rewards: Rewards, read: ReadRows) -> None:
-    """The checks of `checked_run` that need the policy's tokenizer and architecture, but neither its weights nor a server."""
+    """The checks of `checked_run` that need the policy's tokenizer and architecture, but no weights and no server."""
     policy = build_outline(config.model, [*config.data.train, *config.data.validation], config.seed, base)
     build_scorers(config.reward, policy.tokenizer, base, kinds=())
     build_inputs(config, base, policy, rewards, read)
@@ -119,9 +123,9 @@ def check_without_weights(config: TrainConfig, base: Path, name: str, rewards: R
 
 
 def execute(parts: RunParts, run: Run, profile: int | None = None) -> bool:
-    """Warm start and RL, each only as far as it is not done. True when the run is complete.
+    """Run what is left of warm start and RL. Returns True when the run is complete.
 
-    `profile` is the step to record with a profiler, or `NEXT`.
+    `profile` is the step to record with a profiler, or `NEXT_STEP`.
     """
     config, warm = parts.config, warm_start_folder(run.directory)
     if config.warm_start is not None and parts.makes_warm_start:
@@ -147,7 +151,7 @@ def execute(parts: RunParts, run: Run, profile: int | None = None) -> bool:
 
 
 def warm_start_folder(directory: RunDirectory) -> Path:
-    """Where the warm-started model lies; it is there whole or not at all."""
+    """The folder of the warm-started model. It exists complete or not at all."""
     return directory.path / "warm_start"
 
 
@@ -155,18 +159,15 @@ def _run_location(config: TrainConfig, name: str) -> tuple[Path, str, str]:
     return Path(config.run.directory), run_name(config.run.name, name, config.seed), dump(config)
 
 
-# --- Two supervised controls beside an RL run on a generated task: would imitation alone have done it?
+# --- Control runs ---------------------------------------------------------------------------------------------------------
 #
-# Both start from nothing like the run itself and make four times its supervised updates. One imitates ten times as many
-# of the same flawed demonstrations, the other those of the run's own demonstrations that the verifier calls right. (Ten
-# times as many that are *all* right is a perfect teacher, not a control: on sort_digits it reaches 99.7% by itself.)
-
-MORE_DEMONSTRATIONS, MORE_UPDATES = 10, 4
-Rows = list[dict[str, str]]
+# Two supervised runs show whether imitation alone reaches the result of RL on a generated task. Both start from scratch like the RL run
+# and make four times its supervised updates. One imitates ten times as many of the same flawed demonstrations, the other only the correct
+# demonstrations of the run. (Ten times as many *correct* ones would be a perfect teacher: on sort_digits it reaches 99.7% by itself.)
 
 
 def check_controls(config: TrainConfig) -> tuple[Sft, Source]:
-    """The warm start and its task; controls exist only where both do."""
+    """The warm start and its task, which controls need."""
     stage = config.warm_start
     if stage is None or len(stage.data) != 1 or stage.data[0].task is None or not config.data.validation:
         raise UserError("--controls needs a warm_start on one task's demonstrations, and data.validation to measure on")
@@ -174,25 +175,25 @@ def check_controls(config: TrainConfig) -> tuple[Sft, Source]:
 
 
 def control_data(source: Source, seed: int) -> dict[str, Rows]:
-    """The demonstrations of each control, by its title."""
+    """The demonstrations of each control, by title."""
 
     def draw(**options: object) -> Rows:
         return make_demonstrations(str(source.task), {**source.options, **options}, seed)
 
-    own, right = draw(), draw(verified=True)
-    # Both walk the same stream, one leaving out what is wrong: the right ones of the run's own come first.
-    verified = {tuple(row.values()) for row in right}
-    num_right = sum(tuple(row.values()) in verified for row in own)
+    own, correct = draw(), draw(verified=True)
+    # Both read the same stream, so the correct ones among the run's own come first in `correct`.
+    verified = {tuple(row.values()) for row in correct}
+    num_correct = sum(tuple(row.values()) in verified for row in own)
     return {
         f"SFT on {MORE_DEMONSTRATIONS}x the demonstrations": draw(num=len(own) * MORE_DEMONSTRATIONS),
-        "SFT on the demonstrations that are right": right[:num_right],
+        "SFT on the demonstrations that are right": correct[:num_correct],
     }
 
 
 def run_controls(
     config: TrainConfig, base: Path, run: Run, tell: Callable[[str], None] = print
 ) -> dict[str, dict[str, float]]:
-    """Held-out metrics of each control, printed, and written to controls.json in the run."""
+    """Train the controls. Their held-out metrics are printed, and written to controls.json in the run."""
     stage, source = check_controls(config)
     longer = stage.model_copy(update={"updates": stage.updates * MORE_UPDATES})
     results = {}
@@ -209,9 +210,9 @@ def run_controls(
             learner = Learner(policy.module, longer.optimizer, longer.updates, longer.token_budget)
             run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
             sft.train(learner, examples, longer, config.seed, run.display.step)
-            driver = roles.build_runner(config, policy, roles.build_engine(policy, config.rollout), base)
+            runner = roles.build_runner(config, policy, roles.build_engine(policy, config.rollout), base)
             held_out = held_out_prompts(config, base, policy)
-            results[title] = build_validation(config, run, policy, driver, rewards, held_out, f"control-{number}-")(0)
+            results[title] = build_validation(config, run, policy, runner, rewards, held_out, f"control-{number}-")(0)
             run.display.stop()
             accuracies = [f"{k.split('/')[1]} {v:.3f}" for k, v in results[title].items() if k.endswith("/accuracy")]
             tell(f"control, {title}: {', '.join(accuracies)}")

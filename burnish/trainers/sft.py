@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: the learner with a likelihood loss, on examples whose mask says what the assistant said.
+"""Supervised fine-tuning: the learner with a likelihood loss on the assistant's tokens.
 
-Used by `burnish sft` (`sft_session.py`) and as the warm start of `burnish train`.
+Used by `burnish sft` (`execute`) and for the warm start of `burnish train` (`train`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from burnish.training.parallel.ranks import join_process_group, parallelize_mode
 
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
-    """Examples as a batch; the masks mark what is learnt. A sequence's first token has no past, so it never is."""
+    """Examples as a batch. The masks mark the trained tokens; the first token of a sequence is never trained."""
     mask = torch.tensor([m and k > 0 for e in examples for k, m in enumerate(e.mask)], dtype=torch.bool)
     return Batch(
         tokens=torch.tensor([t for e in examples for t in e.tokens]),
@@ -52,10 +52,10 @@ def train(
     start: int = 0,
     around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
-    """Updates `start`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order.
+    """Run updates `start`+1 to `config.updates`, each on the next `batch_size` examples of the seeded order.
 
-    `start` is not the learner's own count: that leaves out updates that were skipped, which used up their examples.
-    `around` gives the context an update is made in, by its number.
+    `start` counts skipped updates, unlike the learner's own count: they used up their examples. `around` returns the context manager of
+    an update, by its number.
     """
     order = example_order(len(examples), seed, config.updates * config.batch_size)
     for update in range(start, config.updates):
@@ -78,9 +78,6 @@ def train(
             return
 
 
-# --- One supervised run from start to end, or from where it was: run directory, updates, checkpoints.
-
-
 def execute(
     config: SftConfig,
     resolved: dict[str, Any],
@@ -89,18 +86,18 @@ def execute(
     profile: int | None = None,
     replaced: FolderId | None = None,
 ) -> Outcome | None:
-    """Train as far as it is not done. What can be wrong with model and data is found before the run directory is made.
+    """One supervised run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT`; `replaced` an old run's folder, as `open_run` takes it. Of several processes all do the same, each on its share of
-    every batch; the first one owns the run, and has the outcome.
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`. With several processes
+    each trains on its share of every batch; the first one owns the run and returns the outcome.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
-    # Only for the alphabet of a new model's tokenizer, which no option changes; a task refuses those of its demonstrations.
+    # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of demonstrations here.
     plain = [source.model_copy(update={"options": {}}) for source in config.sft.data]
     ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
-    # What is divided goes to its device piece by piece: no device has room for all of a model that needs several.
+    # A sharded model moves to its devices shard by shard, because no single device holds all of it.
     where = config.model if ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
     memory = plan_run(config, base)
     warnings = memory.check()
@@ -111,20 +108,22 @@ def execute(
     parallelize_model(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
     with offline_run.open_run(config, resolved, base, name, ranks, replaced) as run:
-        job = OfflineRun(config.run, run, policy, learner, stage.updates, "sft", memory=MemoryPlanCheck(memory, "sft"))
-        offline_run.resume(job)
-        if offline_run.start_training(job, f"supervised on {len(examples):,} examples", profile):
+        session = OfflineRun(
+            config.run, run, policy, learner, stage.updates, "sft", memory=MemoryPlanCheck(memory, "sft")
+        )
+        offline_run.resume(session)
+        if offline_run.start_training(session, f"supervised on {len(examples):,} examples", profile):
             for text in [memory.text, *warnings, *([note] if note is not None else [])]:
                 run.display.note(text)
             offline_run.run_updates(
-                job,
-                lambda after, around: train(learner, examples, stage, config.seed, after, job.updates, around),
+                session,
+                lambda after, around: train(learner, examples, stage, config.seed, after, session.updates, around),
             )
-        return offline_run.outcome(job) if ranks.is_first else None
+        return offline_run.outcome(session) if ranks.is_first else None
 
 
 def load_sft_examples(config: SftConfig, policy: PolicyModel, base: Path) -> tuple[list[Example], str | None]:
-    """The examples that fit `sft.max_tokens` and the model's positions, and a note about those left out."""
+    """The examples that fit `sft.max_tokens` and the model's positions, and a note about those that do not."""
     longest = min(config.sft.max_tokens, policy.max_positions or config.sft.max_tokens)
     examples, left_out = load_examples(
         config.sft.data, policy.tokenizer, config.template, longest, config.sft.overlong, base, config.seed

@@ -1,17 +1,17 @@
-"""Several commands in a row as one run: which stages are left, where each begins, what a changed recipe means.
+"""Stages: several commands in a row as one run. Which stages are left, what each needs, and what a changed recipe means.
 
     with Stages.open(folder, plan, recipe_text, start_from) as stages:
         for stage in stages.left():
             stages.begin(stage)
-            ...                        # the stage's command, in this process or in one of its own
+            ...                        # the stage's command, in this process or in its own
             if not stages.end(stage):
-                break                  # it was stopped, or failed; the same command goes on here
+                break                  # it was stopped or failed; the same command resumes here
 
-The rule for a recipe that has changed: a stage that has not begun may change as it likes. One that has begun is made again, with all
-that come after it, only when that is asked for (`--from STAGE`); otherwise the change is refused with the keys that differ. A stage
-counts as changed when a stage it needs has. Nothing is deleted without `--from`.
+Rule for a changed recipe: a stage that has not begun may change freely. A stage that has begun is repeated, with all later stages, only
+on request (`--from STAGE`); otherwise the change is refused with the keys that differ. A stage counts as changed if a stage that it needs
+has changed. Nothing is deleted without `--from`.
 
-Light: the process above the stages imports this, and is forked for each of them.
+This module imports no torch: the parent process of the stages imports it and forks for each stage.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from burnish.run.supervisor.exit_status import OUTCOME_FILE
 
 RECIPE_FILE = "stages.yaml"
 MAX_SHOWN_KEYS = 8
+"""Changed keys that an error message lists."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage whose command, settings and needs are known and checked; what it needs may not be made yet."""
+    """A stage whose command, settings and needs are checked. The products that it needs may not exist yet."""
 
     name: str
     command: str
     start: str | None
-    """The stage whose model it begins with, or `base`; None where it begins with none."""
+    """The stage whose model it starts from, or `base`; None without a start model."""
     needs: tuple[str, ...]
-    """The stages whose products it reads."""
+    """Stages whose products it reads."""
     asked: dict[str, Any]
-    """What decides its numbers, by dotted key; products are named, not their paths."""
+    """The settings that decide its results, by dotted key. Products appear by name, not by path."""
     of: str | None = None
-    """Of a measurement: the stage whose model is measured."""
+    """For a measurement: the stage whose model is measured."""
 
 
 class Stages:
-    """The stages of one folder, under its lock; each has a folder of its name in it."""
+    """The stages of one folder, which is locked. Each stage has a subfolder of its name."""
 
     def __init__(self, folder: Path, plan: Sequence[PlannedStage], index: StageIndex, lock: RunDirectory) -> None:
         self.folder, self.plan, self.index, self._lock = folder, list(plan), index, lock
 
     @classmethod
     def open(cls, folder: Path, plan: Sequence[PlannedStage], recipe: str, start_from: str | None = None) -> Stages:
-        """A new run of stages, or the one that is there, if the plan goes on with it. Takes the lock."""
+        """Open a new run of stages, or resume the existing one if the plan allows it. Takes the lock."""
         _check_folder(folder)
         lock = RunDirectory(folder)
         try:
@@ -67,14 +68,14 @@ class Stages:
             raise UserError(f"cannot write the folder of the stages {folder}: {error.strerror}") from error
         try:
             stages = cls(folder, plan, StageIndex.read(folder), lock)
-            stages._settle()
+            stages._record_finished()
             if start_from is not None:
                 stages._check_changes(before=start_from)
                 stages._forget(start_from)
             else:
                 stages._check_changes()
             remove_leftovers(folder)
-            stages.index.write()  # the first thing here, by which the folder is known for what it is
+            stages.index.write()  # written first: it marks the folder as one of stages
             atomic_write(folder / RECIPE_FILE, recipe)
         except BaseException:
             lock.close()
@@ -86,22 +87,22 @@ class Stages:
         return [stage for stage in self.plan if not self.index.is_done(stage.name)]
 
     def begin(self, stage: PlannedStage) -> None:
-        """Write down that a stage begins, once all it needs is there and whole."""
+        """Record that a stage begins. Raises if a product that it needs is missing or damaged."""
         for name in stage.needs:
             self._check_product(name, stage.name)
         folder = self.folder / stage.name
         if stage.name not in self.index.entries and folder.exists():
-            remove(folder)  # of a life that `--from` has undone
+            remove(folder)  # left from a stage that `--from` undid
         self.index.begin(stage.name, stage.asked, time.time())
 
     def end(self, stage: PlannedStage) -> bool:
-        """Write down how a stage ended; whether it is done."""
+        """Record how a stage ended. Returns whether it is done."""
         outcome = read_outcome(self.folder / stage.name)
         self.index.end(stage.name, time.time(), outcome)
         return outcome is not None
 
     def made(self) -> dict[str, str]:
-        """What references stand for: the products and run folders of the stages that are done."""
+        """The values of references: products and run folders of finished stages."""
         found = {}
         for name, entry in self.index.entries.items():
             if entry.outcome is not None:
@@ -110,7 +111,7 @@ class Stages:
         return found
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.close()
 
     def __enter__(self) -> Stages:
@@ -121,17 +122,15 @@ class Stages:
     ) -> None:
         self.close()
 
-    # --- what is there already -----------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Take note of stages that were done when the process above them was killed."""
+    def _record_finished(self) -> None:
+        """Record stages that finished while the parent process was killed."""
         for name, entry in self.index.entries.items():
             if entry.outcome is None and (outcome := read_outcome(self.folder / name)) is not None:
                 done = (self.folder / name / OUTCOME_FILE).stat().st_mtime
                 self.index.end(name, done if entry.since is not None else time.time(), outcome)
 
     def _check_changes(self, before: str | None = None) -> None:
-        """Refuse stages that have begun and are asked for something else now; with `before` those before a stage alone."""
+        """Refuse changed settings of stages that have begun. With `before`, only stages before that one are checked."""
         changed: set[str] = set()
         for stage in self.plan:
             if stage.name == before:
@@ -160,7 +159,7 @@ class Stages:
         )
 
     def _forget(self, start_from: str) -> None:
-        """Have a stage and all after it never begun. The index goes first: a folder it does not know is a leftover."""
+        """Undo a stage and all later ones. The index is written before folders are removed: a folder that it lacks is a leftover."""
         names = [stage.name for stage in self.plan]
         if start_from not in names:
             raise unknown_name_error("stage", start_from, names)
@@ -170,7 +169,7 @@ class Stages:
         kept = names[: names.index(start_from)]
         later = [
             name for name in dict.fromkeys([*self.index.entries, *names]) if name not in kept
-        ]  # left-out stages too
+        ]  # includes stages that the recipe no longer has
         self.index.forget(later)
         for name in later:
             if (self.folder / name).exists():

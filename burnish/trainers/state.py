@@ -1,4 +1,4 @@
-"""What changes in a run besides weights and optimizer, and how a step changes it."""
+"""The trainer state: everything that changes in a run besides weights and optimizers, and its update after a step."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from burnish.algorithms.correction.budget import BudgetState
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import adapt_entropy_coefficient, adapt_kl_coefficient
 
-REWARD_MEAN_DECAY = 0.9  # of the moving mean reward, the baseline `ema` of advantage reinforce
+REWARD_MEAN_DECAY = 0.9
+"""Decay of the moving mean reward, which is baseline `ema` of advantage reinforce."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Everything that changes besides weights and optimizer, as plain JSON values; saved with every checkpoint."""
+    """Saved as JSON in every checkpoint."""
 
     step: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
-    """Where the prompts are, with the statistics of those seen."""
+    """Position of the prompt stream, with the statistics of its prompts."""
     waiting: list[list[Any]] = field(default_factory=list)
-    """Prompts that were drawn and no step was given yet (`rollout/sync_source.py`)."""
+    """Drawn prompts that no step has used yet (`PendingDraw` in `rollout/sync_source.py`)."""
     kl_coef: float | None = None
-    """Coefficient of the KL in the reward where it is steered; None where it is fixed."""
+    """Adaptive coefficient of the KL in the reward; None if it is fixed."""
     entropy_coef: float | None = None
-    """Coefficient of the entropy bonus where it is steered; None where it is fixed."""
+    """Adaptive coefficient of the entropy bonus; None if it is fixed."""
     entropy_bonus: bool = True
-    """Whether the steered bonus is on: only while the entropy is at or below its target."""
+    """Whether the adaptive bonus is on: only while the entropy is at or below its target."""
     reward_mean: float | None = None
-    """Moving average of the mean reward, after shaping, of the steps so far; None before the first."""
+    """Moving average of the mean shaped reward; None before the first step."""
     budget: BudgetState | None = None
-    """Where the controller of a mismatch budget is; None where there is none or before its first batch."""
+    """State of a mismatch budget; None without one, or before its first batch."""
 
 
 def state_from_checkpoint(values: dict[str, Any]) -> TrainerState:
-    """A state from the plain values a checkpoint holds."""
+    """The state from the JSON values of a checkpoint."""
     budget = values.pop("budget", None)
     return TrainerState(**values, budget=None if budget is None else BudgetState(**budget))
 
@@ -50,7 +51,7 @@ def initial_state(algorithm: Algorithm) -> TrainerState:
 
 
 def advance(state: TrainerState, algorithm: Algorithm, stats: Mapping[str, float], num_sequences: int) -> TrainerState:
-    """The state after a step whose mean KL, entropy and reward are in `stats`; what a step did not measure stays."""
+    """The state after a step. `stats` has its mean KL, entropy and reward; what the step did not measure stays."""
     state = replace(state, step=state.step + 1)
     if "reward" in stats:
         earlier = stats["reward"] if state.reward_mean is None else state.reward_mean
@@ -61,15 +62,15 @@ def advance(state: TrainerState, algorithm: Algorithm, stats: Mapping[str, float
         state = replace(
             state, kl_coef=adapt_kl_coefficient(state.kl_coef, kl, target.target, target.horizon, num_sequences)
         )
-    steering = algorithm.entropy.adaptive
-    if steering is not None and state.entropy_coef is not None and "entropy" in stats:
-        coef, bonus = adapt_entropy_coefficient(state.entropy_coef, stats["entropy"], steering.target, steering.delta)
+    adaptive = algorithm.entropy.adaptive
+    if adaptive is not None and state.entropy_coef is not None and "entropy" in stats:
+        coef, bonus = adapt_entropy_coefficient(state.entropy_coef, stats["entropy"], adaptive.target, adaptive.delta)
         state = replace(state, entropy_coef=coef, entropy_bonus=bonus)
     return state
 
 
 def entropy_coefficient(state: TrainerState, algorithm: Algorithm) -> float:
-    """The coefficient of the bonus in the next step."""
+    """The entropy coefficient of the next step."""
     if state.entropy_coef is None:
         return algorithm.entropy.coef
     return state.entropy_coef if state.entropy_bonus else 0.0

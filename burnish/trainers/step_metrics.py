@@ -1,14 +1,13 @@
-"""What a step looked like: the numbers for metrics.jsonl and the rows for the tables in samples/.
+"""The metrics of a step for metrics.jsonl, and its rows for the tables in samples/.
 
-What `performance.py` adds and names starting with `time/` are the only ones that differ between two identical runs.
+Only the metrics of `performance.py` and those named `time/...` differ between two identical runs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,152 +19,27 @@ from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
 from burnish.core.trajectory import Trajectory, with_accuracy
-from burnish.data.demonstrations import PromptDemonstrations
-from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row import Row
-from burnish.models.policy import AnyPolicy
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.runner import no_demonstrations
-from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch
+from burnish.rollout.scoring import RolloutBatch
 from burnish.run.run import PromptVisit
 from burnish.trainers.context import StepResult
 from burnish.trainers.mismatch import WorstToken
 from burnish.training.learner import Update
 
-# --- What episodes of several turns looked like: their numbers, and who said what, for the tables of samples.
-
-
-def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns an episode, the share that wanted more of them than they may have, environments that failed; nothing of single turns."""
-    counts, errors = [len(t.turns) for t in trajectories], sum(t.finish == "error" for t in trajectories)
-    cut = sum(t.finish == "turns" for t in trajectories)
-    if max(counts, default=0) < 2 and not errors and not cut:
-        return {}
-    return {
-        "rollout/turns_mean": sum(counts) / len(counts),
-        "rollout/turns_max": float(max(counts)),
-        "rollout/out_of_turns": cut / len(counts),
-        "rollout/environment_errors": float(errors),
-    }
-
-
-def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
-    """What was said after the prompt, as JSON: who (model or environment), the text, of a turn its state and what it earned.
-
-    None where there is but one turn and no state, so that the completion says it all.
-    """
-    turns = trajectory.turns
-    if len(turns) < 2 and all(span.state is None for span in turns):
-        return None
-    sequence, said = trajectory.sequences[-1], list[dict[str, Any]]()
-    ends = [span.start for span in turns[1:]] + [len(sequence.tokens)]
-    for span, end in zip(turns, ends, strict=True):
-        tokens, written = sequence.tokens[span.start : end], sequence.action_mask[span.start : end]
-        own = {"who": "model", "text": tokenizer.decode(tokens[written].tolist()), "reward": span.reward}
-        said.append(own | ({} if span.state is None else {"state": span.state}))
-        if not written.all():
-            said.append({"who": "environment", "text": tokenizer.decode(tokens[~written].tolist())})
-    return json.dumps(said, ensure_ascii=False)
-
-
-# --- Demonstrations inside the groups of a run: found before it starts, and what a step says about them.
-
-FindDemonstrations = Callable[[PromptSample, int], list[Trajectory]]
-
-
-def build_demonstrations(
-    config: TrainConfig, policy: AnyPolicy, stream: PromptStream, base: Path | None
-) -> tuple[FindDemonstrations, str | None]:
-    """What joins the samples of a draw, and a sentence about prompts that nothing joins; nobody where none are asked for."""
-    data, each = config.data, config.data.demonstrations_per_group
-    if not each:
-        return no_demonstrations, None
-    longest = max(stage.max_tokens for stage in config.rollout.all_stages())
-    if policy.max_positions is not None:
-        longest = min(longest, policy.max_positions - stream.longest())
-    traces = PromptDemonstrations(data, policy.tokenizer, longest, config.seed, base)
-    traces.needs_logp = getattr(config.algorithm.loss, "weight", None) == "author"
-    traces.scan(stream.rows())
-    return GroupDemonstrations(traces, each, policy.tokenizer), traces.report()
-
-
-def demonstration_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Of a step whose groups may have demonstrations: how many, their tokens, their mean reward and accuracy, and the prompts without."""
-    found = rollouts.demonstrations
-    rewards = [t.reward for t in found if t.reward is not None]
-    verdicts = [accuracy for _, accuracy in with_accuracy(found)]
-    groups = {(t.prompt_id, t.visit) for t in found}
-    values = {
-        "demonstrations/number": float(len(found)),
-        "demonstrations/tokens": float(sum(t.num_actions for t in found)),
-        "demonstrations/missing": float(len(rollouts.draws) - len(groups)),
-    }
-    values |= {"demonstrations/reward": sum(rewards) / len(rewards)} if rewards else {}
-    return values | ({"demonstrations/accuracy": sum(verdicts) / len(verdicts)} if verdicts else {})
-
-
-# --- What a step knew of every token of a sample: its advantage, and how far engine and trainer were apart on it.
-#
-# Only samples that are kept in a table are looked at, so that a step pays for some dozen sequences, whatever its batch.
-
-OptionalFloats = list[float | None]
-
-
-class TokenValues(NamedTuple):
-    """Of each token the model wrote in the last sequence of a sample; None where there is no such value."""
-
-    advantages: OptionalFloats | None
-    """None where all tokens of a sample share its advantage."""
-    gap: OptionalFloats | None
-    """The trainer's log-prob less the engine's; None of a demonstration, which no engine sampled."""
-
-
-def token_values(
-    usable: Sequence[Trajectory], kept: set[str], batch: Batch | None, trainer_logp: Tensor | None
-) -> dict[str, TokenValues]:
-    """The values of the trajectories whose ids are `kept`, as far as filters left them in the batch.
-
-    `usable` are the trajectories that the batch's `trajectory_ids` point into, `trainer_logp` [N] the trainer's log-probs before its
-    first update, nan where not known.
-    """
-    if batch is None:
-        return {}
-    per_token = batch.token.get("advantages")
-    if per_token is None and trainer_logp is None:
-        return {}
-    owners = batch.sequence["trajectory_ids"].tolist()
-    chosen = [k for k, owner in enumerate(owners) if usable[owner].id in kept]
-    part = batch.with_token(**({} if trainer_logp is None else {"trainer_logp": trainer_logp}))
-    part = part.select(torch.tensor(chosen, dtype=torch.int64)).to(torch.device("cpu"))
-    found = {}
-    for k, index in enumerate(chosen):
-        span = slice(int(part.offsets[k]), int(part.offsets[k + 1]))
-        written = part.action_mask[span]
-        sequence = usable[owners[index]].sequences[-1]
-        if part.tokens[span].tolist() != sequence.tokens.tolist():
-            continue  # an earlier context of an agent, which no table shows
-
-        def of(column: Tensor, span: slice = span, written: Tensor = written) -> OptionalFloats:
-            return [value if math.isfinite(value) else None for value in column[span][written].tolist()]
-
-        advantages = None if per_token is None else of(part.token["advantages"])
-        gap = None
-        if trainer_logp is not None and not usable[owners[index]].is_demonstration:
-            gap = of(part.token["trainer_logp"] - part.token["behaviour_logp"])
-        found[usable[owners[index]].id] = TokenValues(advantages, gap)
-    return found
-
-
 MAX_SAMPLE_ROWS = 64
+"""Rows of a step in the samples table."""
 ANSWER_COLUMNS = ("solution", "ground_truth", "label", "target", "final_answer", "expected_answer", "reference_answer")
-"""Where rows of other systems keep what is expected, for a reward function that takes it by that name."""
+"""Columns in which other systems keep the expected answer, for a reward function that takes it by that name."""
 PREPARED_METRIC_NAMES = {"vf_explained_var": "critic/vf_explained_var"}
+"""Metrics of the pipeline that do not belong under `actor/`."""
+OptionalFloats = list[float | None]
 
 
 def training_metrics(
     rollouts: RolloutBatch, result: StepResult, step_s: float, is_shaped: bool = False
 ) -> dict[str, Any]:
-    """All metrics of a training step; `is_shaped` where shapers change its rewards."""
+    """Metrics of rollouts, rewards, updates and mismatch. `is_shaped`: shapers change the rewards."""
     values = reward_metrics(rollouts) | rollout_metrics(rollouts)
     batch, updates = result.batch, result.updates
     if batch is not None:
@@ -188,14 +62,14 @@ def training_metrics(
 
 
 def mean_stats(updates: Sequence[Update]) -> dict[str, float]:
-    """The mean of every statistic over the updates that have it."""
+    """The mean of each statistic over the updates that have it."""
     names = sorted({name for update in updates for name in update.stats})
     seen = {name: [u.stats[name] for u in updates if name in u.stats] for name in names}
     return {name: sum(found) / len(found) for name, found in seen.items()}
 
 
 def reward_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Mean reward, accuracy where a reward says right or wrong, each part's mean, what timed out and what failed."""
+    """Mean reward, accuracy, mean of each reward part, and counts of timed-out and failed samples."""
     scored = [t for t in rollouts.trajectories if t.reward is not None]
     values = {
         "reward/failed": float(len(rollouts.failed)),
@@ -217,7 +91,7 @@ def reward_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def binary_reward_hint(config: TrainConfig, scored: RolloutBatch) -> str | None:
-    """A hint where a user's function gives only 0 and 1 to held-out samples without saying that 1 is correct."""
+    """A hint if a user's reward gives only 0 and 1 to held-out samples but does not declare that 1 is correct."""
     own = [i for i, part in enumerate(config.reward.parts) if is_plugin(part.name) and part.correct_at is None]
     rewards = {t.reward for t in scored.trajectories if t.reward is not None}
     if not own or with_accuracy(scored.trajectories) or rewards != {0.0, 1.0}:
@@ -230,18 +104,18 @@ def binary_reward_hint(config: TrainConfig, scored: RolloutBatch) -> str | None:
 
 
 def num_timed_out(rollouts: RolloutBatch) -> int:
-    """Samples whose reward was not there in time."""
+    """Samples whose reward timed out."""
     return sum(bool(t.metadata.get("timed_out")) for t in rollouts.trajectories)
 
 
 def mean_reward(rollouts: RolloutBatch) -> float | None:
-    """Of the samples that could be scored, before shaping; None where there is none."""
+    """Mean reward of the scored samples, before shaping; None without any."""
     rewards = [t.reward for t in rollouts.trajectories if t.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Tokens that were sampled, those for baselines too, lengths, truncation, and how many groups had nothing to compare."""
+    """Sampled tokens (baselines included), lengths, truncation, and the share of groups with equal rewards."""
     lengths = [t.num_actions for t in rollouts.trajectories]
     groups: dict[tuple[str, int], set[float]] = {}
     for t in rollouts.trajectories:
@@ -257,7 +131,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def no_signal_text(batch: Batch) -> str:
-    """One line on a batch whose groups were all filtered out."""
+    """Why the group filters left nothing, in one line."""
     groups, num = compact_ids(batch.sequence["group_ids"])
     rewards = batch.sequence["reward"]
     high, low = segment_max(rewards, groups, num), segment_min(rewards, groups, num)
@@ -269,7 +143,7 @@ def no_signal_text(batch: Batch) -> str:
 
 
 def nothing_left_text(batch: Batch) -> str:
-    """One line on a batch whose samples were all filtered out of the loss."""
+    """Why the sample filters left nothing, in one line."""
     truncated = int(batch.sequence["truncated"].sum())
     return f"the filters took all {batch.num_sequences} sequences out of the loss ({truncated} of them truncated)"
 
@@ -283,7 +157,7 @@ def used_trajectory_ids(rollouts: RolloutBatch, batch: Batch | None) -> list[str
 
 
 def prompt_visits(rollouts: RolloutBatch) -> list[PromptVisit]:
-    """How each prompt of the step was answered, with those that a filter dropped; one nobody could score has no scores."""
+    """The scores of each prompt of the step, filtered groups included."""
     groups: dict[tuple[str, int], list[Trajectory]] = {}
     verdicts = {t.id: accuracy for t, accuracy in with_accuracy(rollouts.trajectories)}
     for t in rollouts.trajectories:
@@ -296,6 +170,38 @@ def prompt_visits(rollouts: RolloutBatch) -> list[PromptVisit]:
     return found
 
 
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns per trajectory, share of trajectories that ran out of turns, environment errors. Empty for single-turn rollouts."""
+    counts, errors = [len(t.turns) for t in trajectories], sum(t.finish == "error" for t in trajectories)
+    cut = sum(t.finish == "turns" for t in trajectories)
+    if max(counts, default=0) < 2 and not errors and not cut:
+        return {}
+    return {
+        "rollout/turns_mean": sum(counts) / len(counts),
+        "rollout/turns_max": float(max(counts)),
+        "rollout/out_of_turns": cut / len(counts),
+        "rollout/environment_errors": float(errors),
+    }
+
+
+def demonstration_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Number of demonstrations in the groups, their tokens, mean reward and accuracy, and prompts without any."""
+    found = rollouts.demonstrations
+    rewards = [t.reward for t in found if t.reward is not None]
+    verdicts = [accuracy for _, accuracy in with_accuracy(found)]
+    groups = {(t.prompt_id, t.visit) for t in found}
+    values = {
+        "demonstrations/number": float(len(found)),
+        "demonstrations/tokens": float(sum(t.num_actions for t in found)),
+        "demonstrations/missing": float(len(rollouts.draws) - len(groups)),
+    }
+    values |= {"demonstrations/reward": sum(rewards) / len(rewards)} if rewards else {}
+    return values | ({"demonstrations/accuracy": sum(verdicts) / len(verdicts)} if verdicts else {})
+
+
+# --- Rows of the tables ----------------------------------------------------------------------------------------------------
+
+
 def sample_rows(
     rollouts: RolloutBatch,
     batch: Batch | None,
@@ -303,7 +209,7 @@ def sample_rows(
     trainer_logp: Tensor | None = None,
     limit: int = MAX_SAMPLE_ROWS,
 ) -> list[dict[str, Any]]:
-    """The first trajectories as rows of the samples table, whole groups first; `trainer_logp` [N] are log-probs of the batch."""
+    """The first trajectories as rows of the samples table. `trainer_logp` [N] are log-probs of the batch."""
     advantages = _mean_advantages(rollouts, batch)
     trajectories = rollouts.grouped[:limit]
     shown = {t.id for t in trajectories}
@@ -340,15 +246,79 @@ def sample_rows(
     return table
 
 
+def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
+    """The turns after the prompt as JSON: speaker (model or environment), text, and the state and reward of model turns.
+
+    None for a single turn without a state, where the completion is enough.
+    """
+    turns = trajectory.turns
+    if len(turns) < 2 and all(span.state is None for span in turns):
+        return None
+    sequence, said = trajectory.sequences[-1], list[dict[str, Any]]()
+    ends = [span.start for span in turns[1:]] + [len(sequence.tokens)]
+    for span, end in zip(turns, ends, strict=True):
+        tokens, written = sequence.tokens[span.start : end], sequence.action_mask[span.start : end]
+        own = {"who": "model", "text": tokenizer.decode(tokens[written].tolist()), "reward": span.reward}
+        said.append(own | ({} if span.state is None else {"state": span.state}))
+        if not written.all():
+            said.append({"who": "environment", "text": tokenizer.decode(tokens[~written].tolist())})
+    return json.dumps(said, ensure_ascii=False)
+
+
+class TokenValues(NamedTuple):
+    """Values of each sampled token in the last sequence of a sample; None where unknown."""
+
+    advantages: OptionalFloats | None
+    """None if all tokens of a sample share its advantage."""
+    gap: OptionalFloats | None
+    """Trainer log-prob minus engine log-prob; None for a demonstration."""
+
+
+def token_values(
+    usable: Sequence[Trajectory], shown: set[str], batch: Batch | None, trainer_logp: Tensor | None
+) -> dict[str, TokenValues]:
+    """Token values of the trajectories whose ids are in `shown` and that are in the batch.
+
+    Only shown samples are read, so that the cost does not grow with the batch. The batch's `trajectory_ids` index `usable`.
+    `trainer_logp` [N] are the trainer's log-probs before its first update, nan where unknown.
+    """
+    if batch is None:
+        return {}
+    per_token = batch.token.get("advantages")
+    if per_token is None and trainer_logp is None:
+        return {}
+    owners = batch.sequence["trajectory_ids"].tolist()
+    chosen = [k for k, owner in enumerate(owners) if usable[owner].id in shown]
+    part = batch.with_token(**({} if trainer_logp is None else {"trainer_logp": trainer_logp}))
+    part = part.select(torch.tensor(chosen, dtype=torch.int64)).to(torch.device("cpu"))
+    found = {}
+    for k, index in enumerate(chosen):
+        span = slice(int(part.offsets[k]), int(part.offsets[k + 1]))
+        written = part.action_mask[span]
+        sequence = usable[owners[index]].sequences[-1]
+        if part.tokens[span].tolist() != sequence.tokens.tolist():
+            continue  # an earlier context of an agent, which the table does not show
+
+        def of(column: Tensor, span: slice = span, written: Tensor = written) -> OptionalFloats:
+            return [value if math.isfinite(value) else None for value in column[span][written].tolist()]
+
+        advantages = None if per_token is None else of(part.token["advantages"])
+        gap = None
+        if trainer_logp is not None and not usable[owners[index]].is_demonstration:
+            gap = of(part.token["trainer_logp"] - part.token["behaviour_logp"])
+        found[usable[owners[index]].id] = TokenValues(advantages, gap)
+    return found
+
+
 def expected_answer(row: Row) -> str:
-    """What a row expects, to be shown beside what was answered: its answer, or the column in which its reward function looks for one."""
+    """The expected answer of a row: its `answer`, or the first known column that a reward function may read."""
     found = (row.answer, *(row.extra.get(name) for name in ANSWER_COLUMNS))
     answer = next((one for one in found if one is not None), "")
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
 def worst_token_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of largest gap as rows of their table."""
+    """The tokens with the largest gap as rows of their table."""
     usable = rollouts.usable
     return [
         {
@@ -367,10 +337,10 @@ def worst_token_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokeni
 
 
 def _token_with_context(worst: WorstToken, tokenizer: Tokenizer) -> dict[str, str]:
-    """The text of a token, of what stands before and of what stands after it.
+    """The text of a token, and the text before and after it.
 
-    The texts are what each part adds to the one before: a decoder may treat the first token of a text specially, and
-    writes a character only once all its bytes are there.
+    Each text is what its tokens add to the decoded text before them. A decoder may treat the first token specially, and it emits a
+    character only when all its bytes are there.
     """
     tokens = [*worst.before, worst.token, *worst.after]
     ends = (len(worst.before), len(worst.before) + 1, len(tokens))
@@ -380,12 +350,12 @@ def _token_with_context(worst: WorstToken, tokenizer: Tokenizer) -> dict[str, st
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """How many characters two texts begin with together."""
+    """Length of the common prefix of two texts."""
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _mean_advantages(rollouts: RolloutBatch, batch: Batch | None) -> dict[str, float]:
-    """Mean advantage of each trajectory in the batch."""
+    """The mean advantage of each trajectory in the batch."""
     if batch is None:
         return {}
     if "advantages" in batch.sequence:

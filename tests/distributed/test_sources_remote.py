@@ -53,14 +53,14 @@ def parts(tmp_path: Path) -> Parts:
 @pytest.fixture
 def source(parts: Parts, tmp_path: Path) -> Iterator[AsyncSource]:
     config = parts.config
-    driver = build_runner(config, parts.trainer.policy, cast(Any, parts.engine), tmp_path)
-    stream = PromptStream(config.data.train, driver.tokenizer, config.data, config.seed)
+    runner = build_runner(config, parts.trainer.policy, cast(Any, parts.engine), tmp_path)
+    stream = PromptStream(config.data.train, runner.tokenizer, config.data, config.seed)
 
     def plans(step: int) -> RolloutPlan | None:
         return PLAN if step <= STEPS else None
 
     journal = Journal(tmp_path / "journal")
-    made = AsyncSource(stream, driver, cast(Rewards, Judge()), journal, plans, 2, 60.0, parts.notes.append)
+    made = AsyncSource(stream, runner, cast(Rewards, Judge()), journal, plans, 2, 60.0, parts.notes.append)
     yield made
     made.close()
 
@@ -94,13 +94,13 @@ def test_samples_go_on_under_the_weights_of_the_moment_and_none_is_lost(parts: P
 def test_samples_are_stopped_where_they_are_and_keep_their_tokens(parts: Parts, source: AsyncSource) -> None:
     reached = [hold(worker.thread.engine) for worker in parts.backend.workers]
     source._fill(1, PLAN, 0)
-    source.pump.run()
+    source.thread.run()
     assert all(event.wait(30) for event in reached)  # every sample has five tokens, and no more without leave
     learn(parts.trainer)
     source.load(1)
-    stopped = list(source.flight.aside)
+    stopped = list(source.in_flight.paused)
     assert len(stopped) == 2 * PLAN.prompts * PLAN.n
-    assert all(one.partial >= 5 and set(one.version[-one.partial :]) == {0} for one in stopped)
+    assert all(one.num_partial >= 5 and set(one.version[-one.num_partial :]) == {0} for one in stopped)
     scored = source.next(2, PLAN, lambda text: None)
     assert all(set(versions(t)) == {0, 1} for t in scored.trajectories)
 

@@ -208,7 +208,9 @@ def test_a_template_whose_variables_change_how_the_assistant_is_opened_is_refuse
         "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}{% if terse %}>{% else %}<assistant>{% endif %}{% endif %}"
     )
     prompt = prompt_of(Row("s/0", "1+1?", "s", None), tokenizer, kwargs={"terse": True})
-    with pytest.raises(UserError, match="opens the assistant's turn with '<assistant>', which this prompt has nowhere"):
+    with pytest.raises(
+        UserError, match="opens the assistant's turn with '<assistant>', which this prompt does not contain"
+    ):
         Dialogue(prompt, tokenizer)
 
 

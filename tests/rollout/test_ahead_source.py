@@ -60,11 +60,11 @@ class Life:
 
     def __init__(self, folder: Path, engine: SlowEngine | None = None, kind: type[SyncSource] = AheadSource) -> None:
         self.engine, self.notes = engine or SlowEngine(), list[str]()
-        driver = RolloutRunner(cast(Any, self.engine), environment_factory(Environment(), TOKENIZER), TOKENIZER, 3)
+        runner = RolloutRunner(cast(Any, self.engine), environment_factory(Environment(), TOKENIZER), TOKENIZER, 3)
         curriculum = PrioritisedCurriculum(warmup_steps=1)
         self.stream = PromptStream(SOURCES, TOKENIZER, Data(train=SOURCES), 3, curriculum=curriculum)
         self.journal = Journal(folder / "journal")
-        parts = self.stream, driver, cast(Rewards, Judge()), self.journal
+        parts = self.stream, runner, cast(Rewards, Judge()), self.journal
         ahead = (self.plans, lambda text: None, self.notes.append) if kind is AheadSource else ()
         self.source = kind(*parts, *ahead)
 

@@ -74,11 +74,11 @@ class Life:
     ) -> None:
         self.engine, self.plan, self.notes = engine, plan, list[str]()
         factory = environment_factory(Environment(), TOKENIZER)
-        driver = RolloutRunner(cast(Any, engine), factory, TOKENIZER, SEED)
+        runner = RolloutRunner(cast(Any, engine), factory, TOKENIZER, SEED)
         self.stream = PromptStream(SOURCES, TOKENIZER, Data(train=SOURCES), SEED)
         self.journal = Journal(folder / "journal")
         self.source = AsyncSource(
-            self.stream, driver, cast(Rewards, Judge(looks)), self.journal, self.plans, max_staleness, deadline_s, self.notes.append, clock
+            self.stream, runner, cast(Rewards, Judge(looks)), self.journal, self.plans, max_staleness, deadline_s, self.notes.append, clock
         )  # fmt: skip
 
     def plans(self, step: int) -> RolloutPlan | None:
@@ -229,7 +229,7 @@ def test_with_no_staleness_it_gives_what_the_synchronous_source_gives(tmp_path: 
     life = Life(tmp_path / "async", SlowEngine(), max_staleness=0, plan=plan)
     close.append(life)
     other = Life(tmp_path / "sync", SlowEngine())
-    sync = SyncSource(other.stream, other.source.driver, cast(Rewards, Judge()), other.journal)
+    sync = SyncSource(other.stream, other.source.runner, cast(Rewards, Judge()), other.journal)
     for step in range(1, 4):
         found, expected = life.step(step), sync.next(step, plan, lambda text: None)
         sync.load(step)
@@ -342,8 +342,8 @@ def test_scores_on_their_way_are_all_there_after_a_rest(tmp_path: Path, close: l
     judge.held = "/train/4#"
     life.step(1)
     while not judge.pending:  # the source has it
-        life.source.pump.run()
-        life.source.pump.stop()
+        life.source.thread.run()
+        life.source.thread.stop()
     judge.held = ""
     life.source.pause()
     assert judge.pending == 0
@@ -355,9 +355,9 @@ def test_a_stop_keeps_the_samples_that_have_ended(tmp_path: Path, close: list[Li
     close.append(first)
     first.step(1)
     saved = first.saved()
-    first.source.pump.run()
+    first.source.thread.run()
     until = time.monotonic() + 60
-    while not any(group.found for group in first.source.groups.values()):
+    while not any(group.finished for group in first.source.groups.values()):
         assert time.monotonic() < until
         time.sleep(0.01)
     first.source.stop()
@@ -366,11 +366,11 @@ def test_a_stop_keeps_the_samples_that_have_ended(tmp_path: Path, close: list[Li
     assert first.journal.events[-1]["event"] == "partial"
     second = Life(tmp_path, SlowEngine())
     close.append(second)
-    kept = {f"{group}.{sample}" for group, sample in second.source._kept}
+    kept = {f"{group}.{sample}" for group, sample in second.source._resumed}
     assert kept
     second.restored(1, saved)
     issued: list[str] = []
-    issue = second.source._issue
-    second.source._issue = lambda group, sample: (issued.append(f"{group.id}.{sample}"), issue(group, sample))[1]  # type: ignore[func-returns-value,method-assign]
+    issue = second.source._add_sample
+    second.source._add_sample = lambda group, sample: (issued.append(f"{group.id}.{sample}"), issue(group, sample))[1]  # type: ignore[func-returns-value,method-assign]
     check_whole(second.step(2), 2, 1)
     assert not kept & set(issued)

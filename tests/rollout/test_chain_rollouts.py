@@ -65,12 +65,12 @@ def draws(tokenizer: Tokenizer) -> list[PromptSample]:
     return [PromptSample(Prompt(r, str(r.prompt), tokenizer.encode(str(r.prompt))), visit=1) for r in rows]
 
 
-def driver_of(engine: Any, tokenizer: Tokenizer) -> RolloutRunner:
+def runner_of(engine: Any, tokenizer: Tokenizer) -> RolloutRunner:
     return RolloutRunner(engine, environment_factory(Environment(), tokenizer), tokenizer, seed=7)
 
 
-def sampled(driver: RolloutRunner, draws: list[PromptSample], n: int = 6) -> list[Trajectory]:
-    found = sorted(driver.run(draws, n, SAMPLING, "train"), key=lambda t: t.id)
+def sampled(runner: RolloutRunner, draws: list[PromptSample], n: int = 6) -> list[Trajectory]:
+    found = sorted(runner.run(draws, n, SAMPLING, "train"), key=lambda t: t.id)
     cut_into_segments(found, CHAIN)
     return found
 
@@ -125,11 +125,11 @@ def test_what_is_continued_begins_with_its_state_and_has_the_room_that_is_left(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     engine = DenseEngine(model, 16)
-    driver = driver_of(engine, tokenizer)
-    samples = sampled(driver, draws)
+    runner = runner_of(engine, tokenizer)
+    samples = sampled(runner, draws)
     before = engine.stats.tokens
-    wanted = {(b.draw.prompt.row.id, b.sample): b for b in border_prefixes(samples, draws, CHAIN, driver.seed)}
-    found = list(driver.continue_all(wanted.values(), SAMPLING))
+    wanted = {(b.draw.prompt.row.id, b.sample): b for b in border_prefixes(samples, draws, CHAIN, runner.seed)}
+    found = list(runner.continue_all(wanted.values(), SAMPLING))
     assert {(t.prompt_id, t.sample) for t in found} == wanted.keys()
     assert sum(t.num_actions for t in found) == engine.stats.tokens - before  # only what was drawn for them
     for t in found:
@@ -146,11 +146,11 @@ def test_what_is_continued_begins_with_its_state_and_has_the_room_that_is_left(
 def test_an_answer_continued_does_not_depend_on_who_else_is(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
-    driver = driver_of(DenseEngine(model, 16), tokenizer)
-    wanted = border_prefixes(sampled(driver, draws), draws, CHAIN, driver.seed)
+    runner = runner_of(DenseEngine(model, 16), tokenizer)
+    wanted = border_prefixes(sampled(runner, draws), draws, CHAIN, runner.seed)
 
     def tokens_of(engine: Any, some: Sequence[AnswerPrefix]) -> dict[tuple[str, int], list[int]]:
-        found = driver_of(engine, tokenizer).continue_all(some, SAMPLING)
+        found = runner_of(engine, tokenizer).continue_all(some, SAMPLING)
         return {(t.prompt_id, t.sample): t.sequences[0].tokens.tolist() for t in found}
 
     everyone = tokens_of(DenseEngine(model, 16), wanted)
@@ -163,12 +163,12 @@ def test_samples_that_will_be_continued_leave_their_cache_to_those_that_do(
 ) -> None:
     engine = PagedEngine(model, 16, num_pages=500)
     engine.reserve(300)
-    driver, sampling = driver_of(engine, tokenizer), SamplingOptions(max_tokens=120)
-    samples = list(driver.run(draws, 2, sampling, "train", branching=CHAIN))
+    runner, sampling = runner_of(engine, tokenizer), SamplingOptions(max_tokens=120)
+    samples = list(runner.run(draws, 2, sampling, "train", branching=CHAIN))
     cut_into_segments(samples, ChainPlan(0.9, 10, 2))
-    wanted = border_prefixes(samples, draws, ChainPlan(0.9, 10, 2), driver.seed)
+    wanted = border_prefixes(samples, draws, ChainPlan(0.9, 10, 2), runner.seed)
     computed = engine.stats.prefilled_tokens
-    assert len(list(driver.continue_all(wanted, sampling))) == len(wanted)
+    assert len(list(runner.continue_all(wanted, sampling))) == len(wanted)
     states = {(b.draw.prompt.row.id, b.tokens) for b in wanted}
     assert engine.stats.prefilled_tokens - computed <= 16 * len(states)  # a page for each state, not its whole past
     assert sum(len(tokens) for _, tokens in states) > 2 * 16 * len(states)
@@ -197,13 +197,13 @@ def enumerated(model: Decoder, prompt: list[int], begun: tuple[int, ...], most: 
 def test_values_are_those_of_all_continuations_weighed_by_their_probability(tools: Any, tokenizer: Tokenizer) -> None:
     model, most, rollouts = tools.decoder(vocab=4), 3, 3000
     draw = PromptSample(Prompt(Row("rows/31>", "31>", "rows", None), "31>", [2, 3]), visit=1)
-    driver = driver_of(DenseEngine(model, 4096), tokenizer)
+    runner = runner_of(DenseEngine(model, 4096), tokenizer)
     sample = written([0.5] * most, prompt=(2, 3))
     cut_into_segments([sample], ChainPlan(0.9, 1, rollouts))
-    wanted = border_prefixes([sample], [draw], ChainPlan(0.9, 1, rollouts), driver.seed)
+    wanted = border_prefixes([sample], [draw], ChainPlan(0.9, 1, rollouts), runner.seed)
     states = {b.sample: b.state for b in wanted}
     sampling = SamplingOptions(max_tokens=most)
-    continued = list(driver.continue_all(wanted, sampling))
+    continued = list(runner.continue_all(wanted, sampling))
     for t in continued:
         t.reward, t.metadata["state"] = outcome(t.sequences[0].tokens[2:].tolist()), states[t.sample]
     attach_border_values([sample], continued)
@@ -215,13 +215,13 @@ def test_values_are_those_of_all_continuations_weighed_by_their_probability(tool
 def test_a_policy_that_always_does_the_same_has_the_value_of_what_it_does(tools: Any, tokenizer: Tokenizer) -> None:
     model = tools.successor(8)
     draw = PromptSample(Prompt(Row("rows/31>", "31>", "rows", None), "31>", [2, 3]), visit=1)
-    driver = driver_of(DenseEngine(model), tokenizer)
+    runner = runner_of(DenseEngine(model), tokenizer)
     sample = written([0.5] * 4, prompt=(2, 3))
     sample.sequences[0].tokens[2:] = [4, 5, 7, 0]  # it left the policy's way with the third token
     cut_into_segments([sample], ChainPlan(0.9, 1, 2))
-    wanted = border_prefixes([sample], [draw], ChainPlan(0.9, 1, 2), driver.seed)
+    wanted = border_prefixes([sample], [draw], ChainPlan(0.9, 1, 2), runner.seed)
     states = {b.sample: b.state for b in wanted}
-    continued = list(driver.continue_all(wanted, SamplingOptions(max_tokens=4)))
+    continued = list(runner.continue_all(wanted, SamplingOptions(max_tokens=4)))
     for t in continued:
         t.reward, t.metadata["state"] = float(t.sequences[0].tokens[2:].tolist() == [4, 5, 6, 7]), states[t.sample]
     attach_border_values([sample], continued)
@@ -277,7 +277,7 @@ def life(model: Decoder, tokenizer: Tokenizer, rewards: Rewards, tmp_path: Path)
 
     def start() -> SyncSource:
         stream = PromptStream(SOURCES, tokenizer, Data(train=SOURCES), seed=3)
-        return SyncSource(stream, driver_of(DenseEngine(model, 16), tokenizer), rewards, Journal(tmp_path / "journal"))
+        return SyncSource(stream, runner_of(DenseEngine(model, 16), tokenizer), rewards, Journal(tmp_path / "journal"))
 
     return start
 
@@ -294,7 +294,7 @@ def test_samples_of_a_source_have_values_and_every_sampled_token_counts(life: An
     scored = source.next(1, PLAN, quiet)
     assert [t.sample for t in scored.trajectories] == [0, 1] * 3
     assert all(t.sample <= FIRST_CONTINUED_SAMPLE and t.reward is not None for t in scored.continued)
-    assert scored.num_tokens == source.driver.engine.stats.tokens
+    assert scored.num_tokens == source.runner.engine.stats.tokens
     for t in scored.trajectories:
         assert len(t.metadata["border_values"]) == len(t.metadata["borders"]) > 0
     assert pack(scored.usable).ragged["border_values"].values.shape[0] == sum(
@@ -306,11 +306,11 @@ def test_samples_of_a_source_have_values_and_every_sampled_token_counts(life: An
 def test_a_resumed_source_has_the_same_values_and_samples_only_what_was_lost(life: Any, lost: str) -> None:
     whole = life().next(1, PLAN, quiet)
     source = life()
-    del source.memory.earlier["scored", 1, 0]
+    del source.rounds.recorded["scored", 1, 0]
     if lost == "completed":
-        del source.memory.earlier["completed", 1, 0]
+        del source.rounds.recorded["completed", 1, 0]
     again = source.next(1, PLAN, quiet)
-    assert (source.driver.engine.stats.tokens > 0) == (lost == "completed")
+    assert (source.runner.engine.stats.tokens > 0) == (lost == "completed")
     for name in ("trajectories", "continued"):
         pairs = list(zip(getattr(whole, name), getattr(again, name), strict=True))
         assert pairs

@@ -71,33 +71,33 @@ class Stopping(DenseEngine):
         return super().stream()
 
 
-def stopped_again_and_again(driver: RolloutRunner, sampling: SamplingOptions) -> dict[str, Trajectory]:
+def stopped_again_and_again(runner: RolloutRunner, sampling: SamplingOptions) -> dict[str, Trajectory]:
     """All samples; every time the engine is interrupted they are stopped, and new weights are announced."""
-    flight = InFlightTrajectories(driver)
+    in_flight = InFlightTrajectories(runner)
     for draw in draws():
         for sample in range(3):
-            flight.add(draw, sample, sampling, "train")
+            in_flight.add(draw, sample, sampling, "train")
     found: list[Trajectory] = []
     for version in range(200):
-        driver.engine.load(version, ())
-        flight.go_on()
-        for completion in driver.engine.stream():
-            finished = flight.take(completion)
+        runner.engine.load(version, ())
+        in_flight.submit_pending()
+        for completion in runner.engine.stream():
+            finished = in_flight.take(completion)
             found += [] if finished is None else [finished]
-        found += flight.halt()
-        if not flight.aside:
+        found += in_flight.pause_all()
+        if not in_flight.paused:
             return {t.id: t for t in found}
     raise AssertionError("no end")
 
 
-def driver_of(engine: Engine, make: MakeEnvironment | None = None, max_turns: int = 1) -> RolloutRunner:
+def runner_of(engine: Engine, make: MakeEnvironment | None = None, max_turns: int = 1) -> RolloutRunner:
     return RolloutRunner(engine, make or environment_factory(Environment(), TOKENIZER), TOKENIZER, 7, max_turns)
 
 
 @pytest.mark.parametrize("every", [1, 9])
 def test_a_sample_that_is_stopped_has_the_tokens_of_one_that_is_not(model: Decoder, every: int) -> None:
-    expected = {t.id: t for t in driver_of(DenseEngine(model, 4)).run(draws(), 3, SAMPLING, "train")}
-    found = stopped_again_and_again(driver_of(Stopping(model, every)), SAMPLING)
+    expected = {t.id: t for t in runner_of(DenseEngine(model, 4)).run(draws(), 3, SAMPLING, "train")}
+    found = stopped_again_and_again(runner_of(Stopping(model, every)), SAMPLING)
     assert found.keys() == expected.keys()
     kinds = set()
     for name, one in found.items():
@@ -116,8 +116,8 @@ def test_turns_of_an_environment_see_whole_completions(model: Decoder, tmp_path:
     (tmp_path / "game.py").write_text(TWO_TURNS)
     make = environment_factory(Environment(name="game.py:Game"), TOKENIZER, tmp_path)
     sampling = SamplingOptions(max_tokens=30, stop_tokens=(1, 2, 3))
-    expected = {t.id: t for t in driver_of(DenseEngine(model), make, 2).run(draws(), 3, sampling, "train")}
-    found = stopped_again_and_again(driver_of(Stopping(model, 7), make, 2), sampling)
+    expected = {t.id: t for t in runner_of(DenseEngine(model), make, 2).run(draws(), 3, sampling, "train")}
+    found = stopped_again_and_again(runner_of(Stopping(model, 7), make, 2), sampling)
     assert {name: (t.reward, t.completion) for name, t in found.items()} == {
         name: (t.reward, t.completion) for name, t in expected.items()
     }
@@ -127,31 +127,31 @@ def test_a_stop_string_across_the_place_where_a_sample_was_stopped_ends_it(tools
     model = tools.successor(13)  # after "9>" it counts on for ever
     sampling = SamplingOptions(max_tokens=30, stop=("345", "12345"))
     decode = TOKENIZER.decode
-    expected = {t.id: t for t in driver_of(DenseEngine(model, decode=decode)).run(draws(), 3, sampling, "train")}
+    expected = {t.id: t for t in runner_of(DenseEngine(model, decode=decode)).run(draws(), 3, sampling, "train")}
     assert all(t.completion.endswith("345") and t.finish == "stop" for t in expected.values())
     for every in (36, 42):  # of six samples: six or seven tokens of each, the last of them within the string
-        found = stopped_again_and_again(driver_of(Stopping(model, every)), sampling)
+        found = stopped_again_and_again(runner_of(Stopping(model, every)), sampling)
         assert {k: t.completion for k, t in found.items()} == {k: t.completion for k, t in expected.items()}
 
 
 def test_what_ended_before_it_could_be_stopped_is_returned(model: Decoder) -> None:
     engine = DenseEngine(model)
-    flight = InFlightTrajectories(driver_of(engine))
+    in_flight = InFlightTrajectories(runner_of(engine))
     for draw in draws():
-        flight.add(draw, 0, SamplingOptions(max_tokens=1), "train")
-    flight.go_on()
-    first = flight.take(next(iter(islice(engine.stream(), 1))))
+        in_flight.add(draw, 0, SamplingOptions(max_tokens=1), "train")
+    in_flight.submit_pending()
+    first = in_flight.take(next(iter(islice(engine.stream(), 1))))
     assert first is not None
-    (second,) = flight.halt()
+    (second,) = in_flight.pause_all()
     assert {first.prompt_id, second.prompt_id} == {"r0", "r1"}
-    assert list(flight) == []
+    assert list(in_flight) == []
 
 
 def test_an_engine_on_a_copy_keeps_sampling_with_what_it_loaded(tools: Any) -> None:
     policy = tools.decoder(seed=1)
 
     def sampled(engine: Engine) -> list[str]:
-        return [t.completion for t in sorted(driver_of(engine).run(draws(), 3, SAMPLING, "train"), key=lambda t: t.id)]
+        return [t.completion for t in sorted(runner_of(engine).run(draws(), 3, SAMPLING, "train"), key=lambda t: t.id)]
 
     engine = WeightCopyEngine(DenseEngine, policy)
     before = sampled(engine)
@@ -162,5 +162,5 @@ def test_an_engine_on_a_copy_keeps_sampling_with_what_it_loaded(tools: Any) -> N
     assert sampled(engine) == before != sampled(DenseEngine(policy))
     engine.load(1, ())
     assert sampled(engine) == sampled(DenseEngine(policy))
-    versions = {int(v) for t in driver_of(engine).run(draws(), 1, SAMPLING, "train") for v in t.sequences[0].version}
+    versions = {int(v) for t in runner_of(engine).run(draws(), 1, SAMPLING, "train") for v in t.sequences[0].version}
     assert versions == {-1, 1}

@@ -82,10 +82,10 @@ def draws() -> list[PromptSample]:
 
 
 def play(model: Decoder, kind: type[Game] = Game, max_turns: int = 5, positions: int | None = None, **options: Any) -> list[Trajectory]:  # fmt: skip
-    driver = RolloutRunner(
+    runner = RolloutRunner(
         DenseEngine(model), lambda prompt: kind(prompt, **options), TOKENIZER, 7, max_turns, positions
     )
-    found = list(driver.run(draws(), 2, SAMPLING, "train"))
+    found = list(runner.run(draws(), 2, SAMPLING, "train"))
     assert {t.id for t in found} == {"r0#0.0", "r0#0.1", "r1#0.0", "r1#0.1"}
     return found
 
@@ -144,8 +144,8 @@ def test_a_first_turn_that_might_not_fit_is_told_with_its_row(model: Decoder) ->
 def test_a_first_turn_that_its_environment_has_no_room_for_is_a_sample_lost(
     model: Decoder, positions: int | None
 ) -> None:
-    driver = RolloutRunner(DenseEngine(model), Scoring, TOKENIZER, 7, 5, positions, 42)
-    found = {t.id: t for t in driver.run(draws(), 1, SAMPLING, "train")}
+    runner = RolloutRunner(DenseEngine(model), Scoring, TOKENIZER, 7, 5, positions, 42)
+    found = {t.id: t for t in runner.run(draws(), 1, SAMPLING, "train")}
     lost, kept = found["r0#0.0"], found["r1#0.0"]
     assert (lost.finish, lost.reward, lost.turns) == ("error", None, [])
     assert lost.error is not None
@@ -196,7 +196,7 @@ def test_a_state_that_is_no_text_is_refused(model: Decoder) -> None:
 def test_an_environment_that_raises_ends_its_sample_and_nothing_else(
     model: Decoder, fails: str, turns: int, reason: str
 ) -> None:
-    driver = RolloutRunner(
+    runner = RolloutRunner(
         DenseEngine(model),
         lambda prompt: Game(prompt, fails=fails if prompt.row.id == "r0" else ""),
         TOKENIZER,
@@ -204,7 +204,7 @@ def test_an_environment_that_raises_ends_its_sample_and_nothing_else(
         5,
     )
     with Rewards(Reward(parts=[{"name": "exact"}], workers=1)) as rewards:
-        scored = rollout_and_score(driver, rewards, draws(), 2, SAMPLING, "train", lambda text: None)
+        scored = rollout_and_score(runner, rewards, draws(), 2, SAMPLING, "train", lambda text: None)
     lost, kept = scored.trajectories[:2], scored.trajectories[2:]
     for one in lost:
         assert (one.finish, one.reward, one.accuracy, len(one.turns)) == ("error", None, None, turns)
@@ -238,8 +238,8 @@ def test_a_users_mistake_ends_the_run(model: Decoder) -> None:
 @pytest.mark.parametrize("kind", [DenseEngine, PagedEngine])
 def test_every_engine_gives_the_same_turns(model: Decoder, kind: Any) -> None:
     engine = kind(model, 4)
-    driver = RolloutRunner(engine, lambda prompt: Game(prompt, hint="42>" * 8), TOKENIZER, 7, 5)
-    found = {t.id: t for t in driver.run(draws(), 3, SAMPLING, "train")}
+    runner = RolloutRunner(engine, lambda prompt: Game(prompt, hint="42>" * 8), TOKENIZER, 7, 5)
+    found = {t.id: t for t in runner.run(draws(), 3, SAMPLING, "train")}
     plain = RolloutRunner(DenseEngine(model), lambda prompt: Game(prompt, hint="42>" * 8), TOKENIZER, 7, 5)
     for one in plain.run(draws(), 3, SAMPLING, "train"):
         assert found[one.id].completion == one.completion
@@ -258,8 +258,8 @@ def prefilled(model: Decoder, goes_on: bool, longest: int | None) -> tuple[int, 
     if not goes_on:  # as if nothing would follow
         submit = engine.submit
         engine.submit = lambda requests: submit([replace(r, goes_on=False) for r in requests])  # type: ignore[method-assign]
-    driver = RolloutRunner(engine, lambda prompt: Game(prompt, turns=4, hint="42>" * 8), TOKENIZER, 7, 5)
-    found = list(driver.run(draws(), 2, SAMPLING, "train"))
+    runner = RolloutRunner(engine, lambda prompt: Game(prompt, turns=4, hint="42>" * 8), TOKENIZER, 7, 5)
+    found = list(runner.run(draws(), 2, SAMPLING, "train"))
     assert {len(t.turns) for t in found} == {4}
     return engine.stats.prefilled_tokens, sum(span.start for t in found for span in t.turns), len(caches)
 
@@ -314,9 +314,9 @@ def test_a_game_from_its_task_to_the_table_of_samples(tools: Any) -> None:
     prompts = [Prompt(row, str(row.prompt), tokenizer.encode(str(row.prompt))) for row in rows]
     model = tools.decoder(vocab=tokenizer.vocab_size)
     make = environment_factory(EnvironmentConfig(name="guess_number"), tokenizer)
-    driver = RolloutRunner(DenseEngine(model), make, tokenizer, 0, 4)
+    runner = RolloutRunner(DenseEngine(model), make, tokenizer, 0, 4)
     sampling = SamplingOptions(max_tokens=20, stop_tokens=tokenizer.eos_ids)
-    found = list(driver.run([PromptSample(p, 0) for p in prompts], 2, sampling, "train"))
+    found = list(runner.run([PromptSample(p, 0) for p in prompts], 2, sampling, "train"))
     assert {t.reward for t in found} <= {0.0, 1.0}
     for one in found:
         secret = next(row.answer for row in rows if row.id == one.prompt_id)

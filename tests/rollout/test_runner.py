@@ -1,4 +1,4 @@
-"""The driver with real engines on tiny models: who wrote which token, with which noise, and how it ended."""
+"""The runner with real engines on tiny models: who wrote which token, with which noise, and how it ended."""
 
 from __future__ import annotations
 
@@ -83,22 +83,22 @@ def by_id(trajectories: Any) -> dict[str, Trajectory]:
 def test_what_is_done_is_left_out_and_the_rest_stays_the_same(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
-    driver = RolloutRunner(DenseEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
-    whole = by_id(driver.run(draws, 2, SAMPLING, "eval"))
+    runner = RolloutRunner(DenseEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
+    whole = by_id(runner.run(draws, 2, SAMPLING, "eval"))
     done = {(draws[0].prompt.row.id, 1), *((draws[1].prompt.row.id, k) for k in range(2))}
-    rest = by_id(driver.run(draws, 2, SAMPLING, "eval", done))
+    rest = by_id(runner.run(draws, 2, SAMPLING, "eval", done))
     visits = {d.prompt.row.id: d.visit for d in draws}
     assert whole.keys() - rest.keys() == {f"{name}#{visits[name]}.{k}" for name, k in done}
     assert all(rest[name].completion == whole[name].completion for name in rest)
     everything = {(d.prompt.row.id, k) for d in draws for k in range(2)}
-    assert list(driver.run(draws, 2, SAMPLING, "eval", everything)) == []
+    assert list(runner.run(draws, 2, SAMPLING, "eval", everything)) == []
 
 
 def test_a_single_turn_is_what_the_engine_gives_for_the_samples_key(
     tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
-    driver = RolloutRunner(DenseEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
-    got = by_id(driver.run(draws, 3, SAMPLING, "train"))
+    runner = RolloutRunner(DenseEngine(model, 4), environment_factory(Environment(), tokenizer), tokenizer, seed=7)
+    got = by_id(runner.run(draws, 3, SAMPLING, "train"))
     assert got.keys() == {f"{d.prompt.row.id}#{d.visit}.{k}" for d in draws for k in range(3)}
     for draw in draws:
         for sample in range(3):
@@ -123,9 +123,9 @@ def test_noise_belongs_to_seed_stream_visit_and_sample(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     def completions(seed: int, stream: str, visit: int) -> list[str]:
-        driver = RolloutRunner(DenseEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed)
+        runner = RolloutRunner(DenseEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed)
         sampling = SamplingOptions(max_tokens=20)
-        return sorted(t.completion for t in driver.run([PromptSample(draws[0].prompt, visit)], 2, sampling, stream))
+        return sorted(t.completion for t in runner.run([PromptSample(draws[0].prompt, visit)], 2, sampling, stream))
 
     first = completions(0, "train", 0)
     assert first[0] != first[1]
@@ -138,9 +138,9 @@ def test_noise_belongs_to_seed_stream_visit_and_sample(
 def test_observations_are_not_actions_and_the_noise_goes_on_behind_them(
     tools: Any, model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any, max_rows: int
 ) -> None:
-    driver = RolloutRunner(DenseEngine(model, max_rows), game(), tokenizer, seed=7, max_turns=2)
-    driver.engine.load(3, [])
-    got = by_id(driver.run(draws, 2, SAMPLING, "train"))
+    runner = RolloutRunner(DenseEngine(model, max_rows), game(), tokenizer, seed=7, max_turns=2)
+    runner.engine.load(3, [])
+    got = by_id(runner.run(draws, 2, SAMPLING, "train"))
     assert {t.finish for t in got.values()} == {"stop"}
     hint = tokenizer.encode("42>")
     for draw in draws:
@@ -170,8 +170,8 @@ def test_an_environments_own_reward_is_the_reward(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     for reward in (0.25, 1.0):
-        driver = RolloutRunner(DenseEngine(model), game(reward=reward, turns=1), tokenizer, seed=7)
-        for trajectory in driver.run(draws, 2, SAMPLING, "train"):
+        runner = RolloutRunner(DenseEngine(model), game(reward=reward, turns=1), tokenizer, seed=7)
+        for trajectory in runner.run(draws, 2, SAMPLING, "train"):
             assert trajectory.reward == reward
             assert trajectory.accuracy is None, "it does not say which rewards mean success"
             assert trajectory.parts == {"environment": reward}
@@ -180,8 +180,8 @@ def test_an_environments_own_reward_is_the_reward(
 def test_an_environment_that_wants_more_turns_is_cut_off(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
-    driver = RolloutRunner(DenseEngine(model), game(turns=5, reward=1.0), tokenizer, seed=7, max_turns=3)
-    for trajectory in driver.run(draws, 2, SAMPLING, "train"):
+    runner = RolloutRunner(DenseEngine(model), game(turns=5, reward=1.0), tokenizer, seed=7, max_turns=3)
+    for trajectory in runner.run(draws, 2, SAMPLING, "train"):
         assert trajectory.finish == "turns"
         assert trajectory.truncated
         assert trajectory.reward is None
@@ -195,10 +195,10 @@ def test_a_context_without_room_for_another_turn_ends_the_trajectory(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     def run(positions: int | None) -> list[Trajectory]:
-        driver = RolloutRunner(
+        runner = RolloutRunner(
             DenseEngine(model), game(turns=5), tokenizer, seed=7, max_turns=3, max_positions=positions
         )
-        return list(driver.run(draws[:2], 1, SAMPLING, "train"))
+        return list(runner.run(draws[:2], 1, SAMPLING, "train"))
 
     assert {t.finish for t in run(None)} == {"turns"}
     for trajectory in run(len(draws[0].prompt.tokens) + SAMPLING.max_tokens):
@@ -210,12 +210,12 @@ def test_a_completion_cut_at_its_length_ends_the_trajectory(
     tools: Any, tokenizer: Tokenizer, draws: list[PromptSample], game: Any
 ) -> None:
     """The model counts upwards: `>` is followed by <pad>, <eos>, 0, 1, ..."""
-    driver = RolloutRunner(DenseEngine(tools.successor(13)), game(), tokenizer, seed=7, max_turns=2)
+    runner = RolloutRunner(DenseEngine(tools.successor(13)), game(), tokenizer, seed=7, max_turns=2)
     sampling = SamplingOptions(max_tokens=3, stop_tokens=(4,))
-    got = list(driver.run(draws[:1], 1, sampling, "train"))
+    got = list(runner.run(draws[:1], 1, sampling, "train"))
     assert [t.finish for t in got] == ["length"]
     assert got[0].sequences[0].tokens.tolist() == [*tokenizer.encode("31>"), 0, 1, 2]
     sampling = SamplingOptions(max_tokens=3, stop_tokens=(2,))
-    (stopped,) = driver.run(draws[:1], 1, sampling, "train")
+    (stopped,) = runner.run(draws[:1], 1, sampling, "train")
     assert stopped.finish == "stop"
     assert stopped.completion == "042>0"

@@ -77,15 +77,15 @@ def life(model: Decoder, tokenizer: Tokenizer, rewards: Rewards, tmp_path: Path)
 
     def start(environment: Environment = Environment()) -> SyncSource:  # noqa: B008 (a frozen record)
         engine = DenseEngine(model, max_rows=5)
-        driver = RolloutRunner(engine, environment_factory(environment, tokenizer, tmp_path), tokenizer, seed=3)
+        runner = RolloutRunner(engine, environment_factory(environment, tokenizer, tmp_path), tokenizer, seed=3)
         stream = PromptStream(SOURCES, tokenizer, Data(train=SOURCES), seed=3)
-        return SyncSource(stream, driver, rewards, Journal(tmp_path / "journal"))
+        return SyncSource(stream, runner, rewards, Journal(tmp_path / "journal"))
 
     return start
 
 
 def drawn_tokens(source: SyncSource) -> int:
-    engine = source.driver.engine
+    engine = source.runner.engine
     assert isinstance(engine, DenseEngine)
     return engine.stats.tokens
 
@@ -334,11 +334,11 @@ def test_a_stop_while_scores_are_awaited_keeps_those_that_are_there(life: Any) -
 
 def test_a_request_to_stop_cuts_no_measurement_short(life: Any, rewards: Rewards) -> None:
     source = life()
-    expected = held_out_rollouts(source.driver, rewards, [d.prompt for d in source.stream.draw(3)], 2, SAMPLING, quiet)
+    expected = held_out_rollouts(source.runner, rewards, [d.prompt for d in source.stream.draw(3)], 2, SAMPLING, quiet)
     other = life()
     other.stop()
-    other.driver.engine.interrupt()  # as one that came in the last moment of the step's sampling
-    same(held_out_rollouts(other.driver, rewards, [d.prompt for d in other.stream.draw(3)], 2, SAMPLING, quiet).trajectories, expected.trajectories)  # fmt: skip
+    other.runner.engine.interrupt()  # as one that came in the last moment of the step's sampling
+    same(held_out_rollouts(other.runner, rewards, [d.prompt for d in other.stream.draw(3)], 2, SAMPLING, quiet).trajectories, expected.trajectories)  # fmt: skip
 
 
 def test_the_reward_of_the_greedy_answer_reaches_all_samples_of_its_prompt(greedy_life: Any, life: Any) -> None:
@@ -346,7 +346,7 @@ def test_the_reward_of_the_greedy_answer_reaches_all_samples_of_its_prompt(greed
     scored = source.next(1, GREEDY_PLAN, quiet)
     assert [(t.prompt_id, t.sample) for t in scored.greedy] == [(d.prompt.row.id, GREEDY_SAMPLE) for d in scored.draws]
     assert scored.num_tokens == drawn_tokens(source) > sum(t.num_actions for t in scored.trajectories)
-    most_likely = list(source.driver.run(scored.draws, 1, replace(SAMPLING, temperature=0.0), "baseline"))
+    most_likely = list(source.runner.run(scored.draws, 1, replace(SAMPLING, temperature=0.0), "baseline"))
     assert {t.prompt_id: t.completion for t in most_likely} == {t.prompt_id: t.completion for t in scored.greedy}
     rewards = {t.prompt_id: len(t.completion) / 100 for t in scored.greedy}
     usable = scored.usable
@@ -394,13 +394,13 @@ def test_a_curriculum_goes_on_from_a_checkpoint_and_the_journal_as_if_unbroken(
     sources = [Source(task="sort_digits", limit=6, options={"min_digits": 2, "max_digits": 3})]
 
     def start() -> SyncSource:
-        driver = RolloutRunner(DenseEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed=3)
+        runner = RolloutRunner(DenseEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed=3)
         stream = PromptStream(
             sources, tokenizer, Data(train=sources), seed=3, curriculum=PrioritisedCurriculum(warmup_steps=1)
         )
         right = {f"sort_digits/train/{k}" for k in range(3)}
         judge = Judge(lambda r: Score(r.id, 1.0, float(r.id.partition("#")[0] in right), {}))
-        return SyncSource(stream, driver, cast(Rewards, judge), Journal(tmp_path / "journal"))
+        return SyncSource(stream, runner, cast(Rewards, judge), Journal(tmp_path / "journal"))
 
     def step(source: SyncSource, number: int) -> list[Trajectory]:
         scored = source.next(number, replace(PLAN, n=1), quiet)
@@ -426,9 +426,9 @@ def test_a_curriculum_goes_on_from_a_checkpoint_and_the_journal_as_if_unbroken(
 def test_a_budget_is_in_the_metadata_of_samples_and_measurements(model: Decoder, rewards: Rewards) -> None:
     tokenizer, budget = Tokenizer.from_characters("0123456789>"), LengthBudget(low=3, high=9, text="{n}>")
     stream = PromptStream(SOURCES, tokenizer, Data(train=SOURCES, budget=budget), seed=3)
-    driver = RolloutRunner(DenseEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed=3)
+    runner = RolloutRunner(DenseEngine(model), environment_factory(Environment(), tokenizer), tokenizer, seed=3)
     draws = stream.draw(5)
-    measured = held_out_rollouts(driver, rewards, [d.prompt for d in draws], 2, SAMPLING, quiet)
+    measured = held_out_rollouts(runner, rewards, [d.prompt for d in draws], 2, SAMPLING, quiet)
     asked = [d.prompt.budget for d in draws for _ in range(2)]
     assert [t.metadata["budget"] for t in measured.trajectories] == asked
     assert pack(measured.trajectories).sequence["budget"].tolist() == asked
@@ -438,10 +438,10 @@ def test_measuring_twice_gives_the_same_numbers(
     model: Decoder, tokenizer: Tokenizer, rewards: Rewards, tools: Any
 ) -> None:
     engine = DenseEngine(tools.successor(13))
-    driver = RolloutRunner(engine, environment_factory(Environment(), tokenizer), tokenizer, seed=3)
+    runner = RolloutRunner(engine, environment_factory(Environment(), tokenizer), tokenizer, seed=3)
     prompts = [d.prompt for d in PromptStream(SOURCES, tokenizer, Data(train=SOURCES), seed=3).draw(6)]
     sampling = SamplingOptions(max_tokens=2, stop_tokens=(1,))
-    scored, again = (held_out_rollouts(driver, rewards, prompts, 2, sampling, quiet) for _ in range(2))
+    scored, again = (held_out_rollouts(runner, rewards, prompts, 2, sampling, quiet) for _ in range(2))
     same(scored.trajectories, again.trajectories)
     values = validation_metrics(scored, by="length")
     # The model continues `>` with <pad> <eos>: an empty answer, never right.

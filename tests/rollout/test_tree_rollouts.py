@@ -55,7 +55,7 @@ def draws(tokenizer: Tokenizer) -> list[PromptSample]:
     return draws_of(tokenizer, ["31>", "9>", "5067>"])
 
 
-def driver_of(engine: Any, tokenizer: Tokenizer) -> RolloutRunner:
+def runner_of(engine: Any, tokenizer: Tokenizer) -> RolloutRunner:
     return RolloutRunner(engine, environment_factory(Environment(), tokenizer), tokenizer, seed=7)
 
 
@@ -64,7 +64,7 @@ def grow(
 ) -> list[Trajectory]:
     """The paths of all trees, in order."""
     order = {draw.prompt.row.id: k for k, draw in enumerate(draws)}
-    paths = driver_of(engine, tokenizer).run(draws, N, sampling, "train", branching=TREE)
+    paths = runner_of(engine, tokenizer).run(draws, N, sampling, "train", branching=TREE)
     return sorted(paths, key=lambda t: (order[t.prompt_id], t.sample))
 
 
@@ -161,7 +161,7 @@ def test_a_tree_of_six_by_six_by_six_prefills_at_most_its_unique_tokens(tools: A
     engine.reserve(400)
     draws = draws_of(tokenizer, ["0123456789" * 10 + ">"])
     sampling = SamplingOptions(max_tokens=90, stop_tokens=())
-    found = list(driver_of(engine, tokenizer).run(draws, 6, sampling, "train", branching=tree))
+    found = list(runner_of(engine, tokenizer).run(draws, 6, sampling, "train", branching=tree))
     assert len(found) == 216
     contexts = {tuple(t.sequences[0].tokens[:end].tolist()) for t in found for end in t.metadata["ends"][:-1]}
     assert len(contexts) == 42
@@ -215,8 +215,8 @@ def test_the_worked_example_from_the_sampler_to_the_loss(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
     """Two samples of a prompt, continued three times each, with rewards [1, 0, 1] and [0, 0, 1]."""
-    driver = driver_of(DenseEngine(model), tokenizer)
-    found = list(driver.run(draws[:1], 2, replace(ENDLESS, max_tokens=5), "train", branching=TreePlan((3,), segment=2)))
+    runner = runner_of(DenseEngine(model), tokenizer)
+    found = list(runner.run(draws[:1], 2, replace(ENDLESS, max_tokens=5), "train", branching=TreePlan((3,), segment=2)))
     rewards = [1.0, 0, 1, 0, 0, 1]
     for t in found:
         t.reward = t.accuracy = rewards[t.sample]

@@ -85,10 +85,10 @@ def test_the_worked_example_from_the_environment_to_the_loss() -> None:
     tokenizer = Tokenizer.from_characters("0123456789>")
     model = Decoder(Architecture("llama", 13, 16, 1, 2, 2, 8, 24, 256)).double()
     initialise(model, 0, std=0.3)
-    driver = RolloutRunner(DenseEngine(model), Worked, tokenizer, 0, max_turns=3)
+    runner = RolloutRunner(DenseEngine(model), Worked, tokenizer, 0, max_turns=3)
     row = Row("r", "31>", "rows", None)
     draw = PromptSample(Prompt(row, "31>", tokenizer.encode("31>")), 0)
-    found = list(driver.run([draw], 2, SamplingOptions(max_tokens=60, stop_tokens=(1, 2, 3, 4)), "train"))
+    found = list(runner.run([draw], 2, SamplingOptions(max_tokens=60, stop_tokens=(1, 2, 3, 4)), "train"))
     found.sort(key=lambda t: t.sample)
     assert [[span.state for span in t.turns] for t in found] == [["s0", "s1"], ["s0", "s2", "s0"]]
     algorithm = algorithm_from_preset("gigpo").model_copy(update={"kl": algorithm_from_preset("dr_grpo").kl})

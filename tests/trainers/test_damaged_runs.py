@@ -124,7 +124,7 @@ def test_a_warm_start_that_cannot_be_made_again_is_an_error_that_says_what_to_do
     known["model.safetensors"]["crc32"] ^= 1  # as if it had been made elsewhere
     sums.write_text(json.dumps(known))
     with pytest.raises(
-        UserError, match=r"gives other weights than the run was begun with .* or start the run anew: move its folder"
+        UserError, match=r"gives other weights than the run began with .* or start the run anew: move its folder"
     ):
         run_of(tmp_path / "run", TINY + WARM, OVERRIDES)
 

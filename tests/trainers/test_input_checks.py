@@ -57,7 +57,7 @@ def test_the_same_inputs_are_gone_on_with_in_silence_and_read_once(
         return file_checksum(path)
 
     for module in (input_checks, snapshot):
-        monkeypatch.setattr(module, "file_sums", counted)
+        monkeypatch.setattr(module, "file_checksum", counted)
     assert keep_inputs(loaded) == []
     assert was_read == ["model.safetensors"]
 
@@ -78,7 +78,7 @@ def test_new_code_is_told_of_once(tmp_path: Path, loaded: Loaded[TrainConfig]) -
     keep_inputs(loaded)
     (tmp_path / "mine.py").write_text("def judge(): return 1\n")
     (note,) = keep_inputs(loaded)
-    assert note == "mine.py has changed since the run was begun: from here on the new code counts"
+    assert note == "mine.py has changed since the run began: from here on the new code counts"
     assert keep_inputs(loaded) == []
 
 
@@ -103,7 +103,7 @@ def test_new_code_of_a_module_is_told_of_and_makes_rollouts_old_where_it_trains(
     module.write_text("def judge(): return 1\n")
     forget = partial(forgotten.append, True)
     (note,) = input_checks.record_inputs(again.base / "runs", again.config, again.resolved, again.base, forget)
-    assert note.startswith("module_that_changes has changed since the run was begun")
+    assert note.startswith("module_that_changes has changed since the run began")
     assert bool(forgotten) == (not override.startswith("reward"))
 
 

@@ -102,7 +102,11 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "learning, the next batch on its way": (rl, "learn", lambda job, step, batch: step == 2),
     "new weights": (AheadSource, "load", lambda source, version: version == 3),
     "new weights, asynchronous": (AsyncSource, "load", lambda source, version: version == 3),
-    "samples stopped": (InFlightTrajectories, "halt", lambda flight: flight.driver.engine.engine.version == 3),
+    "samples stopped": (
+        InFlightTrajectories,
+        "pause_all",
+        lambda in_flight: in_flight.runner.engine.engine.version == 3,
+    ),
     "a step done, not committed": (Run, "commit", lambda run, step, *rest: step == 4),
     "a batch complete, not written": (RolloutJournal, "keep_all", lambda memory, place, found: place.step == STEPS),
     "between two checkpoints": (Run, "commit", lambda run, step, *rest: step == 5),
