@@ -43,14 +43,14 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("runs")
     expected = result(run_of(folder / "whole", TINY + WARM, OVERRIDES))
 
-    def killed(job: Any, step: int, *args: Any) -> Any:
+    def killed(context: Any, step: int, *args: Any) -> Any:
         if step == 5:
             raise RuntimeError("killed")
-        return settle(job, step, *args)
+        return after_step(context, step, *args)
 
-    settle = rl.after_step
+    after_step = rl.after_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "settle", killed)
+        patch.setattr(rl, "after_step", killed)
         with pytest.raises(RuntimeError, match="killed"):
             run_of(folder / "killed", TINY + WARM, OVERRIDES)
     return folder / "killed", expected

@@ -99,7 +99,7 @@ class Killed(BaseException):
 
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "learning, the next batch on its way": (rl, "learn", lambda job, step, batch: step == 2),
+    "learning, the next batch on its way": (rl, "learn", lambda context, step, batch: step == 2),
     "new weights": (AheadSource, "load", lambda source, version: version == 3),
     "new weights, asynchronous": (AsyncSource, "load", lambda source, version: version == 3),
     "samples stopped": (
@@ -108,9 +108,9 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
         lambda in_flight: in_flight.runner.engine.engine.version == 3,
     ),
     "a step done, not committed": (Run, "commit", lambda run, step, *rest: step == 4),
-    "a batch complete, not written": (RolloutJournal, "keep_all", lambda memory, place, found: place.step == STEPS),
+    "a batch complete, not written": (RolloutJournal, "write_round", lambda rounds, key, found: key.step == STEPS),
     "between two checkpoints": (Run, "commit", lambda run, step, *rest: step == 5),
-    "the last step": (rl, "settle", lambda job, step, *rest: step == STEPS),
+    "the last step": (rl, "after_step", lambda context, step, *rest: step == STEPS),
 }
 
 
@@ -158,7 +158,7 @@ def test_an_asynchronous_run_that_dies_again_and_again_loses_nothing(tmp_path: P
 def test_the_learner_learns_while_the_engine_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learning waits for the next batch, which a run that takes turns would not begin before it has learnt."""
     sampled = [threading.Event() for _ in range(STEPS + 2)]
-    make, learn = AheadSource._make, rl.learn
+    make, learn = AheadSource._generate, rl.learn
 
     def making(source: Any, *args: Any) -> Any:
         made = make(source, *args)
@@ -169,7 +169,7 @@ def test_the_learner_learns_while_the_engine_samples(tmp_path: Path, monkeypatch
         assert step == STEPS or sampled[step + 1].wait(60)
         return learn(job, step, batch)
 
-    monkeypatch.setattr(AheadSource, "_make", making)
+    monkeypatch.setattr(AheadSource, "_generate", making)
     monkeypatch.setattr(rl, "learn", learning)
     run_of(tmp_path / "run", TOY, ["rollout.source=ahead"])
     assert all(event.is_set() for event in sampled[2 : STEPS + 1])

@@ -89,6 +89,33 @@ def plug_in(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
+# --- the list of steps ---------------------------------------------------------------------------------------------------
+
+KL = {"reward": {"estimator": "k1", "coef": 0.1}, "reference": "frozen"}
+STEPS: list[tuple[dict[str, Any], int, list[str]]] = [
+    ({}, 1, ["token_rewards", "advantages"]),
+    ({}, 2, ["old_logprobs", "token_rewards", "advantages"]),
+    ({"kl": KL}, 1, ["old_logprobs", "reference_logprobs", "token_rewards", "kl_in_reward", "advantages"]),
+    ({"correction": "bypass"}, 2, ["bypass_anchor", "token_rewards", "advantages"]),
+    ({"correction": "decoupled_k3_rs"}, 1, ["old_logprobs", "correction", "token_rewards", "advantages"]),
+    ({"replay": {}}, 1, ["old_logprobs", "replay_anchor", "token_rewards", "advantages"]),
+    ({"advantage": "gae", "critic": {}}, 1, ["values", "token_rewards", "advantages"]),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "num_updates", "names"), STEPS)
+def test_an_option_adds_its_steps_and_a_plain_algorithm_has_no_others(
+    algorithm: dict[str, Any], num_updates: int, names: list[str]
+) -> None:
+    assert [step.name for step in pipeline_of(algorithm, num_updates).preparation] == names
+
+
+def test_filters_are_steps_in_their_order() -> None:
+    pipeline = pipeline_of({"filters": ["zero_signal", "overlong"]})
+    assert [one.name for one in pipeline.group_filters] == ["zero_signal"]
+    assert [step.name for step in pipeline.sample_filters] == ["overlong", "drop_empty"]
+
+
 # --- select ------------------------------------------------------------------------------------------------------------
 
 

@@ -191,10 +191,10 @@ def test_each_mini_batch_is_an_update_and_a_group_is_never_split() -> None:
 def test_held_out_answers_are_judged_and_teach_nothing() -> None:
     process = rewards()
     before = cast(Table, process.model.learner.model).logp.detach().clone()
-    values = process.held_out(RolloutBatch([], trajectories(), 0.0, 0.0))
+    values = process.held_out_metrics(RolloutBatch([], trajectories(), 0.0, 0.0))
     assert values == {"process_accuracy": pytest.approx(2.5 / 4), "process_ranking": pytest.approx(3 / 4)}
     assert torch.equal(cast(Table, process.model.learner.model).logp.detach(), before)
-    assert process.held_out(RolloutBatch([], trajectories([None] * 4), 0.0, 0.0)) == {}
+    assert process.held_out_metrics(RolloutBatch([], trajectories([None] * 4), 0.0, 0.0)) == {}
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------

@@ -271,8 +271,8 @@ def test_a_run_with_replay_is_another_run(runs: Callable[..., Path], tmp_path: P
 
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "groups back, nothing learnt": (rl, "learn", lambda job, step, batch: step == 3),
-    "learnt, uses not counted": (ReplayStore, "learnt", lambda store, step, *rest: step == 4),
+    "groups back, nothing learnt": (rl, "learn", lambda context, step, batch: step == 3),
+    "learnt, uses not counted": (ReplayStore, "after_step", lambda store, step, *rest: step == 4),
     "uses counted, not committed": (Run, "commit", lambda run, step, *rest: step == 4),
     "committed, not saved": (Run, "commit", lambda run, step, *rest: step == 5),
 }
