@@ -1,4 +1,4 @@
-"""The source that samples one step ahead: during a step it generates the rollouts of the next one, with the weights that the step began with.
+"""The source that samples one step ahead: during a step it generates the rollouts of the next one, with the weights before the step.
 
 New weights are loaded only when that round is complete, so every token is exactly one step old (step 1 excepted) and runs are
 reproducible. The round is in the journal before a checkpoint of the new weights is written, because a resumed run could not sample it
@@ -86,7 +86,7 @@ class AheadSource(SyncSource):
         upcoming = self._next
         if upcoming is None or (upcoming.key.step, upcoming.key.round) != (step, round):
             return super().next(step, plan, progress, round)
-        with self.runner.stopping.allowed():  # incomplete only after a resume, when there is no step to save
+        with self.runner.stop_request.allowed():  # incomplete only after a resume, when there is no step to save
             completed = self._complete()
         assert completed is not None
         self._next = None
@@ -134,8 +134,8 @@ class AheadSource(SyncSource):
 
     def close(self) -> None:
         if not self._work.is_idle:
-            with self.runner.stopping.allowed():
-                self.runner.stopping.request()
+            with self.runner.stop_request.allowed():
+                self.runner.stop_request.request()
                 self._work.wait(CLOSE_TIMEOUT_S)
 
     def _start(self, upcoming: _NextRound, plan: RolloutPlan) -> None:
@@ -179,7 +179,7 @@ class AheadSource(SyncSource):
             if told != self._progress_text:  # the supervisor reads progress as a sign of life
                 told = self._progress_text
                 self.progress(f"step {upcoming.key.step} ahead: {told}")
-            if saves is not None and self.runner.stopping.is_requested and not has_noted:
+            if saves is not None and self.runner.stop_request.is_requested and not has_noted:
                 has_noted = True
                 self.note(
                     f"stopping when the rollouts of step {upcoming.key.step} are complete ({told or 'starting'}): step {saves} is saved with "

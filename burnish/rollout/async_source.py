@@ -223,7 +223,7 @@ class AsyncSource:
         self._drop_old()
 
     def stop(self) -> None:
-        self.runner.stopping.request()
+        self.runner.stop_request.request()
 
     def pause(self) -> None:
         while self._scoring:  # every scorer call has its own deadline
@@ -359,7 +359,7 @@ class AsyncSource:
         is_second, told = False, ""
         while True:
             self._take_scores()
-            if self.runner.stopping.is_requested:
+            if self.runner.stop_request.is_requested:
                 raise RolloutStopped
             with self.thread.changed:
                 self.thread.check()

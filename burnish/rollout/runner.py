@@ -86,7 +86,7 @@ class RolloutRunner:
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
         self.longest = max_trajectory_tokens(max_positions, max_tokens)
-        self.stopping = StopRequest(lambda: self.engine.interrupt())
+        self.stop_request = StopRequest(lambda: self.engine.interrupt())
         self.demonstrations: Callable[[PromptSample, int], list[Trajectory]] = no_demonstrations
         """Returns the demonstrations that join a draw's samples in training, as samples numbered from `first` on."""
 
@@ -144,7 +144,7 @@ class RolloutRunner:
             if not in_flight.running:
                 return
             # The stream was interrupted: by a request to stop now, or by one that came too late for the previous sampling.
-            if self.stopping.is_effective:
+            if self.stop_request.is_effective:
                 yield from in_flight.pause_all()
                 raise RolloutStopped
             if num_empty > MAX_EMPTY_STREAMS:

@@ -166,7 +166,7 @@ class RoundBuilder:
         """Wait for the scores and write them into the trajectories. Raises `RolloutStopped` if a stop is requested meanwhile."""
         by_id = {t.id: t for t in trajectories}
         while self.rewards.pending:
-            if self.runner.stopping.is_effective:
+            if self.runner.stop_request.is_effective:
                 raise RolloutStopped
             if scores := self.rewards.poll(POLL_INTERVAL_S):
                 for score in scores:

@@ -1,8 +1,8 @@
 """Answers with shared prefixes: chains of segments and trees (SPO, 2505.23564).
 
-Chain: an answer is cut where the policy was unsure (`algorithms/advantages/spo.py`). Answers are continued from every segment border and scored
-like any other; their mean reward is the value of the border. Samples with a common prefix share the continued answers. Their random keys
-follow from the border state (the answer's tokens so far) and an index, not from the sample that led there.
+Chain: an answer is cut where the policy was unsure (`algorithms/advantages/spo.py`). Answers are continued from every segment border
+and scored like any other; their mean reward is the value of the border. Samples with a common prefix share the continued answers. Their
+random keys follow from the border state (the answer's tokens so far) and an index, not from the sample that led there.
 
 Tree: a prompt has n children of `segment` tokens. Each unfinished child has `branches[0]` children of its own, and so on; the last level
 runs to the end of the answer. An answer that ends early is a leaf. The result is every path from the prompt to a leaf, as a trajectory

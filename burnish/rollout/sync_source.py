@@ -78,7 +78,8 @@ class RolloutSource(Protocol):
     ) -> None:
         """Called after the updates of a step. `batch` is what was in its loss, or None.
 
-        `unfinished` are indices of usable trajectories whose groups have parts for later steps; only those may be replayed. None: any group may.
+        `unfinished` are indices of usable trajectories whose groups have parts for later steps; only those groups may be replayed.
+        None: any group may.
         """
 
     def load(self, version: int) -> None:
@@ -186,8 +187,8 @@ class RolloutJournal:
 
     def read_last_partial(self) -> list[Trajectory]:
         """`read_partial` of the round that was stopped last."""
-        places = [RoundKey(e["step"], e["round"], e["ids"]) for key, e in self.recorded.items() if key[0] == "partial"]
-        return [t for key in places[-1:] for t in self.read_partial(key)]
+        keys = [RoundKey(e["step"], e["round"], e["ids"]) for key, e in self.recorded.items() if key[0] == "partial"]
+        return [t for key in keys[-1:] for t in self.read_partial(key)]
 
     def write_partial(self, key: RoundKey, plan: RolloutPlan, found: Sequence[Trajectory]) -> None:
         """Write the finished trajectories of a stopped round. Answers with shared prefixes are not kept: all are sampled again."""
@@ -254,7 +255,7 @@ class SyncSource:
         resumed = self.rounds.read_partial(key) if recorded is None else []
         builder = RoundBuilder(self.runner, self.rewards, draws, progress, resumed)
         try:
-            with self.runner.stopping.allowed():
+            with self.runner.stop_request.allowed():
                 if recorded is None:
                     trajectories = generate_round(builder, plan)
                     self.rounds.write("completed", key, to_arrays(trajectories))
@@ -302,7 +303,7 @@ class SyncSource:
         self.runner.engine.load(version, ())
 
     def stop(self) -> None:
-        self.runner.stopping.request()
+        self.runner.stop_request.request()
 
     def pause(self) -> None:
         """Nothing to do: there is no background work."""

@@ -48,8 +48,8 @@ def held_out_rollouts(
 def validation_metrics(rollouts: RolloutBatch, by: str | None = None) -> dict[str, float]:
     """accuracy, reward_mean, length_mean, truncated, failed; turns_mean with several turns.
 
-    The accuracy is the mean over the samples that have one; a graded reward gives none. With `by`, the accuracy (or else the mean reward) is
-    also given per value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
+    The accuracy is the mean over the samples that have one; a graded reward gives none. With `by`, the accuracy (or else the mean
+    reward) is also given per value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
     """
     trajectories = [t for t in rollouts.trajectories if t.reward is not None]
     values = {"failed": float(len(rollouts.trajectories) - len(trajectories))}

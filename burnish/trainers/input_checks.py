@@ -1,4 +1,4 @@
-"""Checks of a run's inputs: rows before the model is loaded, sequence lengths against model positions, and whether models changed on resume."""
+"""Checks of a run's inputs: its rows, sequence lengths against model positions, and whether models changed before a resume."""
 
 from __future__ import annotations
 

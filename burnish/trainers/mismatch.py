@@ -1,4 +1,4 @@
-"""The gap between the policy that sampled and the one that is trained: its correction before the advantages, and its report after the updates."""
+"""The gap between the sampling and the trained policy: its correction before the advantages, and its report after the updates."""
 
 from __future__ import annotations
 

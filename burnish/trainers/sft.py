@@ -88,8 +88,8 @@ def execute(
 ) -> Outcome | None:
     """One supervised run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`. With several processes
-    each trains on its share of every batch; the first one owns the run and returns the outcome.
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`. With several
+    processes each trains on its share of every batch; the first one owns the run and returns the outcome.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)

@@ -58,7 +58,9 @@ def stopped_run(
             yield trajectory
             if count == step and number == ended:
                 press(
-                    lambda: self.stopping.is_effective if acts is None else acts in (folder / "it/log.txt").read_text()
+                    lambda: (
+                        self.stop_request.is_effective if acts is None else acts in (folder / "it/log.txt").read_text()
+                    )
                 )
 
     patch.setattr(RolloutRunner, "run", counted)
