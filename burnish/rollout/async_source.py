@@ -1,8 +1,8 @@
 """The asynchronous source (AReaL, 2505.24298): it samples all the time, and takes new weights in the middle of samples.
 
 The number of pending groups is enough to keep up with the learner, and small enough that each can be used within `max_staleness` steps
-when steps take the oldest first. New weights pause all samples. They continue with their tokens resumed, so a sample may hold tokens of several
-versions, each with its log-prob under its own version.
+when steps take the oldest first. New weights pause all samples. They continue with their tokens kept, so a sample may hold tokens of
+several versions, each with its log-prob under its own version.
 
 No token is used more than `max_staleness` steps after its version. A step waits for groups that would become too old. After
 `deadline_s` it continues with the complete groups, and groups that are too old then are sampled again. No group is dropped: each stays
@@ -397,7 +397,7 @@ class AsyncSource:
         )
 
     def _reissue(self) -> None:
-        """Pause and resubmit all requests with their tokens resumed, so that they go to the least busy engine."""
+        """Pause and resubmit all requests with their tokens kept, so that they go to the least busy engine."""
         self.thread.stop()
         for trajectory in self.in_flight.pause_all():
             self._on_finished(trajectory)

@@ -1,4 +1,4 @@
-"""The game of guessing a number, and dialogues that are built of tokens behind tokens."""
+"""The number-guessing game, and token-exact dialogues."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Built-in environments, environments from a user's file, and their configuration errors."""
+
 from __future__ import annotations
 
 from pathlib import Path

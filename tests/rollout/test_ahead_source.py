@@ -1,4 +1,4 @@
-"""The source that works a step ahead: it samples while the batch before is learnt, with weights exactly a step old, whatever happens."""
+"""The source that samples one step ahead: its weights are exactly one step old, and it resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asynchronous source: nothing lost, nothing twice, nothing older than it may be, whoever is slow and wherever it dies."""
+"""The asynchronous source: no group is lost, used twice or too old, with slow engines and kills at any moment."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def close() -> Iterator[list[Life]]:
 
 
 def check_whole(scored: RolloutBatch, step: int, max_staleness: int, n: int = 2) -> None:
-    """Complete groups, no token too old, and each sample as it would be had nobody ever stopped it."""
+    """Complete groups, no token too old, and each sample equal to one that was never paused."""
     assert [t.id for t in scored.trajectories] == [f"{d.prompt.row.id}#{d.visit}.{k}" for d in scored.draws for k in range(n)]  # fmt: skip
     for t in scored.trajectories:
         (sequence,) = t.sequences

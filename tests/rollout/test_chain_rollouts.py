@@ -1,4 +1,4 @@
-"""Answers cut into segments and valued by continuing them: the borders, the noise, the values, and the loss that comes of them."""
+"""Answers cut into segments: borders, random keys, border values, and the resulting loss."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_state_that_several_samples_come_through_is_continued_once(draws: list
     assert found[5].key == fold(base, int(states[2], 16))
     assert (
         border_prefixes([other], draws, ChainPlan(0.9, 1, 2), seed=7)[-1].key == found[-1].key
-    )  # whoever else was there
+    )  # independent of other samples
 
 
 # --- answers continued from them ---------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ PLAN = RolloutPlan(prompts=3, n=2, sampling=SAMPLING, branching=CHAIN)
 
 
 def quiet(message: str) -> None:
-    """Nobody watches."""
+    """Discards progress."""
 
 
 def test_samples_of_a_source_have_values_and_every_sampled_token_counts(life: Any) -> None:

@@ -1,4 +1,4 @@
-"""Samples that are stopped anywhere and go on: the same tokens, the versions of those who drew them, no stop string overlooked."""
+"""Samples paused anywhere continue with the same tokens, keep their versions, and find every stop string."""
 
 from __future__ import annotations
 

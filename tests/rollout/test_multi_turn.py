@@ -1,4 +1,4 @@
-"""Several turns: what was earned where, environments that fail, limits, and what an engine need not compute again."""
+"""Multi-turn rollouts: rewards per turn, failing environments, limits, and reuse of the engine's cache."""
 
 from __future__ import annotations
 

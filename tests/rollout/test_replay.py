@@ -1,4 +1,4 @@
-"""Groups that come back: how often, how old, which, and after a kill."""
+"""The replay store: how often groups are used, how old they get, which are picked, and resuming."""
 
 from __future__ import annotations
 

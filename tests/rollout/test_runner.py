@@ -1,4 +1,4 @@
-"""The runner with real engines on tiny models: who wrote which token, with which noise, and how it ended."""
+"""The runner with real engines on tiny models: action masks, random keys, and finish reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Scores and trajectories: what a score writes, and the round trip through arrays."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _sequence() -> TokenSequence:
     )
 
 
-# --- What a score leaves in its trajectory.
+# --- Scores -------------------------------------------------------------------------------------------------------------
 
 
 def test_details_of_a_score_go_with_the_sample() -> None:

@@ -1,4 +1,4 @@
-"""The source of a training step, with its journal: what was finished is never made again."""
+"""The synchronous source and its journal: finished work is never repeated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Half:
 
 
 def quiet(message: str) -> None:
-    """Nobody watches."""
+    """Discards progress."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The summary of a measurement: means over what was scored, and no number for what nothing says."""
+"""Validation metrics: means over scored samples, and no metric without data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that several tests start their runs from."""
+"""A trained model that several tests start from."""
 
 from __future__ import annotations
 

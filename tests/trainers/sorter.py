@@ -1,4 +1,4 @@
-"""A small model that can sort digits, with a tokenizer that has several spellings for a text: runs of it take half a second."""
+"""A small model that sorts digits, with an ambiguous tokenizer. Its runs take half a second."""
 
 from __future__ import annotations
 

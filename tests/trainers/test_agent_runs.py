@@ -1,4 +1,4 @@
-"""Runs in an environment of several turns: GiGPO through all of the machinery, kills, older samplers, failures, tables, evaluation."""
+"""Multi-turn runs with GiGPO: kills, overlapping sources, environment failures, sample tables, evaluation."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_an_evaluation_leaves_every_turn_its_share_of_what_an_episode_may_have(
     assert found is not None
     assert int(found[1]) == (60 - int(found[2])) // 3
     rows = [json.loads(line) for line in next((tmp_path / "out").glob("*.jsonl")).read_text().splitlines()]
-    assert any("?" in row["completion"] for row in rows), "nobody was asked a second time"
+    assert any("?" in row["completion"] for row in rows), "no model was asked a second time"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Runs whose answers branch: they end as if they had never died, sample ahead, and learn from whatever engine samples."""
+"""Runs with segment chains and trees: they resume exactly, sample ahead, and learn with any engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose files were damaged while it was not running: it says which, and ends as if they had not been, or says what to do."""
+"""Runs whose files were damaged while stopped: they name the file, and either recover exactly or say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Demonstrations inside groups: the numbers of ALGORITHMS.md 6.4 from trajectories to the loss, whole runs, and their resumption."""
+"""Demonstrations inside groups: the numbers of ALGORITHMS.md 6.4 from trajectories to the loss, whole runs, and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On-policy distillation over whole runs: a larger model teaches a smaller one, as reward or as loss, from any source."""
+"""On-policy distillation in whole runs: a larger model teaches a smaller one, as reward or as loss, with any source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs with a fault between engine and trainer: the one cause that was injected is named, once; healthy runs are quiet."""
+"""Runs with an injected fault between engine and trainer: exactly that cause is named, once. Healthy runs are quiet."""
 
 from __future__ import annotations
 

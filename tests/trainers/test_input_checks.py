@@ -1,4 +1,4 @@
-"""A run goes on with the models it was begun with, and says where the code of plug-ins is new."""
+"""Checks of a run's inputs: changed models are refused, changed plug-ins get a note, and sequences must fit the models."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_new_code_that_trains_makes_the_rollouts_of_the_journal_old(
     assert forgotten == ([] if is_reward else [True])
 
 
-# --- Models that read what the policy wrote are refused where they are made for fewer positions than that has tokens.
+# --- Sequence lengths ---------------------------------------------------------------------------------------------------
 
 TEACHER = ["algorithm=on_policy_distillation", "algorithm.kl.reference.path=it"]
 PROCESS = ["algorithm=prime", "algorithm.process.path=it"]

@@ -1,4 +1,4 @@
-"""Which policies a run saves, every one that was measured or only those that are due; and which of them is the best."""
+"""Which checkpoints a run keeps, and which one is the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The toy must learn: end to end, through the same door as the command line."""
+"""The toy task must learn, end to end, through the same entry point as the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs with adapters: they learn, resume bit for bit, save little, start from one another and export."""
+"""Whole runs with LoRA adapters: they learn, resume bit for bit, save little, start from one another and export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of a step on which engine and trainer disagree most: which they are, how they read, where they end up."""
+"""The worst tokens of a step, where engine and trainer disagree most: which they are, their text, and their table."""
 
 from __future__ import annotations
 

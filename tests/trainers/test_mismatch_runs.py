@@ -1,4 +1,4 @@
-"""Corrections in real runs whose sampler has a known fault: measuring changes nothing, and a budget finds its rung or stops."""
+"""Corrections in runs whose sampler has a known fault: measuring changes nothing, and a budget finds its rung or stops."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_budget_that_nothing_holds_stops_the_run_with_the_cause(
         run(tmp_path, sorter, f"rollout.mismatch={fault}", BUDGET, "training.optimizer.lr=1e-2")
 
 
-# --- Correction rescues training: one cell of the sweep in `bench/mismatch.py`, whose figure is in the docs.
+# --- Correction rescues training: one cell of the sweep in `bench/mismatch.py` -------------------------------------------
 
 BENCH = Path(__file__).parents[2] / "bench" / "mismatch.py"
 

@@ -1,4 +1,4 @@
-"""RL with a reward model as its reward: the numbers it leaves, its failures, going on, and that a policy learns from it."""
+"""RL with a reward model, a process reward model or a judge as its reward: metrics, failures, resuming, learning."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_rl_against_a_reward_model_learns_on_every_seed(seed: int, tmp_path: Pat
     assert row["after"] >= row["before"] + 0.15
 
 
-# --- RL whose reward is a process reward model read at the ends of steps: what a run logs, what it refuses, and that it goes on.
+# --- A process reward model, read at the ends of steps -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -212,13 +212,13 @@ def test_an_advantage_that_looks_at_the_sum_alone_is_refused(trained: Path, warm
         run_of(tmp_path / "run", TINY, overrides(trained, warm, "grpo", aggregate="each"))
 
 
-# --- RL with a judge as its reward: what the run tells of it, and that a run made again pays for nothing twice.
+# --- A judge ------------------------------------------------------------------------------------------------------------
 
 STEPS, SAMPLES = 2, 16
 
 
 def verdict(body: Body, number: int) -> Reply:
-    """Right where the answer has a 1 in it; of an answer with a 9 nobody can say."""
+    """Correct if the answer has a 1 in it; an answer with a 9 cannot be judged."""
     answer = re.search(r"A: (.*)", body["messages"][0]["content"])
     assert answer is not None
     return Reply("hm" if "9" in answer[1] else json.dumps({"correct": "1" in answer[1]}))

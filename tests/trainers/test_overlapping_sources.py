@@ -1,4 +1,4 @@
-"""The one trainer on every source: the same loop, batches of another age."""
+"""The trainer with sources that sample ahead or asynchronously: the same loop, older rollouts, exact resuming."""
 
 from __future__ import annotations
 

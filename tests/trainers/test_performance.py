@@ -1,4 +1,4 @@
-"""Rates, shares of a peak, the split of time and memory: the arithmetic, and that a run logs all of it."""
+"""Throughput, utilisation, time split and memory metrics: their arithmetic, and that a run logs them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_run_logs_all_of_it_for_policy_and_critic(tmp_path: Path) -> None:
         assert row["performance/learn_tokens_per_s"] > 0
         assert row["performance/rollout_tokens_per_s"] > 0
         assert row["performance/tflops_per_s"] > 0
-        assert "performance/mfu" not in row  # nobody knows a CPU's peak
+        assert "performance/mfu" not in row  # a CPU's peak is unknown
         assert row["memory/peak_gib"] > 0
         assert row["memory/current_gib"] > 0
     blocks = {name for name in rows[-1] if "/grad_norm_" in name}

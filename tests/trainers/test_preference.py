@@ -1,4 +1,4 @@
-"""Preference training from end to end: it learns, whoever the reference is, and KTO's mismatched rows."""
+"""Preference training end to end: it learns with any kind of reference, and KTO's mismatched answers."""
 
 from __future__ import annotations
 

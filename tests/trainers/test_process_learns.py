@@ -1,4 +1,4 @@
-"""An implicit process reward model, trained online, learns to tell right answers from wrong ones to prompts nobody trains on.
+"""An implicit process reward model, trained online, learns to tell right answers from wrong ones on held-out prompts.
 
 One seed, a warm start and 40 steps of the default task: about a minute of two cores. `bench/process_rewards.py` has three seeds. The
 policy moves at a tenth of its usual speed: at full speed nearly all its answers are right before the model has seen many.

@@ -1,4 +1,4 @@
-"""Process rewards through the loop's own parts: the worked example of PRIME, the order of learning and rewarding, what is logged."""
+"""Process rewards: the worked example of PRIME, the order of learning and rewarding, and the metrics."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ def test_answers_nobody_judged_are_rewarded_and_not_learnt() -> None:
     losses = [math.log1p(math.exp(-scores[0])), math.log1p(math.exp(scores[2])), math.log1p(math.exp(-scores[3]))]
     assert found.metrics["process/loss"] == pytest.approx(sum(losses) / 3)
     assert found.rewards[some.action_mask].tolist() == pytest.approx([0.05 * q for row in Q for q in row])
-    nobody = process(pack(trajectories([None] * 4)))
-    assert nobody.metrics == {}
-    assert "no answer of the batch was judged" in nobody.notes[0]
+    unjudged = process(pack(trajectories([None] * 4)))
+    assert unjudged.metrics == {}
+    assert "no answer of the batch was judged" in unjudged.notes[0]
 
 
 def test_answers_that_come_back_are_rewarded_and_not_learnt_again() -> None:

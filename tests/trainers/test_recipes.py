@@ -1,4 +1,4 @@
-"""Every recipe: it loads, says what it would do, and goes through all of its algorithm in a few steps of a tiny model."""
+"""Every recipe loads, prints its plan, and runs its whole algorithm for a few steps of a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that learn from groups again: what the loss sees of them, how often, and after a kill."""
+"""Runs with replay: what the loss sees of replayed groups, how often they are used, and resuming."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Peaked(Scorer):
 
 @pytest.mark.parametrize("correction", ["none", "bypass_ppo_clip"])
 def test_the_optimal_token_baseline_weighs_with_one_policy_the_one_of_now(correction: str) -> None:
-    """w = 2 (1 - p)^2 of the policy of now, whoever wrote a token; b_1 is then the first sample's share of the weights."""
+    """w = 2 (1 - p)^2 of the current policy, for new and replayed tokens; b_1 is then the first sample's share of the weights."""
     pipeline, batch = with_replay(advantage="otb", correction=correction), batch_of_two()
     batch = batch.with_token(behaviour_logp=torch.where(batch.action_mask, -1.0 * batch.sequence_ids, 0.0))
     batch = pipeline.prepare(batch, StepContext(cast(Any, Peaked(0.5))))

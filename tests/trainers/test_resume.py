@@ -1,4 +1,4 @@
-"""Nothing lost: SIGKILL anywhere, start again, and the run ends as if it had never stopped, bit for bit."""
+"""A run killed by SIGKILL at any moment resumes and ends bit for bit like one that was never killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything random in a run is a function of its seed and of what a checkpoint holds: no generator has a state of its own."""
+"""All randomness of a run follows from its seed and its checkpoint: no generator keeps its own state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_rounding_at_random_goes_on_where_it_was(unbroken: Path, tmp_path: Path,
 
 
 def test_something_is_rounded_at_random(unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs above are worth comparing: with other noise they end elsewhere."""
+    """The comparison above can fail: with other random numbers a run ends differently."""
     monkeypatch.setattr(stochastic_rounding, "fold", lambda *words: fold("other", *words))
     quantised: list[bool] = []
     asked = Adam8bit.is_quantised

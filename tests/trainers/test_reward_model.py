@@ -1,4 +1,4 @@
-"""Training a reward model: the gradient of pairs in any micro-batches, and what is measured."""
+"""Reward-model training: equal gradients for any micro-batch split, and the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of the loop on made-up rollouts: refills, what is logged, and what is said when there is nothing to learn."""
+"""One step of the loop on made-up rollouts: refills, metrics, and the notes when there is nothing to learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervised controls imitate what they say they imitate."""
+"""The supervised control runs imitate the demonstrations that they name."""
 
 from __future__ import annotations
 

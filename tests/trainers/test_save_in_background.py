@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run goes on: it really does, and a kill in the middle costs nothing."""
+"""Checkpoints are written while the run continues, and a kill during the write loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes from step to step besides weights: the controllers and the moving mean reward."""
+"""The trainer state: controllers and moving mean reward."""
 
 from __future__ import annotations
 

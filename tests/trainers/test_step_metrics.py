@@ -1,4 +1,4 @@
-"""Tables of samples have, for each token, what the step knew of it."""
+"""Token values in the sample tables, and the prompt visits of a step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_samples_that_filters_dropped_have_no_values(tmp_path: Path) -> None:
         assert (row["gap"] is None) == (len(groups[row["step"], row["group"]]) == 1)
 
 
-# --- How a step's prompts were answered, as the journal is told.
+# --- Prompt visits ------------------------------------------------------------------------------------------------------
 
 
 def sample(prompt: str, visit: int, number: int, **score: Any) -> Trajectory:

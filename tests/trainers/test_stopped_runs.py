@@ -1,4 +1,4 @@
-"""Ctrl-C while samples are drawn: the run stops there, keeps what has ended, and goes on as if it had never been stopped."""
+"""Ctrl-C during sampling: the run stops, keeps finished samples, and resumes as if it had never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that take a fraction of a second, for tests of what happens over several steps."""
+"""Runs of a fraction of a second, for tests over several steps."""
 
 from __future__ import annotations
 
