@@ -32,9 +32,8 @@ from burnish.algorithms.correction.spec import (
     DecoupledCorrection,
 )
 from burnish.algorithms.correction.weights_and_rejection import CorrectionResult
-from burnish.config.records import Slot
+from burnish.config.records import Slot, slot_options
 from burnish.core.batch import Batch
-from burnish.config.records import slot_options
 
 NUM_WORST_TOKENS = 8
 """Tokens with the largest gap that a step reports."""

@@ -163,7 +163,9 @@ def test_rewards_of_turns_without_one_for_the_end_are_a_mistake_that_is_told(mod
         play(model, max_turns=2)
     with pytest.raises(UserError, match="the reward nan; expected a finite number"):
         play(model, last=float("nan"))
-    with pytest.raises(UserError, match=r"reward out of range: 1e\+307 is not a usable reward.* at most 1e\+09 in magnitude"):
+    with pytest.raises(
+        UserError, match=r"reward out of range: 1e\+307 is not a usable reward.* at most 1e\+09 in magnitude"
+    ):
         play(model, last=1e307)
     with pytest.raises(UserError, match=r"rewards of r., added up over its turns: 1e\+09 is not a usable reward"):
         play(model, last=1e9)
