@@ -28,11 +28,10 @@ from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
 from burnish.models.kernels.shared_prefix import Attend
 
-EXACT_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
+EXACT_GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
 PagedAttend = Callable[[int, Tensor, HeadNorms | None, Any, Any], Tensor]
 """(layer, fused projections [N, all heads * D], head norms, the layer's key pages, value pages) -> [N, heads * D].
-
-It writes the new keys and values to the pages."""
+It also writes the new keys and values to the pages."""
 Project = Callable[[nn.Linear, Tensor], Tensor]
 """Applies a linear layer to rows [N, in]."""
 ProjectRows = Callable[[Tensor], Tensor]
@@ -60,7 +59,7 @@ def paged_forward(
     batch-invariant (`kernels/exact.py`).
     """
     arch = model.arch
-    activate = GATED_ACTIVATIONS[arch.activation] if linear is None else EXACT_GATES[arch.activation]
+    activate = GATED_ACTIVATIONS[arch.activation] if linear is None else EXACT_GATED_ACTIVATIONS[arch.activation]
     is_exact = linear is not None
     # An output norm needs complete sums.
     into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
@@ -176,8 +175,8 @@ def c_decode_step(model: Decoder) -> CDecodeStep | None:
     is_plain = type(model).forward is Decoder.forward and all(type(linear) is nn.Linear for linear in _linears(model))
     parameters = list(model.parameters())
     is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
-    is_followed = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter
-    library = c_kernels(*parameters) if is_plain and is_small and is_followed else None
+    has_versions = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter
+    library = c_kernels(*parameters) if is_plain and is_small and has_versions else None
     return None if library is None else CDecodeStep(model, library)
 
 
@@ -206,10 +205,8 @@ class CDecodeStep:
             cos, sin = self.model.rotations(longest + 1, index)
             layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
             layer.keys, layer.values = keys[index].data_ptr(), values[index].data_ptr()
-        threads, workspace_size = (
-            num_threads(),
-            self.library.decode_workspace_size(ctypes.byref(self.decoder), Long(longest)),
-        )
+        threads = num_threads()
+        workspace_size = self.library.decode_workspace_size(ctypes.byref(self.decoder), Long(longest))
         if self.workspace.numel() < threads * workspace_size:
             self.workspace = self.workspace.new_empty(threads * workspace_size)
         logits = self.workspace.new_empty(tokens.shape[0], self.decoder.vocab)
