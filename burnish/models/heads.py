@@ -255,7 +255,7 @@ def _with_zero_head(backbone: Decoder) -> ScoreModel:
 
 def _score_model_blocks(arch: Architecture) -> list[WeightBlock]:
     """Our parameters under transformers' names: the backbone's, and the head."""
-    backbone = [replace(block, ours=f"backbone.{block.ours}") for block in weight_blocks(arch)]
+    backbone = [replace(block, parameter_name=f"backbone.{block.parameter_name}") for block in weight_blocks(arch)]
     return [*backbone, WeightBlock(SCORE_WEIGHT, "head")]
 
 

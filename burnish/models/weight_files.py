@@ -78,14 +78,14 @@ def on_meta_device() -> Iterator[None]:
     """
     kinds: tuple[Any, ...] = (nn.Linear, nn.Embedding)
     with _patch_lock:
-        drawing = [kind.reset_parameters for kind in kinds]
+        original_inits = [kind.reset_parameters for kind in kinds]
         for kind in kinds:
             kind.reset_parameters = _skip_init
         try:
             with torch.device("meta"):
                 yield
         finally:
-            for kind, function in zip(kinds, drawing, strict=True):
+            for kind, function in zip(kinds, original_inits, strict=True):
                 kind.reset_parameters = function
 
 
@@ -112,16 +112,16 @@ def _skip_init(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Hugging Face's tensor `theirs` is rows [start, stop) of our parameter `ours`."""
+    """The Hugging Face tensor `hf_name` is rows [start, stop) of our parameter `parameter_name`."""
 
-    theirs: str
-    ours: str
+    hf_name: str
+    parameter_name: str
     start: int = 0
     stop: int | None = None
 
     def shard(self, parameters: Mapping[str, Tensor]) -> Shard:
         """The block as a shard of the whole parameter."""
-        shape = tuple(parameters[self.ours].shape)
+        shape = tuple(parameters[self.parameter_name].shape)
         stop = shape[0] if self.stop is None else self.stop
         return Shard(shape, (self.start, *(0 for _ in shape[1:])), (stop - self.start, *shape[1:]))
 
@@ -219,7 +219,7 @@ def _check_layers(directory: Path, arch: Architecture) -> None:
 
 def _check_shapes(directory: Path, model: Decoder) -> None:
     """Raise if a tensor's shape differs from what config.json implies, before memory is allocated."""
-    known, parameters = {block.theirs: block for block in weight_blocks(model.arch)}, dict(model.named_parameters())
+    known, parameters = {block.hf_name: block for block in weight_blocks(model.arch)}, dict(model.named_parameters())
     for name, tensor in stored_tensors(directory):
         if name in known and known[name].shard(parameters).sizes != tensor.shape:
             wanted = known[name].shard(parameters).sizes
@@ -260,25 +260,25 @@ def load_weight_blocks(
     If parameters are sharded over processes, each process reads only its shard. `order` gives the row order of a
     parameter; `filled` is called with the name of each parameter that has all its blocks.
     """
-    known = {block.theirs: block for block in table}
-    waiting, left = set(known), Counter(block.ours for block in known.values())
+    known = {block.hf_name: block for block in table}
+    missing, num_left = set(known), Counter(block.parameter_name for block in known.values())
     for name, tensor in tensors:
         if name not in known:
             raise UserError(f"{where}: unexpected tensor {name!r}{did_you_mean(name, known)}")
-        parameter, stored = parameters[known[name].ours], known[name].shard(parameters)
+        parameter, stored = parameters[known[name].parameter_name], known[name].shard(parameters)
         if stored.sizes != tuple(tensor.shape):
             raise UserError(f"{where}: {name} is {tuple(tensor.shape)} but {whose} {stored.sizes}")
-        rows = None if order is None else order(known[name].ours)
+        rows = None if order is None else order(known[name].parameter_name)
         for block in blocks_of_permuted_rows(local_shard(parameter), None if rows is None else rows.tolist()):
             if (common := overlap(block, at_origin(stored))) is not None:
                 local_tensor(parameter)[common.target].copy_(tensor[common.source])
-        if name in waiting:
-            waiting.discard(name)
-            left[known[name].ours] -= 1
-            if filled is not None and not left[known[name].ours]:
-                filled(known[name].ours)
-    if waiting:
-        raise UserError(f"{where}: {len(waiting)} tensors are missing, first {sorted(waiting)[0]}")
+        if name in missing:
+            missing.discard(name)
+            num_left[known[name].parameter_name] -= 1
+            if filled is not None and not num_left[known[name].parameter_name]:
+                filled(known[name].parameter_name)
+    if missing:
+        raise UserError(f"{where}: {len(missing)} tensors are missing, first {sorted(missing)[0]}")
 
 
 class StoredTensor:
@@ -329,10 +329,10 @@ def block_tensors(
     """The blocks of the parameters under their file names, in the order of the table."""
     name, tensor = "", torch.empty(0)
     for block in table:
-        if block.ours != name:
-            name, tensor = block.ours, full_tensor(parameters[block.ours])
+        if block.parameter_name != name:
+            name, tensor = block.parameter_name, full_tensor(parameters[block.parameter_name])
             tensor = tensor if order is None else in_hf_order(tensor, order(name))
-        yield block.theirs, tensor[block.start : block.stop]
+        yield block.hf_name, tensor[block.start : block.stop]
 
 
 # --- saving ---
@@ -373,7 +373,9 @@ def decoder_contents(
 def hf_tensor_sizes(model: Decoder) -> list[tuple[str, int]]:
     """Names and bytes of `hf_tensors`."""
     shapes = weight_shapes(model)
-    return [(b.theirs, b.shard(shapes).numel * shapes[b.ours].element_size()) for b in weight_blocks(model.arch)]
+    return [
+        (b.hf_name, b.shard(shapes).numel * shapes[b.parameter_name].element_size()) for b in weight_blocks(model.arch)
+    ]
 
 
 def gathering_stage(stage: TensorStaging, part: WriterRank) -> TensorStaging:

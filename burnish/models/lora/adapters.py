@@ -212,8 +212,10 @@ def merged_tensors(model: Decoder, wide: bool = False) -> Iterator[tuple[str, Te
         for index, projection, a, b in adapters(model)
     }
     for block, (name, tensor) in zip(weight_blocks(model.arch), hf_tensors(model), strict=True):
-        if model.lora is not None and (block.ours, block.start) in deltas:
-            a, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in deltas[block.ours, block.start])
+        if model.lora is not None and (block.parameter_name, block.start) in deltas:
+            a, b = (
+                x.to(torch.promote_types(x.dtype, torch.float32)) for x in deltas[block.parameter_name, block.start]
+            )
             merged = tensor.to(a.dtype) + model.lora.scale * (b @ a)
             tensor = merged if wide else merged.to(tensor.dtype)
         yield name, tensor

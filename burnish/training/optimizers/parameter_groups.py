@@ -110,7 +110,7 @@ def hf_names(model: nn.Module) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for prefix, decoder in _decoders(model).items():
         for block in weight_blocks(decoder.arch):
-            names.setdefault(prefix + block.ours, []).append(block.theirs)
+            names.setdefault(prefix + block.parameter_name, []).append(block.hf_name)
     return names
 
 
@@ -121,8 +121,8 @@ def fused_matrices(model: nn.Module) -> dict[str, FusedMatrices]:
     for prefix, decoder in _decoders(model).items():
         for block in weight_blocks(decoder.arch):
             if block.stop is not None:
-                heights.setdefault(prefix + block.ours, []).append(block.stop - block.start)
-                orders[prefix + block.ours] = row_order_of(decoder, block.ours)
+                heights.setdefault(prefix + block.parameter_name, []).append(block.stop - block.start)
+                orders[prefix + block.parameter_name] = row_order_of(decoder, block.parameter_name)
         for name, module in decoder.named_modules():
             if isinstance(module, LoraLinear) and decoder.lora is not None:
                 sizes = [
