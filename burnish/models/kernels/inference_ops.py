@@ -97,13 +97,13 @@ def decode_attention(
     """
     if use_triton(qkv):
         from burnish.models.kernels.cuda import hopper
-        from burnish.models.kernels.triton.decode_attention import decode_attention
+        from burnish.models.kernels.triton.decode_attention import decode_attention as triton_decode_attention
 
         if hopper.has_decode_attention(qkv, cos, placement, norms, keys, values):
             assert isinstance(keys, Tensor)
             assert isinstance(values, Tensor)
             return hopper.decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
-        return decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
+        return triton_decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
     return attend_pages(rotate_store(qkv, cos, sin, placement, norms, keys, values), keys, values, placement, window)
 
 
