@@ -58,96 +58,6 @@ TOOLS_IN_SUPERVISED_DATA = (
 )
 
 
-def refuse_unsupported_columns(record: Mapping[str, Any], where: str) -> None:
-    """Raise a UserError for a column that changes what the model should read and that burnish does not use."""
-    for key in MEDIA_COLUMNS:
-        if _is_given(record.get(key)):
-            raise UserError(
-                f"{where}: column {key!r} has a value, but burnish trains on text only: the model would read the placeholder "
-                f"(such as <image>) as text. Leave such rows out of the file, or remove the column if the text is enough"
-            )
-    for key in TEMPLATE_ARGUMENTS:
-        if record.get(key) is not None and record[key] != {}:
-            raise UserError(
-                f"{where}: column {key!r} has chat template arguments for this row, but burnish has one set for all rows: "
-                "set template.kwargs (in `burnish train`: data.template.kwargs) and remove the column"
-            )
-
-
-def refuse_tools(columns: Mapping[str, Any], where: str, use: str) -> None:
-    """Raise a UserError for a row with tools or an agent that the model would not get; `use` says what to do about it."""
-    for key in AGENT_COLUMNS:
-        value = columns.get(key)
-        if _is_given(value) and value not in SINGLE_ANSWER_AGENTS.get(key, ()):
-            raise UserError(f"{where}: column {key!r} asks for tools or an agent ({short_repr(value)}), {use}")
-
-
-def _is_given(value: Any) -> bool:
-    """Whether a column has a value; parquet fills missing fields with nulls."""
-    if isinstance(value, Mapping):
-        return any(_is_given(inner) for inner in value.values())
-    if isinstance(value, list | tuple):
-        return any(_is_given(inner) for inner in value)
-    return value is not None and value is not False and value != ""
-
-
-# --- prompt and completion columns -----------------------------------------------------------------------------------
-
-
-def question_column(record: Mapping[str, Any], where: str, wanted: str) -> str | None:
-    """The column of the prompt: the one the config names, else the only one of `QUESTION_COLUMNS`. Two are an error."""
-    if wanted in record or wanted != QUESTION_COLUMNS[0]:
-        return wanted if wanted in record else None
-    found = [key for key in QUESTION_COLUMNS if record.get(key) is not None]
-    if found == ["instruction", "input"]:  # Alpaca: `input` is what the instruction is about
-        return "instruction"
-    if len(found) > 1:
-        raise UserError(
-            f"{where}: {' and '.join(map(repr, found))} could each be the prompt; name one with prompt_key, or rename it to 'prompt'"
-        )
-    return found[0] if found else None
-
-
-def full_prompt(record: Mapping[str, Any], key: str, value: TextOrMessages, where: str) -> TextOrMessages:
-    """The prompt with what other columns add: Alpaca's `input` after an `instruction`, and a `system` message before it."""
-    about = record.get("input")
-    if key == "instruction" and isinstance(value, str) and isinstance(about, str) and about.strip():
-        value = f"{value}\n{about}"
-    system = record.get("system")
-    if not _is_given(system):
-        return value
-    if not isinstance(system, str):
-        raise UserError(f"{where}: column 'system' should be text, got {short_repr(system)}")
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if messages[0]["role"] == "system":
-        raise UserError(
-            f"{where}: column 'system' and the first message of {key!r} are both system messages; remove one of them"
-        )
-    return [{"role": "system", "content": system}, *messages]
-
-
-def completion_column(record: Mapping[str, Any], where: str) -> str | None:
-    """The column of the completion: `completion`, else the only one of `COMPLETION_COLUMNS`. Two are an error.
-
-    In a row without `prompt` it may be `answer`, as in plain rows.
-    """
-    if "completion" in record:
-        return "completion"
-    found = [key for key in COMPLETION_COLUMNS if record.get(key) is not None]
-    if len(found) > 1:
-        raise UserError(
-            f"{where}: {' and '.join(map(repr, found))} could each be the completion; rename the right one to 'completion'"
-        )
-    if not found and "prompt" not in record and isinstance(record.get("answer"), str):
-        return "answer"
-    return found[0] if found else None
-
-
-def likely_answer(columns: Mapping[str, Any]) -> str | None:
-    """The column of a row that probably holds its expected answer, or None."""
-    return next((key for key in LIKELY_ANSWER_COLUMNS if _is_given(columns.get(key))), None)
-
-
 def source_name(source: Source) -> str:
     """The name of a source in row ids: its `name`, or its file, task or function."""
     if source.name is not None:
@@ -286,6 +196,96 @@ def _verl_reward(record: Record, where: str) -> tuple[str | None, Any]:
         raise UserError(f"{where}: reward_model should be an object with ground_truth, got {typed_repr(reward_model)}")
     style = reward_model.get("style")
     return None if style is None else str(style), reward_model["ground_truth"]
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def refuse_unsupported_columns(record: Mapping[str, Any], where: str) -> None:
+    """Raise a UserError for a column that changes what the model should read and that burnish does not use."""
+    for key in MEDIA_COLUMNS:
+        if _is_given(record.get(key)):
+            raise UserError(
+                f"{where}: column {key!r} has a value, but burnish trains on text only: the model would read the placeholder "
+                f"(such as <image>) as text. Leave such rows out of the file, or remove the column if the text is enough"
+            )
+    for key in TEMPLATE_ARGUMENTS:
+        if record.get(key) is not None and record[key] != {}:
+            raise UserError(
+                f"{where}: column {key!r} has chat template arguments for this row, but burnish has one set for all rows: "
+                "set template.kwargs (in `burnish train`: data.template.kwargs) and remove the column"
+            )
+
+
+def refuse_tools(columns: Mapping[str, Any], where: str, use: str) -> None:
+    """Raise a UserError for a row with tools or an agent that the model would not get; `use` says what to do about it."""
+    for key in AGENT_COLUMNS:
+        value = columns.get(key)
+        if _is_given(value) and value not in SINGLE_ANSWER_AGENTS.get(key, ()):
+            raise UserError(f"{where}: column {key!r} asks for tools or an agent ({short_repr(value)}), {use}")
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a column has a value; parquet fills missing fields with nulls."""
+    if isinstance(value, Mapping):
+        return any(_is_given(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_given(inner) for inner in value)
+    return value is not None and value is not False and value != ""
+
+
+def question_column(record: Mapping[str, Any], where: str, wanted: str) -> str | None:
+    """The column of the prompt: the one the config names, else the only one of `QUESTION_COLUMNS`. Two are an error."""
+    if wanted in record or wanted != QUESTION_COLUMNS[0]:
+        return wanted if wanted in record else None
+    found = [key for key in QUESTION_COLUMNS if record.get(key) is not None]
+    if found == ["instruction", "input"]:  # Alpaca: `input` is what the instruction is about
+        return "instruction"
+    if len(found) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(map(repr, found))} could each be the prompt; name one with prompt_key, or rename it to 'prompt'"
+        )
+    return found[0] if found else None
+
+
+def full_prompt(record: Mapping[str, Any], key: str, value: TextOrMessages, where: str) -> TextOrMessages:
+    """The prompt with what other columns add: Alpaca's `input` after an `instruction`, and a `system` message before it."""
+    about = record.get("input")
+    if key == "instruction" and isinstance(value, str) and isinstance(about, str) and about.strip():
+        value = f"{value}\n{about}"
+    system = record.get("system")
+    if not _is_given(system):
+        return value
+    if not isinstance(system, str):
+        raise UserError(f"{where}: column 'system' should be text, got {short_repr(system)}")
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if messages[0]["role"] == "system":
+        raise UserError(
+            f"{where}: column 'system' and the first message of {key!r} are both system messages; remove one of them"
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def completion_column(record: Mapping[str, Any], where: str) -> str | None:
+    """The column of the completion: `completion`, else the only one of `COMPLETION_COLUMNS`. Two are an error.
+
+    In a row without `prompt` it may be `answer`, as in plain rows.
+    """
+    if "completion" in record:
+        return "completion"
+    found = [key for key in COMPLETION_COLUMNS if record.get(key) is not None]
+    if len(found) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(map(repr, found))} could each be the completion; rename the right one to 'completion'"
+        )
+    if not found and "prompt" not in record and isinstance(record.get("answer"), str):
+        return "answer"
+    return found[0] if found else None
+
+
+def likely_answer(columns: Mapping[str, Any]) -> str | None:
+    """The column of a row that probably holds its expected answer, or None."""
+    return next((key for key in LIKELY_ANSWER_COLUMNS if _is_given(columns.get(key))), None)
 
 
 def _missing(key: str, record: Record, where: str, option: str) -> UserError:

@@ -56,6 +56,150 @@ LIMIT_MESSAGES = {
     "output": "too much output",
     "lost": "the sandbox broke twice while the program ran",
 }
+_runner_settings: dict[str, Any] = {}
+
+
+def code(completion: str, answer: Any, extra: Mapping[str, Any], *, score: str = "all") -> PartResult:
+    """1 if the program passes every test of its row, else 0. With `score: fraction`, the fraction of tests it passes."""
+    tests = parse_tests(answer)
+    outcomes, ran_out = process_runner().outcomes(extract_program(completion), tests, stops_early=score == "all")
+    num_passed = sum(outcome == PASSED for outcome in outcomes)
+    is_right = num_passed == tests.count
+    details = "\n".join(f"test {number}: {outcome}" for number, outcome in enumerate(outcomes, start=1))
+    return PartResult(
+        value=float(is_right) if score == "all" else num_passed / tests.count,
+        accuracy=float(is_right),
+        parts={"passed": float(num_passed), "tests": float(tests.count)},
+        details=details.encode(errors="replace").decode(),  # an exception may hold surrogates that cannot be saved
+        timed_out=ran_out,
+    )
+
+
+@functools.cache
+def process_runner() -> ProgramRunner:
+    """The runner of this process, created with the first program."""
+    return ProgramRunner(**_runner_settings)
+
+
+def configure_runner(timeout_s: float, memory_gib: float, is_isolated: bool) -> None:
+    """Set the limits of the programs of this process. Call it before the first program runs."""
+    _runner_settings.update(timeout_s=timeout_s, memory_gib=memory_gib, is_isolated=is_isolated)
+
+
+def check_sandbox(is_isolated: bool) -> None:
+    """Raise a UserError, with advice, if programs cannot be run on this machine."""
+    from burnish.sandbox.client import Sandbox, SandboxError
+    from burnish.sandbox.limits import Limits
+
+    try:
+        with Sandbox(Limits(), is_isolated) as sandbox:
+            sandbox.start()
+            ended = sandbox.run_stdio("print(input())", "ready", 10.0)
+    except SandboxError as error:
+        raise UserError(f"code rewards cannot run programs here: {error}") from error
+    if ended.output.strip() != "ready":
+        raise UserError(f"code rewards cannot run programs here: a one-line test program failed ({ended})")
+
+
+# --- running programs ------------------------------------------------------------------------------------------------
+
+
+class ProgramRunner:
+    """Runs the programs of one reward: holds the sandbox and the time limit."""
+
+    def __init__(self, timeout_s: float = 10.0, memory_gib: float = 2.0, is_isolated: bool = True) -> None:
+        from burnish.sandbox.client import Sandbox
+        from burnish.sandbox.limits import Limits
+
+        self.sandbox = Sandbox(Limits(memory_bytes=int(memory_gib * 2**30)), is_isolated, SLACK_SHARE * timeout_s)
+        self.wall_s = PROGRAM_SHARE * timeout_s
+
+    def outcomes(self, program: str, tests: ProgramTests, stops_early: bool) -> tuple[list[str], bool]:
+        """The outcome of each test, and whether time ran out. With `stops_early`, stdio tests end at the first failure."""
+        if not tests.stdio:
+            spec, grader_spec = tests.for_program(program), tests.for_grader()
+            ended = run_with_retry(lambda wall_s: self.sandbox.run_calls(spec, grader_spec, wall_s), self.wall_s)
+            return outcomes_from_verdicts(ended, tests.count), ended.reason in ("time", "cpu")
+        outcomes = [NOT_RUN] * tests.count
+        end, ran_out = time.monotonic() + self.wall_s, False
+        for number, (stdin, expected) in enumerate(tests.stdio):
+            left = end - time.monotonic()
+            if left <= 0 or ran_out or (stops_early and number and outcomes[number - 1] != PASSED):
+                break
+            ended = run_with_retry(functools.partial(self.sandbox.run_stdio, program, stdin), left)
+            outcomes[number] = stdio_outcome(ended, expected)
+            ran_out = ended.reason in ("time", "cpu")
+        return outcomes, ran_out
+
+
+def run_with_retry(run: Callable[[float], RunResult], wall_s: float) -> RunResult:
+    """Run a program; run it once more, in the time that is left, if the sandbox broke while it ran.
+
+    For a harmless program, other processes or the machine hardly ever break the sandbox twice in a row. A program that breaks it twice
+    has failed. Otherwise a program could avoid its penalty by breaking the sandbox, because samples without a score leave the loss.
+    """
+    from burnish.sandbox.client import RunLost, RunResult
+
+    end = time.monotonic() + wall_s
+    try:
+        return run(wall_s)
+    except RunLost:
+        left = end - time.monotonic()
+    if left <= 0:
+        return RunResult("time", None, "", "", [])
+    try:
+        return run(left)
+    except RunLost as error:
+        return RunResult("lost", None, "", str(error), [])
+
+
+def outcomes_from_verdicts(ended: RunResult, count: int) -> list[str]:
+    """The grader's verdict on each test. The test during which the program or the grader ended has failed."""
+    outcomes = [NOT_RUN] * count
+    messages: dict[str, Any] = {}
+    for message in ended.verdicts:
+        if "test" in message:
+            outcomes[message["test"]] = message["outcome"]
+        messages |= message
+    if "broken" in messages:
+        raise ValueError(f"the tests of the row cannot run: {messages['broken']}")
+    if "done" in messages:
+        return outcomes
+    at = outcomes.index(NOT_RUN)
+    if ended.reason in LIMIT_MESSAGES:
+        outcomes[at] = _limit_failure(ended)
+    elif "loaded" in messages:
+        outcomes[at] = f"{FAILED}: the program does not load: {messages['why']}"
+    elif "gone" in messages:
+        outcomes[at] = f"{FAILED}: {_describe_exit(ended.status)}"
+    else:
+        outcomes[at] = f"{FAILED}: the test ended the process it ran in"
+    return outcomes
+
+
+def stdio_outcome(ended: RunResult, expected: str) -> str:
+    """The outcome of a stdio test: whether the ended program printed what was expected."""
+    if ended.reason in LIMIT_MESSAGES:
+        return _limit_failure(ended)
+    if ended.status != 0:
+        last = ended.errors.strip().rpartition("\n")[2]
+        return f"{FAILED}: {last or _describe_exit(ended.status)}"[:MAX_DETAIL]
+    return PASSED if outputs_match(expected, ended.output) else f"{FAILED}: wrong output"
+
+
+def _limit_failure(ended: RunResult) -> str:
+    why = f" ({ended.errors})" if ended.reason == "lost" else ""
+    return f"{FAILED}: {LIMIT_MESSAGES[ended.reason]}{why}"[:MAX_DETAIL]
+
+
+def _describe_exit(status: int | None) -> str:
+    if status is not None and status < 0:
+        known = {number.value: number.name for number in signal.Signals}  # most real-time signals have no name
+        return f"the program was killed by {known.get(-status, f'signal {-status}')}"
+    return f"the program exited with status {status}"
+
+
+# --- the program of a completion, the tests of a row, and printed output ---------------------------------------------
 
 
 def extract_program(completion: str) -> str:
@@ -205,143 +349,3 @@ def _parse_decimal(word: str) -> Decimal | None:
     except InvalidOperation:
         return None
     return value if value is not None and value.is_finite() else None
-
-
-class ProgramRunner:
-    """Runs the programs of one reward: holds the sandbox and the time limit."""
-
-    def __init__(self, timeout_s: float = 10.0, memory_gib: float = 2.0, is_isolated: bool = True) -> None:
-        from burnish.sandbox.client import Sandbox
-        from burnish.sandbox.limits import Limits
-
-        self.sandbox = Sandbox(Limits(memory_bytes=int(memory_gib * 2**30)), is_isolated, SLACK_SHARE * timeout_s)
-        self.wall_s = PROGRAM_SHARE * timeout_s
-
-    def outcomes(self, program: str, tests: ProgramTests, stops_early: bool) -> tuple[list[str], bool]:
-        """The outcome of each test, and whether time ran out. With `stops_early`, stdio tests end at the first failure."""
-        if not tests.stdio:
-            spec, grader_spec = tests.for_program(program), tests.for_grader()
-            ended = run_with_retry(lambda wall_s: self.sandbox.run_calls(spec, grader_spec, wall_s), self.wall_s)
-            return outcomes_from_verdicts(ended, tests.count), ended.reason in ("time", "cpu")
-        outcomes = [NOT_RUN] * tests.count
-        end, ran_out = time.monotonic() + self.wall_s, False
-        for number, (stdin, expected) in enumerate(tests.stdio):
-            left = end - time.monotonic()
-            if left <= 0 or ran_out or (stops_early and number and outcomes[number - 1] != PASSED):
-                break
-            ended = run_with_retry(functools.partial(self.sandbox.run_stdio, program, stdin), left)
-            outcomes[number] = stdio_outcome(ended, expected)
-            ran_out = ended.reason in ("time", "cpu")
-        return outcomes, ran_out
-
-
-def run_with_retry(run: Callable[[float], RunResult], wall_s: float) -> RunResult:
-    """Run a program; run it once more, in the time that is left, if the sandbox broke while it ran.
-
-    For a harmless program, other processes or the machine hardly ever break the sandbox twice in a row. A program that breaks it twice
-    has failed. Otherwise a program could avoid its penalty by breaking the sandbox, because samples without a score leave the loss.
-    """
-    from burnish.sandbox.client import RunLost, RunResult
-
-    end = time.monotonic() + wall_s
-    try:
-        return run(wall_s)
-    except RunLost:
-        left = end - time.monotonic()
-    if left <= 0:
-        return RunResult("time", None, "", "", [])
-    try:
-        return run(left)
-    except RunLost as error:
-        return RunResult("lost", None, "", str(error), [])
-
-
-def outcomes_from_verdicts(ended: RunResult, count: int) -> list[str]:
-    """The grader's verdict on each test. The test during which the program or the grader ended has failed."""
-    outcomes = [NOT_RUN] * count
-    messages: dict[str, Any] = {}
-    for message in ended.verdicts:
-        if "test" in message:
-            outcomes[message["test"]] = message["outcome"]
-        messages |= message
-    if "broken" in messages:
-        raise ValueError(f"the tests of the row cannot run: {messages['broken']}")
-    if "done" in messages:
-        return outcomes
-    at = outcomes.index(NOT_RUN)
-    if ended.reason in LIMIT_MESSAGES:
-        outcomes[at] = _limit_failure(ended)
-    elif "loaded" in messages:
-        outcomes[at] = f"{FAILED}: the program does not load: {messages['why']}"
-    elif "gone" in messages:
-        outcomes[at] = f"{FAILED}: {_describe_exit(ended.status)}"
-    else:
-        outcomes[at] = f"{FAILED}: the test ended the process it ran in"
-    return outcomes
-
-
-def stdio_outcome(ended: RunResult, expected: str) -> str:
-    """The outcome of a stdio test: whether the ended program printed what was expected."""
-    if ended.reason in LIMIT_MESSAGES:
-        return _limit_failure(ended)
-    if ended.status != 0:
-        last = ended.errors.strip().rpartition("\n")[2]
-        return f"{FAILED}: {last or _describe_exit(ended.status)}"[:MAX_DETAIL]
-    return PASSED if outputs_match(expected, ended.output) else f"{FAILED}: wrong output"
-
-
-def _limit_failure(ended: RunResult) -> str:
-    why = f" ({ended.errors})" if ended.reason == "lost" else ""
-    return f"{FAILED}: {LIMIT_MESSAGES[ended.reason]}{why}"[:MAX_DETAIL]
-
-
-def _describe_exit(status: int | None) -> str:
-    if status is not None and status < 0:
-        known = {number.value: number.name for number in signal.Signals}  # most real-time signals have no name
-        return f"the program was killed by {known.get(-status, f'signal {-status}')}"
-    return f"the program exited with status {status}"
-
-
-_runner_settings: dict[str, Any] = {}
-
-
-@functools.cache
-def process_runner() -> ProgramRunner:
-    """The runner of this process, created with the first program."""
-    return ProgramRunner(**_runner_settings)
-
-
-def configure_runner(timeout_s: float, memory_gib: float, is_isolated: bool) -> None:
-    """Set the limits of the programs of this process. Call it before the first program runs."""
-    _runner_settings.update(timeout_s=timeout_s, memory_gib=memory_gib, is_isolated=is_isolated)
-
-
-def check_sandbox(is_isolated: bool) -> None:
-    """Raise a UserError, with advice, if programs cannot be run on this machine."""
-    from burnish.sandbox.client import Sandbox, SandboxError
-    from burnish.sandbox.limits import Limits
-
-    try:
-        with Sandbox(Limits(), is_isolated) as sandbox:
-            sandbox.start()
-            ended = sandbox.run_stdio("print(input())", "ready", 10.0)
-    except SandboxError as error:
-        raise UserError(f"code rewards cannot run programs here: {error}") from error
-    if ended.output.strip() != "ready":
-        raise UserError(f"code rewards cannot run programs here: a one-line test program failed ({ended})")
-
-
-def code(completion: str, answer: Any, extra: Mapping[str, Any], *, score: str = "all") -> PartResult:
-    """1 if the program passes every test of its row, else 0. With `score: fraction`, the fraction of tests it passes."""
-    tests = parse_tests(answer)
-    outcomes, ran_out = process_runner().outcomes(extract_program(completion), tests, stops_early=score == "all")
-    num_passed = sum(outcome == PASSED for outcome in outcomes)
-    is_right = num_passed == tests.count
-    details = "\n".join(f"test {number}: {outcome}" for number, outcome in enumerate(outcomes, start=1))
-    return PartResult(
-        value=float(is_right) if score == "all" else num_passed / tests.count,
-        accuracy=float(is_right),
-        parts={"passed": float(num_passed), "tests": float(tests.count)},
-        details=details.encode(errors="replace").decode(),  # an exception may hold surrogates that cannot be saved
-        timed_out=ran_out,
-    )

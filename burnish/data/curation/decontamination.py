@@ -32,60 +32,14 @@ from burnish.data.published_datasets import (
     get_benchmark,
     get_shape,
     in_split,
+    question_of,
     strip_format_request,
     to_verl_layout,
 )
-from burnish.data.published_datasets import question_of as stated_question
 from burnish.run.durable_files import checksums
 
 NGRAM_WORDS = 13
 WORD = re.compile(r"\w+")
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """A training and a test question, by index, with the words that they share; None if the questions are the same."""
-
-    train: int
-    test: int
-    words: str | None
-
-
-def comparable_words(text: str) -> list[str]:
-    """The words of a text for comparison: normalised, without case and punctuation."""
-    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def find_overlap(train: Sequence[str], test: Sequence[str], ngram: int = NGRAM_WORDS) -> list[Overlap]:
-    """The training questions that overlap with a test question, each with the first such test question."""
-    whole: dict[str, int] = {}
-    runs: dict[str, int] = {}
-    for index, text in enumerate(test):
-        words = comparable_words(text)
-        whole.setdefault(" ".join(words), index)
-        for run in word_ngrams(words, ngram):
-            runs.setdefault(run, index)
-    matches: list[Overlap] = []
-    for index, text in enumerate(train):
-        words = comparable_words(text)
-        same = whole.get(" ".join(words))
-        if same is not None:
-            matches.append(Overlap(index, same, None))
-            continue
-        shared = next((run for run in word_ngrams(words, ngram) if run in runs), None)
-        if shared is not None:
-            matches.append(Overlap(index, runs[shared], shared))
-    return matches
-
-
-def word_ngrams(words: Sequence[str], length: int) -> Iterator[str]:
-    """Every run of `length` consecutive words."""
-    return (" ".join(words[at : at + length]) for at in range(len(words) - length + 1))
-
-
-def count_repeated(texts: Sequence[str]) -> int:
-    """How many texts repeat an earlier one."""
-    return len(texts) - len({" ".join(comparable_words(text)) for text in texts})
 
 
 def decontaminate(
@@ -146,7 +100,7 @@ def _question(where: str, record: Record, shape: str | None = None) -> str:
             "\n".join(str(turn.get("content", "")) for turn in messages if turn.get("role") == "user")
         )
     try:
-        return strip_format_request(stated_question(record))
+        return strip_format_request(question_of(record))
     except (UnusableRow, ValueError, TypeError) as error:
         raise UserError(f"{where}: no question found ({error}; has: {', '.join(map(str, record))})") from error
 
@@ -182,3 +136,52 @@ def _rows_without_overlap(
         else:
             kept.records.append(record)
     return kept
+
+
+# --- overlap of questions --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A training and a test question, by index, with the words that they share; None if the questions are the same."""
+
+    train: int
+    test: int
+    words: str | None
+
+
+def comparable_words(text: str) -> list[str]:
+    """The words of a text for comparison: normalised, without case and punctuation."""
+    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def find_overlap(train: Sequence[str], test: Sequence[str], ngram: int = NGRAM_WORDS) -> list[Overlap]:
+    """The training questions that overlap with a test question, each with the first such test question."""
+    whole: dict[str, int] = {}
+    runs: dict[str, int] = {}
+    for index, text in enumerate(test):
+        words = comparable_words(text)
+        whole.setdefault(" ".join(words), index)
+        for run in word_ngrams(words, ngram):
+            runs.setdefault(run, index)
+    matches: list[Overlap] = []
+    for index, text in enumerate(train):
+        words = comparable_words(text)
+        same = whole.get(" ".join(words))
+        if same is not None:
+            matches.append(Overlap(index, same, None))
+            continue
+        shared = next((run for run in word_ngrams(words, ngram) if run in runs), None)
+        if shared is not None:
+            matches.append(Overlap(index, runs[shared], shared))
+    return matches
+
+
+def word_ngrams(words: Sequence[str], length: int) -> Iterator[str]:
+    """Every run of `length` consecutive words."""
+    return (" ".join(words[at : at + length]) for at in range(len(words) - length + 1))
+
+
+def count_repeated(texts: Sequence[str]) -> int:
+    """How many texts repeat an earlier one."""
+    return len(texts) - len({" ".join(comparable_words(text)) for text in texts})
