@@ -1,1 +1,1 @@
-"""The types everything speaks: trajectories, ragged batches, segment operations, random keys, the engine protocol."""
+"""Data types that every package shares: batches, trajectories, segment operations, random keys, engine and worker protocols."""

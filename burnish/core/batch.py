@@ -1,14 +1,14 @@
-"""The ragged batch: packed tokens plus sequence boundaries, from the data set to the gradient.
+"""`Batch`: many sequences packed without padding, with columns per token and per sequence.
 
-`tokens[N]` and `offsets[S+1]` define S sequences. Columns come in three kinds:
+`tokens[N]` and `offsets[S+1]` define S sequences: sequence s is `tokens[offsets[s]:offsets[s+1]]`. There are three kinds of columns:
 
-- `token`: length N, aligned with the token they describe (`logp[t]` is of token t given its past, so a sequence's
-  first token has none: it holds 0 there);
-- `sequence`: length S, id columns such as `group_ids` and `trajectory_ids` among them;
-- `ragged`: values with their own [S+1] boundaries.
+- `token`: length N. Each value describes the token at its own index: `logp[t]` is the log-prob of token t given the tokens
+  before it. The first token of a sequence has none and holds 0.
+- `sequence`: length S. Id columns such as `group_ids` and `trajectory_ids` are sequence columns.
+- `ragged`: any number of values per sequence, with separate [S+1] offsets.
 
-Two masks are token columns: `action_mask` (the model wrote it) and `loss_mask` (it is still in the loss).
-A batch is a value: its verbs return new batches and never change the tensors of the old one.
+Two token columns are masks: `action_mask` (the model wrote the token) and `loss_mask` (the token is still in the loss).
+A batch is immutable: its methods return new batches and never write to the tensors of the old one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burnish.core.segments import ids_from_offsets, offsets_from_lengths
 
 @dataclass(frozen=True)
 class Ragged:
-    """Values of any length per sequence."""
+    """A column with any number of values per sequence: sequence s has `values[offsets[s]:offsets[s+1]]`."""
 
     values: Tensor
     offsets: Tensor  # [S+1]
@@ -32,7 +32,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Batch:
-    """Many sequences, packed. See the module's docstring."""
+    """Many packed sequences with their columns. The module's docstring describes the layout."""
 
     tokens: Tensor  # [N]
     offsets: Tensor  # [S+1]
@@ -40,7 +40,7 @@ class Batch:
     sequence: dict[str, Tensor] = field(default_factory=dict)
     ragged: dict[str, Ragged] = field(default_factory=dict)
     origin: Origin | None = field(default=None, compare=False, repr=False)
-    """Of which batch these sequences were selected: whoever has that one need not be sent them again."""
+    """The batch that these sequences were selected from. A worker that already has that batch is sent only the indices."""
 
     def __post_init__(self) -> None:
         n, s = self.num_tokens, self.num_sequences
@@ -91,43 +91,43 @@ class Batch:
         return self.token["loss_mask"]
 
     def with_token(self, **columns: Tensor) -> Batch:
-        """The same batch with token columns added or replaced."""
+        """Return the batch with token columns added or replaced."""
         return replace(self, token={**self.token, **columns})
 
     def with_sequence(self, **columns: Tensor) -> Batch:
-        """The same batch with sequence columns added or replaced."""
+        """Return the batch with sequence columns added or replaced."""
         return replace(self, sequence={**self.sequence, **columns})
 
     def select(self, index: Tensor) -> Batch:
-        """The sequences of `index`, in that order (a sequence may be taken twice). Neighbours in their order are not copied."""
+        """Return the sequences of `index`, in that order, with repetitions. A contiguous range on the CPU gives views, not copies."""
         index = index.to(self.offsets.device)
-        first = _start_of_range(index)
+        first = _start_of_range(index)  # None if `index` is no contiguous range
         if first == 0 and index.numel() == self.num_sequences:
             return self
-        where, offsets = _select_elements(self.offsets, index, first)
+        elements, offsets = _select_elements(self.offsets, index, first)
         ragged = {}
         for name, column in self.ragged.items():
             inner, inner_offsets = _select_elements(column.offsets, index, first)
             ragged[name] = Ragged(column.values[inner], inner_offsets)
-        whole = index if first is None else slice(first, first + index.numel())
-        token = {name: column[where] for name, column in self.token.items()}
-        sequence = {name: column[whole] for name, column in self.sequence.items()}
+        rows = index if first is None else slice(first, first + index.numel())
+        token = {name: column[elements] for name, column in self.token.items()}
+        sequence = {name: column[rows] for name, column in self.sequence.items()}
         origin = Origin(self, index, dict(token), dict(sequence))
-        return Batch(self.tokens[where], offsets, token, sequence, ragged, origin)
+        return Batch(self.tokens[elements], offsets, token, sequence, ragged, origin)
 
     def split(self, parts: Sequence[Tensor]) -> Iterator[Batch]:
-        """One batch for each list of sequence indices."""
+        """Yield one batch for each tensor of sequence indices."""
         return (self.select(part) for part in parts)
 
     @staticmethod
     def merge(batches: Sequence[Batch]) -> Batch:
-        """The sequences of all batches, one after the other; all must have the same columns."""
+        """Concatenate batches. All must have the same columns."""
         first = batches[0]
         for other in batches[1:]:
             for kind in ("token", "sequence", "ragged"):
-                mine, theirs = set(getattr(first, kind)), set(getattr(other, kind))
-                if mine != theirs:
-                    raise ValueError(f"batches to merge differ in {kind} columns: {sorted(mine ^ theirs)}")
+                different = set(getattr(first, kind)) ^ set(getattr(other, kind))
+                if different:
+                    raise ValueError(f"batches to merge differ in {kind} columns: {sorted(different)}")
         return Batch(
             tokens=torch.cat([b.tokens for b in batches]),
             offsets=offsets_from_lengths(torch.cat([b.lengths for b in batches])),
@@ -143,7 +143,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Return the batch on a device."""
         if self.tokens.device == torch.device(device):
             return self
         return Batch(
@@ -157,23 +157,23 @@ class Batch:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a selection comes from, and the columns as they were taken from there."""
+    """The batch that a selection comes from, the selected indices, and the columns right after the selection."""
 
     batch: Batch
-    index: Tensor
+    index: Tensor  # [S]
     token: dict[str, Tensor]
     sequence: dict[str, Tensor]
 
 
 def _start_of_range(index: Tensor) -> int | None:
-    """Where an index begins that counts up from there, on a CPU; None of any other."""
+    """Return the first index of a contiguous rising range on the CPU; None for any other index."""
     if index.device.type != "cpu" or not index.numel() or int(index[-1]) - int(index[0]) + 1 != index.numel():
         return None
     return int(index[0]) if bool((index.diff() == 1).all()) else None
 
 
 def _select_elements(offsets: Tensor, index: Tensor, first: int | None) -> tuple[Tensor | slice, Tensor]:
-    """What gives the elements of the chosen segments, in order, and the new boundaries."""
+    """Return an indexer for the elements of the selected segments, and the new offsets. A contiguous range gives a slice."""
     if first is None:
         return _element_index(offsets, index)
     bounds = offsets[first : first + index.numel() + 1]
@@ -181,7 +181,7 @@ def _select_elements(offsets: Tensor, index: Tensor, first: int | None) -> tuple
 
 
 def _element_index(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the elements of the chosen segments, in order, and the new boundaries."""
+    """Return the positions of the elements of the selected segments, and the new offsets."""
     lengths = offsets.diff()[index]
     new_offsets = offsets_from_lengths(lengths)
     shift = torch.repeat_interleave(offsets[index] - new_offsets[:-1], lengths)
@@ -189,7 +189,7 @@ def _element_index(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_padded(values: Tensor, offsets: Tensor, fill: float = 0.0) -> Tensor:
-    """A packed column [N] as [S, longest], right-padded with `fill`. For tests and for talking to padded code."""
+    """Return a packed column [N] as [S, longest], right-padded with `fill`. For tests and for code that expects padding."""
     lengths = offsets.diff()
     width = int(lengths.max()) if lengths.numel() else 0
     padded = torch.full((lengths.numel(), width), fill, dtype=values.dtype, device=values.device)
@@ -198,6 +198,6 @@ def to_padded(values: Tensor, offsets: Tensor, fill: float = 0.0) -> Tensor:
 
 
 def from_padded(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The first `lengths[i]` entries of each row, packed, and their boundaries. Inverse of `to_padded`."""
+    """Pack the first `lengths[i]` entries of each row; return values and offsets. Inverse of `to_padded`."""
     mask = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
     return padded[mask], offsets_from_lengths(lengths)

@@ -1,19 +1,28 @@
-"""The mark that says how a method of a worker is called on a whole group of them. Metadata only.
+"""How a method of a worker is called on a whole group of workers, and the protocols of such a group.
 
     class Scorer:
-        @spread("sequences", "sequences")
+        @dispatch("sequences", "sequences")
         def scores(self, batch: Batch) -> Tensor:
-            \"\"\"[N] a number for every token.\"\"\"
+            \"\"\"[N] a score for each token.\"\"\"
 
-A group of such workers has a method `scores` too: every batch among its arguments is divided over the ranks, and the
-columns they return come back in the order of the whole batch. The first line of the docstring is also what a message says
-the controller was waiting for.
+A group of such workers also has a method `scores`. It divides every batch among its arguments over the ranks, and returns
+the columns in the order of the whole batch. The first line of the method's docstring names the call in error messages.
 
-Arguments (`split`): `sequences` divides every batch into parts of about the same work, and gives all else to everyone;
-`broadcast` gives everyone the same; `each` takes a list with one entry a rank for every argument; `first` calls the first
-rank alone. Results (`join`): `sequences` puts columns back in the order of the first batch among the arguments, and takes
-whatever else a result holds from the first rank; `list` has one entry a rank; `first` is the first rank's; `nothing` does not
-wait: an error is raised by a later call.
+`split` says how arguments reach the ranks:
+
+- `sequences`: every batch is divided into parts of about equal work; all other arguments go to every rank.
+- `broadcast`: every rank gets the same arguments.
+- `each`: every argument is a list with one entry per rank.
+- `first`: only the first rank is called.
+
+`join` says what the caller gets:
+
+- `sequences`: columns in the order of the first batch among the arguments; everything else comes from the first rank.
+- `list`: one result per rank.
+- `first`: the result of the first rank.
+- `nothing`: the call does not wait. A later call raises its error.
+
+`distributed/worker_group.py` has the groups themselves. Code in lower packages is handed a group and knows these protocols.
 """
 
 from __future__ import annotations
@@ -27,8 +36,8 @@ from burnish.config.errors import UserError, did_you_mean
 Split = Literal["sequences", "broadcast", "each", "first"]
 Join = Literal["sequences", "list", "first", "nothing"]
 Lane = Literal["work", "side"]
-"""A worker does one thing at a time in each lane: what a checkpoint's writer or a listener waits for does not hold up the work."""
-ATTRIBUTE = "__spread__"
+"""A worker runs one call at a time per lane. Calls in `side`, such as writing a checkpoint, do not delay calls in `work`."""
+ATTRIBUTE = "__dispatch__"
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -41,19 +50,23 @@ class Dispatch:
     lane: Lane = "work"
 
     def __post_init__(self) -> None:
-        for name, value, words in (("split", self.split, Split), ("join", self.join, Join), ("lane", self.lane, Lane)):
-            if value not in get_args(words):
+        for name, value, choices in (
+            ("split", self.split, Split),
+            ("join", self.join, Join),
+            ("lane", self.lane, Lane),
+        ):
+            if value not in get_args(choices):
                 raise ValueError(
-                    f"spread: {name}={value!r}{did_you_mean(value, get_args(words))} (one of {get_args(words)})"
+                    f"dispatch: {name}={value!r}{did_you_mean(value, get_args(choices))} (one of {get_args(choices)})"
                 )
         if self.join == "sequences" and self.split != "sequences":
-            raise ValueError("spread: results cannot be joined by sequences that the arguments were not divided by")
+            raise ValueError("dispatch: join='sequences' needs split='sequences': the arguments are not divided by sequences")
         if self.split == "first" and self.join == "list":
-            raise ValueError("spread: one rank alone is called, so there is no list of results")
+            raise ValueError("dispatch: split='first' calls one rank only, so join='list' has no list of results")
 
 
 def dispatch(split: Split = "broadcast", join: Join = "first", lane: Lane = "work") -> Callable[[Method], Method]:
-    """Marks a method of a worker."""
+    """Mark a method of a worker as callable on a group."""
     mark = Dispatch(split, join, lane)
 
     def marked(method: Method) -> Method:
@@ -63,31 +76,26 @@ def dispatch(split: Split = "broadcast", join: Join = "first", lane: Lane = "wor
     return marked
 
 
-def dispatch_of(kind: type, name: str) -> Dispatch:
-    """The mark of a class's method; AttributeError where it has none."""
-    mark = getattr(getattr(kind, name, None), ATTRIBUTE, None)
+def dispatch_of(worker_class: type, name: str) -> Dispatch:
+    """Return the mark of a method; AttributeError if the method is missing or not marked."""
+    mark = getattr(getattr(worker_class, name, None), ATTRIBUTE, None)
     if mark is None:
-        known = [n for n in dir(kind) if hasattr(getattr(kind, n, None), ATTRIBUTE)]
+        known = [n for n in dir(worker_class) if hasattr(getattr(worker_class, n, None), ATTRIBUTE)]
         raise AttributeError(
-            f"{kind.__name__} has no method {name!r} that is marked with @spread{did_you_mean(name, known)}"
+            f"{worker_class.__name__} has no method {name!r} that is marked with @dispatch{did_you_mean(name, known)}"
         )
     assert isinstance(mark, Dispatch)
     return mark
 
 
-def method_summary(kind: type, name: str) -> str:
-    """What a method is for, in a line."""
-    text = (getattr(kind, name).__doc__ or name).strip().splitlines()[0]
+def method_summary(worker_class: type, name: str) -> str:
+    """Return the first line of a method's docstring, or its name if it has none."""
+    text = (getattr(worker_class, name).__doc__ or name).strip().splitlines()[0]
     return str(text).rstrip(".")
 
 
-# --- What code below the controller may know of workers: that they can be asked, can be lost, and share a store.
-#
-# `distributed/worker_group.py` has the groups themselves; whoever needs one is handed it.
-
-
 class WorkerLost(UserError):
-    """A worker ended or does not answer. The message says which, doing what, and what it said last."""
+    """A worker died or does not answer. The message names the rank, the call and the worker's last output."""
 
     def __init__(self, text: str, rank: int) -> None:
         super().__init__(text)
@@ -95,19 +103,19 @@ class WorkerLost(UserError):
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised an error that is no user's; the message has its traceback."""
+    """A worker raised an error other than a `UserError`. The message holds its traceback."""
 
 
 class CallHandle(Protocol):
-    """A call on its way to one worker."""
+    """A call that was sent to one worker."""
 
     @property
     def rank(self) -> int:
-        """Whose."""
+        """Rank of the worker."""
 
 
 class Workers(Protocol):
-    """A group whose workers are asked one by one."""
+    """A group whose workers are called one by one."""
 
     size: int
 
@@ -115,36 +123,36 @@ class Workers(Protocol):
         """Call a marked method of one worker."""
 
     def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> Sequence[CallHandle]:
-        """The same call to several: what is large in it is packed once. What another call will give may be an argument."""
+        """Make the same call on several workers. Large arguments are packed once; a pending result may be an argument."""
 
     def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Sequence[CallHandle]:
-        """A call to several, each with arguments of its own."""
+        """Call a method on several workers, with separate arguments for each rank."""
 
     def ready(self, handles: Sequence[CallHandle], timeout_s: float) -> list[CallHandle]:
-        """Those that have ended, well or badly; returns as soon as there is one, or when the time is over."""
+        """Return the calls that ended, with a result or an error. Waits for at least one, or until the timeout."""
 
-    def settle(self, handles: Sequence[CallHandle]) -> None:
-        """Wait until all have ended, well or badly, or one is late: to ask for each result is quick then."""
+    def wait_all(self, handles: Sequence[CallHandle]) -> None:
+        """Wait until all calls ended or one is past its deadline. `result` does not block afterwards."""
 
     def result(self, handle: CallHandle) -> Any:
-        """What a call gave; waits for it. Raises `WorkerLost` where there is nobody left to give it."""
+        """Wait for a call and return its result. Raises `WorkerLost` if its worker is gone."""
 
     def restart(self, rank: int) -> None:
-        """A new worker in a lost one's place, made as that one was. The first call to it waits until it is there."""
+        """Start a new worker in place of a lost one, with the same arguments. The first call to it waits until it is ready."""
 
 
 class ObjectStore(Protocol):
-    """Where workers leave large things for each other."""
+    """A store through which workers exchange large objects."""
 
     def put(self, value: Any) -> Any:
-        """A reference to a value, which may be sent anywhere."""
+        """Store a value and return a reference that can be sent to any worker."""
 
     def get(self, reference: Any) -> Any:
-        """The value."""
+        """Return the value of a reference."""
 
 
 class InProcessStore:
-    """The store of workers that share a process: a value is its own reference."""
+    """The store of workers in one process: a value is its own reference."""
 
     def put(self, value: Any) -> Any:
         return value

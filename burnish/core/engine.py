@@ -1,7 +1,7 @@
-"""The contract between whoever wants tokens and whoever samples them. Token ids in, token ids out.
+"""The `Engine` protocol of everything that samples tokens, and its requests and completions. Token ids in, token ids out.
 
-A request carries its own random key, so its tokens do not depend on what else the engine is doing. Requests with
-equal prompts share the work of the prompt.
+A request carries its own random key, so its tokens do not depend on the other requests in the engine. Requests with
+equal prompts share one prefill.
 """
 
 from __future__ import annotations
@@ -14,37 +14,35 @@ import numpy as np
 from torch import Tensor
 
 CompletionFinish = Literal["stop", "length", "aborted"]
-
-
 MIN_TEMPERATURE = 1e-5
-"""Above 0: what logits are divided by must leave them finite in float32."""
+"""Smallest temperature above 0. Logits divided by it are still finite in float32."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the tokens of one request are drawn and when it ends."""
+    """How the tokens of one request are sampled and when it ends."""
 
     temperature: float = 1.0
-    """0 takes the most likely token; its log-prob is then reported under the untempered distribution."""
+    """0 is greedy decoding. Log-probs are then reported at temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is no limit."""
+    """0 means no limit."""
     min_p: float = 0.0
-    """Tokens less likely than this times the likeliest are not drawn."""
+    """Tokens with less than this times the probability of the likeliest token are never sampled."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit) before temperature and truncation."""
+    """(token, value added to its logit), applied before temperature and truncation."""
     max_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
-    """A stop token is part of the completion."""
+    """The completion ends with, and includes, the first of these tokens."""
     stop: tuple[str, ...] = ()
-    """A completion ends with the token that completes one of these strings."""
+    """The completion ends with, and includes, the token that completes one of these strings."""
     raw_logprobs: bool = False
-    """Also report log-probs of the model itself: at temperature 1, without truncation or bias."""
+    """Also report log-probs of the raw model: at temperature 1, without truncation or bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion wanted."""
+    """A request for one completion."""
 
     id: str
     tokens: tuple[int, ...]
@@ -52,50 +50,50 @@ class Request:
     key: int
     """Random key of this sample (`burnish.core.random_keys.sample_key`)."""
     generated: int = 0
-    """How many of this sample's tokens were drawn before (a later turn, a continued partial): noise goes on there."""
+    """Number of tokens of this sample that earlier requests generated (earlier turns, an aborted partial). The noise continues there."""
     priority: int = 0
-    """Among those that wait, a higher number goes first."""
-    goes_on: bool = False
-    """Whether another request may continue this one: an engine keeps what it computed, where it can, and does not compute it again."""
+    """Waiting requests with a higher priority start first."""
+    may_continue: bool = False
+    """Whether a later request may continue this one. The engine then keeps its KV cache if it can."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """What came of a request."""
+    """The result of a request."""
 
     id: str
-    tokens: np.ndarray  # integers, the new tokens only
-    logp: np.ndarray  # float32, under the distribution each was sampled from
+    tokens: np.ndarray  # integers: the generated tokens, without the prompt
+    logp: np.ndarray  # float32: log-prob of each token under the distribution it was sampled from
     finish: CompletionFinish
     version: int
-    """Version of the weights that wrote it."""
+    """Version of the weights that generated it."""
     raw_logp: np.ndarray | None = field(default=None, kw_only=True)
-    """float32, under the model itself, where the request asked for it."""
+    """float32: log-probs of the raw model. None unless `raw_logprobs` was set."""
 
 
 class Engine(Protocol):
-    """What every engine can do."""
+    """The methods of every inference engine."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; raises at once for one that can never run."""
+        """Queue requests. Raises at once if one of them can never run."""
 
     def stream(self) -> Iterator[Completion]:
-        """Completions as they finish, until nothing is left; requests may be submitted meanwhile."""
+        """Yield completions as they finish, until no request is left. Requests may be submitted meanwhile."""
 
     def interrupt(self) -> None:
-        """Make `stream`, or the next one, end after the step it is in, whatever is left; a later `stream` goes on.
+        """Make the current or next `stream` end after its current step. A later `stream` continues the requests.
 
-        May be called from another thread: it is how a server gets a word in between two completions.
+        May be called from another thread. A server uses it to handle other calls between two completions.
         """
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
-        """Stop requests; with `keep` return what they have, else nothing of them remains."""
+        """Stop requests. With `keep`, return their partial completions; otherwise discard them."""
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights. An engine that reads the learner's own tensors takes an empty iterable and the version."""
+        """Load new weights. An engine that shares the learner's tensors gets an empty iterable and the version."""
 
     def sleep(self) -> None:
-        """Give memory back until `wake`."""
+        """Release memory until `wake`."""
 
     def wake(self) -> None:
-        """Be ready to sample again."""
+        """Prepare to sample again after `sleep`."""

@@ -1,7 +1,7 @@
 """HTTP connections with a deadline for the whole exchange.
 
-The timeout of a socket is for one read, so a server that sends a byte now and then blocks its caller without end. These subclasses of the
-standard library's connections raise `TimeoutError` at their deadline, at any point of the exchange.
+A socket's timeout applies to each read, so a server that sends one byte now and then can block its caller forever.
+These subclasses of the standard library's connections raise `TimeoutError` at their deadline, at any point of the exchange.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, b
 
 
 def is_server_url(url: str) -> bool:
-    """Whether a text is the address of an HTTP server: scheme and host, perhaps a port and a path, and nothing else."""
+    """Whether `url` is the address of an HTTP server: scheme and host, optionally a port and a path, nothing else."""
     try:
         parts = urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        has_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number, or an IPv6 address has no closing bracket
         return False
-    return is_whole and not (parts.query or parts.fragment or parts.username)
+    return has_server and not (parts.query or parts.fragment or parts.username)
 
 
 class _DeadlineSocket:
@@ -32,18 +32,18 @@ class _DeadlineSocket:
         self._inner, self._deadline = inner, deadline
         self._num_files, self._is_closed = 0, False
 
-    def _start(self) -> None:
+    def _set_timeout(self) -> None:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline has passed")
         self._inner.settimeout(left_s)
 
     def sendall(self, data: Any) -> None:
-        self._start()
-        self._inner.sendall(data)  # its timeout is for all of the data
+        self._set_timeout()
+        self._inner.sendall(data)  # sendall's timeout covers all of the data
 
     def recv_into(self, buffer: Any) -> int:
-        self._start()
+        self._set_timeout()
         return self._inner.recv_into(buffer)
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -57,7 +57,7 @@ class _DeadlineSocket:
             self.close()
 
     def close(self) -> None:
-        """Close the socket once no file of it is read any more."""
+        """Close the socket once all of its files are closed."""
         self._is_closed = True
         if self._num_files <= 0:
             self._inner.close()
@@ -80,7 +80,7 @@ class _DeadlineReader(io.RawIOBase):
 
 
 class _DeadlineConnection(HTTPConnection):
-    """A connection whose `timeout` covers everything after its construction."""
+    """A connection whose `timeout` runs from its construction to the end of the exchange."""
 
     def __init__(self, host: str, port: int | None = None, *, timeout: float = 60.0, **kwargs: Any) -> None:
         super().__init__(host, port, timeout=max(0.001, timeout), **kwargs)
@@ -100,12 +100,12 @@ class DeadlineHTTPSConnection(_DeadlineConnection, HTTPSConnection):
 
 
 def connection_to(url: str, timeout_s: float, connect_s: float) -> HTTPConnection:
-    """A connection to the server of an address. Its deadline is `timeout_s` from now."""
+    """Return a connection to the server of a URL. Its deadline is `timeout_s` from now; connecting may take `connect_s`."""
     parts = urlsplit(url)
-    kind = DeadlineHTTPSConnection if parts.scheme == "https" else DeadlineHTTPConnection
-    found = kind(parts.hostname or "", parts.port, timeout=timeout_s)
-    found.timeout = max(0.001, min(timeout_s, connect_s))
-    return found
+    connection_class = DeadlineHTTPSConnection if parts.scheme == "https" else DeadlineHTTPConnection
+    connection = connection_class(parts.hostname or "", parts.port, timeout=timeout_s)
+    connection.timeout = max(0.001, min(timeout_s, connect_s))
+    return connection
 
 
 class _DeadlineHTTPHandler(HTTPHandler):
@@ -119,5 +119,5 @@ class _DeadlineHTTPSHandler(HTTPSHandler):
 
 
 def deadline_opener() -> OpenerDirector:
-    """An opener like that of `urlopen`, with proxies and redirects, whose timeout is a deadline for each exchange."""
+    """Return an opener with proxies and redirects, like `urlopen`'s, whose timeout is a deadline for each exchange."""
     return build_opener(_DeadlineHTTPHandler, _DeadlineHTTPSHandler)

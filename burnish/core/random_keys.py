@@ -1,8 +1,9 @@
-"""Counter-based random keys: randomness as a function of what it is for, never of when or beside whom it is drawn.
+"""Counter-based random keys: a random number depends on what it is for, never on when it is drawn.
 
-A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). Each position of a sample
-then takes its own number from the key (`burnish.core.random_keys`). The mixing function is the finaliser of SplitMix64
-(Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche. Pure Python: no torch, no numpy.
+A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). Each position of a sample takes
+its own number from the key. So a sample's noise does not depend on the batch it is in, on the device or on a restart. The
+mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche.
+Importing this module does not load torch, because commands that only read settings import it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 
 STREAMS = {"train": 1, "eval": 2, "baseline": 3}
+"""Number of each stream. Equal prompts in different streams get different noise."""
 
 
 def mix(x: int) -> int:
@@ -33,9 +35,9 @@ def mix(x: int) -> int:
 
 
 def fold(*parts: int | str) -> int:
-    """One unsigned 64-bit key from a sequence of integers and strings; order matters."""
+    """Fold integers and strings into one unsigned 64-bit key. Their order matters."""
     x = 0
-    for part in parts:  # `mix`, written out: a step has hundreds of thousands of them
+    for part in parts:  # `mix` is inlined: a step makes hundreds of thousands of these calls
         x = (x + GOLDEN + (hash_text(part) if isinstance(part, str) else part)) & MASK_64
         x = ((x ^ (x >> 30)) * MULTIPLIER_1) & MASK_64
         x = ((x ^ (x >> 27)) * MULTIPLIER_2) & MASK_64
@@ -43,37 +45,46 @@ def fold(*parts: int | str) -> int:
     return x
 
 
-@lru_cache(maxsize=1 << 14)  # the samples of a prompt have its id in common
+@lru_cache(maxsize=1 << 14)  # all samples of a prompt hash the same prompt id
 def hash_text(text: str) -> int:
-    """A stable 64-bit hash of a string (unlike `hash`, the same in every process and on every machine)."""
+    """Hash a string to 64 bits. Unlike `hash`, the result is the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def sample_key(seed: int, stream: str, prompt_id: str, visit: int, sample: int) -> int:
-    """The key of one sample: a prompt drawn again (a new visit) gets new noise, the same draw always the same."""
+    """Return the key of one sample. A new visit of a prompt gets new noise; the same visit always gets the same."""
     return fold(seed, STREAMS[stream], prompt_id, visit, sample)
 
 
 def uniform_from_key(key: int) -> float:
-    """A number in [0, 1) from a key, with 53 random bits."""
+    """Return a number in [0, 1) with 53 random bits."""
     return (mix(key) >> 11) * 2.0**-53
 
 
 def permutation(size: int, *key: int | str) -> list[int]:
-    """A permutation of range(size) that depends on the key alone, the same on every machine."""
+    """Return a permutation of range(size) that depends on the key alone. It is the same on every machine."""
     state = fold(*key)
     return sorted(range(size), key=lambda i: (mix((state + (i + 1) * GOLDEN) & MASK_64), i))
 
 
-# --- Uniform numbers for sampling, a pure function of (key, position), vectorised over rows.
-#
-# The torch twin of `burnish.core.random_keys`: integer arithmetic on int64 wraps, so every device gives the same bits.
+# The same arithmetic on tensors. int64 multiplication wraps in torch, so every device gives the same bits.
 
 
 def to_int64(value: int) -> int:
-    """An unsigned 64-bit integer as the int64 with the same bits."""
-    value &= (1 << 64) - 1
+    """Return the int64 with the same bits as an unsigned 64-bit integer."""
+    value &= MASK_64
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Return float64 numbers in (0, 1), one for each (key, position). Both inputs are int64."""
+    import torch
+
+    if keys.device.type == "cpu":  # the same bits; for a few rows numpy takes a tenth of torch's time
+        return torch.from_numpy(_uniforms_numpy(keys.numpy(), positions.numpy()))
+    bits = _mix_tensor(keys + (positions + 1) * to_int64(GOLDEN))
+    # 52 bits plus the half use all 53 bits of a float64. With one bit more, the half would round the largest number up to 1.
+    return (((bits >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
@@ -81,17 +92,6 @@ def _mix_tensor(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * to_int64(MULTIPLIER_1)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * to_int64(MULTIPLIER_2)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in (0, 1), float64, for int64 `keys` and the position each is drawn for."""
-    import torch  # here, because reward workers import this module and must start without torch
-
-    if keys.device.type == "cpu":  # the same bits; for a few rows numpy's calls cost a tenth of torch's
-        return torch.from_numpy(_uniforms_numpy(keys.numpy(), positions.numpy()))
-    bits = _mix_tensor(keys + (positions + 1) * to_int64(GOLDEN))
-    # 52 bits and a half fill a float64's 53: one bit more and the half would round the last number up to 1.
-    return (((bits >> 12) & ((1 << 52) - 1)).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def _uniforms_numpy(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Segment operations: reductions over any id column, the ragged replacement for reductions over a padded axis.
+"""Segment operations: reductions over ragged data by an id column, where padded code reduces over an axis.
 
-`ids[k]` names the segment of element k (a sequence, a group, a trajectory); ids need not be sorted or contiguous.
-An empty segment sums to 0, has mean 0 and maximum -inf.
+`ids[k]` is the segment of element k: its sequence, group or trajectory. Ids need not be sorted or contiguous.
+An empty segment has sum 0, mean 0 and maximum -inf. Functions named `contiguous_*` take sorted runs, given by their offsets.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from torch import Tensor
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """[S] lengths to [S+1] boundaries."""
+    """Convert lengths [S] to offsets [S+1]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def ids_from_offsets(offsets: Tensor) -> Tensor:
-    """[S+1] boundaries to the segment id of each of the N elements."""
+    """Convert offsets [S+1] to the segment id of each element [N]."""
     return torch.repeat_interleave(offsets.diff())
 
 
 def segment_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
-    """Sum of `values` within each of `num` segments."""
+    """Sum `values` within each of `num` segments."""
     return torch.zeros(num, dtype=values.dtype, device=values.device).index_add(0, ids, values)
 
 
 def segment_count(ids: Tensor, num: int, mask: Tensor | None = None) -> Tensor:
-    """Number of (unmasked) elements of each segment."""
+    """Count the elements of each segment, or only those where `mask` is True."""
     ones = torch.ones_like(ids) if mask is None else mask.to(torch.int64)
     return segment_sum(ones, ids, num)
 
 
 def segment_mean(values: Tensor, ids: Tensor, num: int, mask: Tensor | None = None) -> Tensor:
-    """Mean over the (unmasked) elements of each segment; 0 where there are none."""
+    """Mean of each segment, over the elements where `mask` is True; 0 if there are none."""
     if mask is not None:
         values = torch.where(mask, values, torch.zeros_like(values))
     count = segment_count(ids, num, mask).clamp(min=1)
@@ -42,33 +42,33 @@ def segment_mean(values: Tensor, ids: Tensor, num: int, mask: Tensor | None = No
 
 
 def segment_max(values: Tensor, ids: Tensor, num: int) -> Tensor:
-    """Largest value of each segment; -inf where there is none."""
+    """Largest value of each segment; -inf if it is empty."""
     start = torch.full((num,), -torch.inf, dtype=values.dtype, device=values.device)
     return start.scatter_reduce(0, ids, values, reduce="amax")
 
 
 def segment_min(values: Tensor, ids: Tensor, num: int) -> Tensor:
-    """Smallest value of each segment; +inf where there is none."""
+    """Smallest value of each segment; +inf if it is empty."""
     return -segment_max(-values, ids, num)
 
 
 def contiguous_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of each run values[offsets[k]:offsets[k+1]], with gradient; several times faster than by ids."""
+    """Sum of each run values[offsets[k]:offsets[k+1]], with gradient. Several times faster than `segment_sum`."""
     return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0)
 
 
 def contiguous_count(mask: Tensor, offsets: Tensor) -> Tensor:
-    """How many elements of each run are True; a float32 counts 16 million of them exactly."""
+    """Number of True elements in each run. A float32 sum is exact up to 16 million."""
     return contiguous_sum(mask.to(torch.float32), offsets).long()
 
 
 def contiguous_broadcast(values: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
-    """A value per run to a value per element, with gradient; `ids` are those of `offsets`."""
+    """Repeat each run's value for its elements, with gradient. `ids` must be `ids_from_offsets(offsets)`."""
     return _ContiguousBroadcast.apply(values, ids, offsets) if values.requires_grad else values.index_select(0, ids)
 
 
 class _ContiguousBroadcast(torch.autograd.Function):
-    """`index_select` whose gradient is summed run by run: by ids it takes three times as long as the way there."""
+    """`index_select` with a backward that sums run by run. The default backward takes three times as long as the forward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -82,11 +82,11 @@ class _ContiguousBroadcast(torch.autograd.Function):
 
 
 def segment_broadcast(values: Tensor, ids: Tensor) -> Tensor:
-    """A value per segment to a value per element."""
-    return values.index_select(0, ids)  # plain indexing wakes all threads for a few thousand elements
+    """Repeat each segment's value for its elements."""
+    return values.index_select(0, ids)  # `values[ids]` starts all threads even for a few thousand elements
 
 
 def compact_ids(ids: Tensor) -> tuple[Tensor, int]:
-    """Arbitrary integer ids renumbered 0..G-1, and G."""
+    """Renumber arbitrary integer ids to 0..G-1; return the new ids and G."""
     unique, compact = torch.unique(ids, return_inverse=True)
     return compact, int(unique.numel())

@@ -1,8 +1,8 @@
-"""Batches and tensors as flat numpy arrays, for travel between processes.
+"""Batches and tensors as flat numpy arrays, to send them between processes.
 
-An object store moves numpy arrays without looking into them, which is about ten times faster than tensors. `encode` finds
-batches and tensors inside tuples, lists, dictionaries and dataclasses; `decode` is its inverse. Types that numpy does not have
-travel as integers of their size.
+An object store moves a numpy array as one buffer, about ten times faster than a tensor. `encode` replaces every batch and
+tensor inside tuples, lists, dictionaries and dataclasses by `PackedArrays`; `decode` is its inverse. Two things are made
+smaller on the way: token ids travel as int32, and masks that are divided over ranks travel as bits.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from torch import Tensor
 from burnish.core.batch import Batch, Ragged
 
 Arrays = dict[str, np.ndarray]
+"""Arrays by label: the kind and name of a column, such as `token/logp`, and its dtype if numpy does not have that dtype."""
 DTYPES_WITHOUT_NUMPY = {torch.bfloat16: torch.int16}
-"""Types that numpy does not have, and what they travel as."""
+"""Dtypes that numpy does not have, and the integer dtype of the same size that carries their bits."""
 TOKEN_WIRE_DTYPE = torch.int32
-"""What tokens travel as."""
+"""Dtype that token ids travel in."""
 LEAF_TYPES = frozenset({int, float, str, bool, type(None), bytes, torch.dtype})
-"""What holds nothing: most of what is looked at is."""
+"""Types that cannot contain a tensor. Most values in a message have one of these."""
 DTYPE_SEPARATOR = "\0"
-"""Between the name of such a column and its type: no name of a column has it."""
+"""Separates the name from the dtype in a label. No column name contains it."""
 PACKED_BITS = "bits"
-"""The type of a mask that travels as bits, before the number of its values."""
-
-
+"""Stands in place of the dtype, followed by the number of values, in the label of a mask that travels as bits."""
 _fields_by_type: dict[type, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True)
 class PackedArrays:
-    """A batch (by the names of its columns) or a tensor (under the empty name) on its way."""
+    """An encoded batch (one array per column), or an encoded tensor (one array with an empty name)."""
 
     arrays: Arrays
 
@@ -44,100 +43,34 @@ class PackedArrays:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-class ArrayMessage:
-    """A message that is made of arrays and plain values: it travels as it is, and nobody need look into it."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if type(value) is np.ndarray)
-
-
-def tensor_to_array(tensor: Tensor) -> np.ndarray:
-    """A tensor's content where it is, or in host memory; its type must be one of numpy's, or travel as one."""
-    tensor = tensor.detach().cpu()
-    array: np.ndarray = tensor.view(DTYPES_WITHOUT_NUMPY.get(tensor.dtype, tensor.dtype)).numpy()
-    return array
-
-
-def array_to_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-    """The inverse. What lies in a store may not be written to, so it is copied."""
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
-
-
-def batch_to_arrays(batch: Batch, token_type: torch.dtype = TOKEN_WIRE_DTYPE) -> Arrays:
-    """Every column under its kind and name, and its type where numpy does not have that; tokens in half of their size."""
-    columns = {"tokens": batch.tokens.to(token_type), "offsets": batch.offsets}
-    columns |= {f"token/{name}": column for name, column in batch.token.items()}
-    columns |= {f"sequence/{name}": column for name, column in batch.sequence.items()}
-    for name, ragged in batch.ragged.items():
-        columns |= {f"values/{name}": ragged.values, f"bounds/{name}": ragged.offsets}
-    return columns_to_arrays(columns)
-
-
-def columns_to_arrays(columns: dict[str, Tensor]) -> Arrays:
-    """Columns by kind and name as arrays, under their types where numpy does not have those."""
-    return {_label(name, column): tensor_to_array(column) for name, column in columns.items()}
-
-
-def batch_from_arrays(arrays: Arrays) -> Batch:
-    """The inverse of `to_arrays`."""
-    return batch_from_columns(arrays_to_columns(arrays))
-
-
-def arrays_to_columns(arrays: Arrays) -> dict[str, Tensor]:
-    """Arrays as the columns they were, by kind and name."""
-    return dict(_parse_label(label, array) for label, array in arrays.items())
-
-
-def batch_from_columns(columns: dict[str, Tensor]) -> Batch:
-    """The batch of columns under their kinds and names."""
-
-    def kind(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
-
-    bounds = kind("bounds/")
-    return Batch(
-        tokens=columns["tokens"].to(torch.int64),
-        offsets=columns["offsets"],
-        token=kind("token/"),
-        sequence=kind("sequence/"),
-        ragged={name: Ragged(values, bounds[name]) for name, values in kind("values/").items()},
-    )
-
-
 def encode(value: Any) -> Any:
-    """The value with every batch and tensor in it packed."""
-    if type(value) in LEAF_TYPES:
-        return value
-    if isinstance(value, (PackedArrays, ArrayMessage)):
+    """Return the value with every batch and tensor in it replaced by `PackedArrays`."""
+    if type(value) in LEAF_TYPES or isinstance(value, PackedArrays):
         return value
     if isinstance(value, Batch):
         return PackedArrays(batch_to_arrays(value))
     if isinstance(value, Tensor):
-        return PackedArrays({_label("", value): tensor_to_array(value)})
+        return PackedArrays(columns_to_arrays({"": value}))
     return _map_members(value, encode)
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+    """Inverse of `encode`."""
     if type(value) in LEAF_TYPES:
-        return value
-    if isinstance(value, ArrayMessage):
         return value
     if not isinstance(value, PackedArrays):
         return _map_members(value, decode)
     if "tokens" in value.arrays:
         return batch_from_arrays(value.arrays)
-    [(label, array)] = value.arrays.items()
-    return _parse_label(label, array)[1]
+    [column] = arrays_to_columns(value.arrays).values()
+    return column
 
 
 def num_array_bytes(value: Any) -> int:
-    """Of the arrays in an encoded value; what else it holds is small."""
+    """Return the bytes of all arrays in an encoded value. Everything else in it is small."""
     if type(value) in LEAF_TYPES:
         return 0
-    if isinstance(value, (PackedArrays, ArrayMessage)):
+    if isinstance(value, PackedArrays):
         return value.num_bytes
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
@@ -148,8 +81,88 @@ def num_array_bytes(value: Any) -> int:
     return sum(num_array_bytes(getattr(value, name)) for name in _init_fields(type(value)))
 
 
+def batch_to_arrays(batch: Batch, token_dtype: torch.dtype = TOKEN_WIRE_DTYPE) -> Arrays:
+    """Return every column of a batch as an array, labelled with its kind and name."""
+    columns = {"tokens": batch.tokens.to(token_dtype), "offsets": batch.offsets}
+    columns |= {f"token/{name}": column for name, column in batch.token.items()}
+    columns |= {f"sequence/{name}": column for name, column in batch.sequence.items()}
+    for name, ragged in batch.ragged.items():
+        columns |= {f"values/{name}": ragged.values, f"bounds/{name}": ragged.offsets}
+    return columns_to_arrays(columns)
+
+
+def batch_from_arrays(arrays: Arrays) -> Batch:
+    """Inverse of `batch_to_arrays`."""
+    return batch_from_columns(arrays_to_columns(arrays))
+
+
+def batch_from_columns(columns: dict[str, Tensor]) -> Batch:
+    """Build a batch from tensors labelled with their kind and name."""
+
+    def of_kind(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
+
+    bounds = of_kind("bounds/")
+    return Batch(
+        tokens=columns["tokens"].to(torch.int64),
+        offsets=columns["offsets"],
+        token=of_kind("token/"),
+        sequence=of_kind("sequence/"),
+        ragged={name: Ragged(values, bounds[name]) for name, values in of_kind("values/").items()},
+    )
+
+
+def columns_to_arrays(columns: dict[str, Tensor]) -> Arrays:
+    """Convert named tensors to arrays. The label of a dtype that numpy lacks names that dtype."""
+    return {_label(name, column): tensor_to_array(column) for name, column in columns.items()}
+
+
+def arrays_to_columns(arrays: Arrays) -> dict[str, Tensor]:
+    """Inverse of `columns_to_arrays`; also unpacks masks that travelled as bits."""
+    columns = {}
+    for label, array in arrays.items():
+        name, _, dtype = label.partition(DTYPE_SEPARATOR)
+        if dtype.startswith(PACKED_BITS):
+            count = int(dtype.removeprefix(PACKED_BITS))
+            columns[name] = torch.from_numpy(np.unpackbits(array, count=count).view(bool))
+        else:
+            columns[name] = array_to_tensor(array, getattr(torch, dtype) if dtype else None)
+    return columns
+
+
+def tensor_to_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's values in host memory, without a copy if they are there. bfloat16 becomes int16 with the same bits."""
+    tensor = tensor.detach().cpu()
+    array: np.ndarray = tensor.view(DTYPES_WITHOUT_NUMPY.get(tensor.dtype, tensor.dtype)).numpy()
+    return array
+
+
+def array_to_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+    """Inverse of `tensor_to_array`. A read-only array, as an object store returns it, is copied."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
+
+
+def array_and_dtype(packed: PackedArrays) -> tuple[np.ndarray, torch.dtype | None]:
+    """Return the array of an encoded tensor without a copy, and the dtype to view it as (None: its own)."""
+    [(label, array)] = packed.arrays.items()
+    _, _, dtype = label.partition(DTYPE_SEPARATOR)
+    return array, getattr(torch, dtype) if dtype else None
+
+
+def pack_mask(label: str, mask: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return a mask as bits, an eighth of its bytes, and the label that says so."""
+    return f"{label}{DTYPE_SEPARATOR}{PACKED_BITS}{mask.size}", np.packbits(mask)
+
+
+def _label(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in DTYPES_WITHOUT_NUMPY:
+        return name
+    return f"{name}{DTYPE_SEPARATOR}{str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _map_members(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with `change` done to what it is made of; the same object where that changes nothing."""
+    """Apply `change` to the members of a container or dataclass. Returns the same object if no member changed."""
     if type(value) is dict:
         if _are_leaves(value.values()):
             return value
@@ -166,40 +179,14 @@ def _map_members(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _are_leaves(members: Iterable[Any]) -> bool:
-    """Whether nothing in a collection can hold a tensor: a step has lists of tens of thousands of names."""
+    """Whether no member can contain a tensor. This is fast: a step has lists of tens of thousands of strings."""
     return LEAF_TYPES.issuperset(map(type, members))
 
 
-def _init_fields(kind: type) -> tuple[str, ...]:
-    """The names that make an object of a dataclass; none of any other class."""
-    if kind not in _fields_by_type:
-        _fields_by_type[kind] = tuple(field.name for field in fields(kind) if field.init) if is_dataclass(kind) else ()
-    return _fields_by_type[kind]
-
-
-def pack_mask(label: str, mask: np.ndarray) -> tuple[str, np.ndarray]:
-    """A mask in an eighth of its bytes, and the label that says so."""
-    return f"{label}{DTYPE_SEPARATOR}{PACKED_BITS}{mask.size}", np.packbits(mask)
-
-
-def array_and_dtype(packed: PackedArrays) -> tuple[np.ndarray, torch.dtype | None]:
-    """The array of a tensor where it lies, and what it is to be read as; None: as what it is."""
-    [(label, array)] = packed.arrays.items()
-    _, _, dtype = label.partition(DTYPE_SEPARATOR)
-    return array, getattr(torch, dtype) if dtype else None
-
-
-def _label(name: str, tensor: Tensor) -> str:
-    return (
-        f"{name}{DTYPE_SEPARATOR}{str(tensor.dtype).removeprefix('torch.')}"
-        if tensor.dtype in DTYPES_WITHOUT_NUMPY
-        else name
-    )
-
-
-def _parse_label(label: str, array: np.ndarray) -> tuple[str, Tensor]:
-    name, _, dtype = label.partition(DTYPE_SEPARATOR)
-    if dtype.startswith(PACKED_BITS):
-        count = int(dtype.removeprefix(PACKED_BITS))
-        return name, torch.from_numpy(np.unpackbits(array, count=count).view(bool))
-    return name, array_to_tensor(array, getattr(torch, dtype) if dtype else None)
+def _init_fields(value_type: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's init fields; none for any other class."""
+    if value_type not in _fields_by_type:
+        _fields_by_type[value_type] = (
+            tuple(field.name for field in fields(value_type) if field.init) if is_dataclass(value_type) else ()
+        )
+    return _fields_by_type[value_type]

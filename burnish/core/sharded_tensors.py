@@ -1,9 +1,9 @@
-"""Blocks of a tensor that is spread over processes, and how one way to cut it follows from another.
+"""Shards of a tensor that is distributed over processes, and the copies that turn one sharding into another.
 
-A shard is described by where it starts and how far it goes in each dimension of the whole: rows of a chunk that need
-not be as many as the next chunk's, columns of a tensor-parallel layer, both at once, or everything. A process may hold
-several of them in one tensor, where the rows it works on together stand apart in the whole. To make a tensor from those
-that were cut in another way, take from each what the two have in common. Nothing here knows of processes or of files.
+A shard is described by its offset and size in each dimension of the full tensor. This covers uneven row chunks, columns of
+a tensor-parallel layer, both at once, and the full tensor. One local tensor may hold several shards, when the rows that a
+process computes together are not adjacent in the full tensor. To build a tensor from another sharding, copy the overlap
+with each stored shard. The functions at the end read the local part of a torch `DTensor`; a plain tensor is its own local part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of a tensor of a shape: `sizes` elements from `offsets` on, in each dimension."""
+    """A block of a tensor of shape `shape`: in each dimension, `sizes` elements that start at `offsets`."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -33,10 +33,14 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.offsets) == len(self.sizes):
-            raise ValueError(f"a shard of a tensor of shape {self.shape} cannot be {self.sizes} at {self.offsets}")
+            raise ValueError(
+                f"shape {self.shape}, offsets {self.offsets} and sizes {self.sizes} differ in their number of dimensions"
+            )
         for length, offset, size in zip(self.shape, self.offsets, self.sizes, strict=True):
             if offset < 0 or size < 0 or offset + size > length:
-                raise ValueError(f"{self.sizes} from {self.offsets} on is not inside a tensor of shape {self.shape}")
+                raise ValueError(
+                    f"the block of sizes {self.sizes} at offsets {self.offsets} is not inside a tensor of shape {self.shape}"
+                )
 
     @property
     def numel(self) -> int:
@@ -45,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class PlacedShard:
-    """A shard and where it lies in the tensor that holds it: from `at` on, in each dimension."""
+    """A shard, and the position `at` of its first element in the local tensor that holds it."""
 
     shard: Shard
     at: tuple[int, ...]
@@ -53,7 +57,7 @@ class PlacedShard:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A block of elements that is in both: where in the tensor that is read, and where in the one that is made."""
+    """Elements that two shards share: their slices in the tensor to read (`source`) and in the tensor to fill (`target`)."""
 
     source: Slices
     target: Slices
@@ -61,19 +65,19 @@ class Overlap:
 
 
 def full_shard(shape: Sequence[int]) -> Shard:
-    """The shard that is the tensor."""
+    """Return the shard that covers a whole tensor."""
     return Shard(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def at_origin(shard: Shard) -> PlacedShard:
-    """A shard that is all of the tensor that holds it."""
+    """Return a shard that fills its local tensor."""
     return PlacedShard(shard, (0,) * len(shard.shape))
 
 
 def blocks_of_permuted_rows(shard: Shard, order: Sequence[int] | None) -> list[PlacedShard]:
-    """The blocks of a tensor that a shard of the same tensor with its rows in another order holds.
+    """Return the blocks of a tensor that a shard of its row-permuted copy holds.
 
-    Row i of that other tensor is row `order[i]` of the usual one; None stands for the usual order.
+    Row i of the permuted copy is row `order[i]` of the tensor. None means that the rows are not permuted.
     """
     if order is None or shard.numel == 0:
         return [at_origin(shard)]
@@ -88,17 +92,17 @@ def blocks_of_permuted_rows(shard: Shard, order: Sequence[int] | None) -> list[P
 
 
 def in_block_units(placed: PlacedShard, each: Sequence[int]) -> PlacedShard:
-    """The same of a tensor that has one number for every `each` of this one's, in each dimension."""
+    """Convert a shard from elements to blocks: one block has `each[d]` elements in dimension d (as quantisation scales do)."""
     shard = placed.shard
-    numbers = (shard.shape, shard.offsets, shard.sizes, placed.at)
-    if any(number % divisor for values in numbers for number, divisor in zip(values, each, strict=True)):
+    fields = (shard.shape, shard.offsets, shard.sizes, placed.at)
+    if any(n % d for values in fields for n, d in zip(values, each, strict=True)):
         raise ValueError(f"{shard} cannot be counted in blocks of {tuple(each)}")
-    shape, offsets, sizes, at = (tuple(n // d for n, d in zip(values, each, strict=True)) for values in numbers)
+    shape, offsets, sizes, at = (tuple(n // d for n, d in zip(values, each, strict=True)) for values in fields)
     return PlacedShard(Shard(shape, offsets, sizes), at)
 
 
 def overlap(wanted: PlacedShard, stored: PlacedShard) -> Overlap | None:
-    """What two shards of one tensor have in common; None where that is not one element."""
+    """Return the elements that two shards of one tensor share, or None if they share none."""
     want, have = wanted.shard, stored.shard
     if want.shape != have.shape:
         raise ValueError(f"shards of tensors of different shapes: {want.shape} wanted, {have.shape} stored")
@@ -115,10 +119,10 @@ def overlap(wanted: PlacedShard, stored: PlacedShard) -> Overlap | None:
 
 
 def plan_reads(wanted: Sequence[PlacedShard], stored: Sequence[PlacedShard]) -> list[tuple[int, Overlap]]:
-    """What to read of which stored shard to make the wanted ones, each element exactly once.
+    """Return (index of a stored shard, what to copy from it) so that each wanted element is read exactly once.
 
-    Stored shards may be equal (copies on several processes; the first is read) but not overlap otherwise; a `ValueError`
-    says how much is missing or there twice.
+    Equal stored shards are copies on several processes; the first is read. Any other overlap of stored shards, and any
+    missing element, is a `ValueError` with the number of elements.
     """
     found: list[tuple[int, Overlap]] = []
     seen: set[Shard] = set()
@@ -134,28 +138,26 @@ def plan_reads(wanted: Sequence[PlacedShard], stored: Sequence[PlacedShard]) -> 
     return found
 
 
-# --- The part of a tensor that this process holds, where tensors may be spread over processes (torch's `DTensor`).
-#
-# A plain tensor is its own local part. Nothing here loads torch.distributed: where it is not loaded, no tensor is spread.
+# The local part of a DTensor. Nothing below loads torch.distributed: if it is not loaded, no tensor is a DTensor.
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is spread over processes."""
-    # Another thread may be loading the module: as long as it has no such class, nothing is one.
+    """Whether a tensor is distributed over processes."""
+    # Another thread may be importing the module right now; until it defines the class, no tensor is a DTensor.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process holds; writing to it writes to the tensor."""
+    """Return the part that this process holds. It shares memory with the tensor."""
     if not is_dtensor(tensor):
         return tensor.detach()
-    held: Tensor = tensor.to_local().detach()
-    return held
+    part: Tensor = tensor.to_local().detach()
+    return part
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every process; all of them must call this, in the same order."""
+    """Return the full tensor on every process. A collective: all processes must call it in the same order."""
     if not is_dtensor(tensor):
         return tensor.detach()
     full: Tensor = tensor.full_tensor().detach()
@@ -163,7 +165,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_shard(tensor: Tensor) -> Shard:
-    """Which block of the whole this process holds."""
+    """Return the block of the full tensor that this process holds."""
     if not is_dtensor(tensor):
         return full_shard(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -171,21 +173,21 @@ def local_shard(tensor: Tensor) -> Shard:
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(sizes) != tuple(tensor.to_local().shape):
         raise RuntimeError(
-            f"a local part of shape {tuple(tensor.to_local().shape)} where {tensor.placements} say {sizes}"
+            f"the local part has shape {tuple(tensor.to_local().shape)}, but {tensor.placements} imply {sizes}"
         )
-    if 0 in sizes:  # an empty block has no place; torch puts it past the end
+    if 0 in sizes:  # torch gives an empty block an offset past the end
         offsets = tuple(min(offset, length) for offset, length in zip(offsets, tensor.shape, strict=True))
     return Shard(tuple(tensor.shape), tuple(offsets), tuple(sizes))
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether no process before this one holds the same block: of equal copies one is saved."""
+    """Whether this process holds the first copy of its block. Only that copy is saved."""
     if not is_dtensor(tensor):
         return True
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a process that is not part of the tensor's mesh"
-    if 0 not in mesh.mesh:  # all processes hold the tensor, some of them in meshes of their own
+    assert coordinate is not None, "this process is not part of the tensor's mesh"
+    if 0 not in mesh.mesh:  # every process holds the tensor, and this mesh is not the one with process 0
         return False
     return all(
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()

@@ -1,7 +1,7 @@
-"""What one sample did, and how many of them become a batch.
+"""`Trajectory`: one sample with its tokens and its reward. `pack` turns scored trajectories into a `Batch`.
 
-A trajectory is made by the rollout driver, completed by the reward, and packed once. Everything about tokens is a
-numpy array, so a trajectory can cross a process or lie in a file without torch.
+The rollout driver creates a trajectory, the reward completes it, and `pack` is called once per step. All token data are
+numpy arrays, so that a trajectory can be sent to another process or stored in a file without torch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,38 @@ from burnish.core.random_keys import fold, hash_text, to_int64
 from burnish.core.segments import offsets_from_lengths
 
 TrajectoryFinish = Literal["stop", "length", "turns", "aborted", "error"]
-OFF_POLICY = "off-policy"  # metadata of what somebody else than the policy wrote: a demonstration
-NO_LOGP = "no log-probs"  # of one whose author does not say how likely its tokens were
-NUMERIC_METADATA = ("greedy_reward", "budget", "use")  # metadata that becomes a sequence column
+
+# Keys of `Trajectory.metadata`.
+OFF_POLICY = "off-policy"
+"""True for a demonstration: something other than the policy wrote the sample."""
+NO_LOGP = "no log-probs"
+"""True for a demonstration whose author reported no log-probs."""
+NUMERIC_METADATA = ("greedy_reward", "budget", "use")
+"""Numbers that `pack` turns into sequence columns of the same name."""
+SEGMENT_STARTS = "borders"
+"""For an answer that is cut into segments: the position at which each segment starts."""
+SEGMENT_VALUES = "border_values"
+"""The estimated value of the state before each segment. Also the name of the ragged column."""
+TREE_NODES = "nodes"
+"""For a path of a tree of answers: names of its nodes, from the root's child to the leaf. Also the name of the ragged column."""
+TREE_NODE_ENDS = "ends"
+"""The position at which the edge into each node ends."""
+SHARED_TOKENS = "shared_tokens"
+"""Number of tokens of a path that its tree counts with another path."""
+STEP_REWARDS = "step_rewards"
+"""(position of the last token, reward) of each step of the last sequence. Also the name of the token column."""
 
 
 @dataclass
 class TokenSequence:
-    """Tokens with who wrote them, how likely the sampler thought them, and which weights it had."""
+    """Tokens, with their author, their log-probs under the sampler, and the policy version that sampled them."""
 
     tokens: np.ndarray  # int64
-    action_mask: np.ndarray  # bool: the model wrote it
-    behaviour_logp: np.ndarray  # float32: log-prob under the sampling distribution; 0 where not written by the model
-    version: np.ndarray  # int32: policy version that wrote it; -1 where not written by the model
+    action_mask: np.ndarray  # bool: the model wrote the token
+    behaviour_logp: (
+        np.ndarray
+    )  # float32: log-prob under the sampling distribution; 0 if the model did not write the token
+    version: np.ndarray  # int32: version of the policy that wrote the token; -1 if the model did not write it
 
     @property
     def num_actions(self) -> int:
@@ -40,35 +59,36 @@ class TokenSequence:
 
 
 class TurnSpan(NamedTuple):
-    """One turn of the model: its tokens are those it wrote from `start` on, up to the next turn or the end."""
+    """One turn of the model: the tokens it wrote from `start` to the next turn or the end."""
 
     start: int
-    """Where in the sequence it begins."""
+    """Position in the sequence of the first token."""
     state: str | None = None
-    """What the environment said the model acted in; None of an environment that reports no states."""
+    """The state that the environment reported before the turn; None if it reports no states."""
     reward: float = 0.0
-    """What the environment gave for it."""
+    """The environment's reward for the turn."""
 
 
 @dataclass
 class Trajectory:
-    """One sample: its tokens (several sequences when an agent's context was rewritten), its end, its reward."""
+    """One sample: its tokens, why it ended, and its reward."""
 
     prompt_id: str
     visit: int
     sample: int
     sequences: list[TokenSequence]
+    """One sequence; several if the context of an agent was rewritten."""
     finish: TrajectoryFinish
     completion: str
     reward: float | None = None
-    """None: not scored yet, or the scorer failed; then it has no place in the loss or in group statistics."""
+    """None if the sample is not scored yet, or if scoring failed. Then it is in no loss and in no group statistics."""
     accuracy: float | None = None
-    """1 for a correct answer, 0 for a wrong one; None where the reward does not tell the two apart."""
+    """1 for a correct answer, 0 for a wrong one; None if the reward does not tell the two apart."""
     parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     turns: list[TurnSpan] = field(default_factory=list)
-    """Of its last sequence, in order; empty where nobody wrote them down."""
+    """The turns of the last sequence, in order; empty if they were not recorded."""
 
     @property
     def id(self) -> str:
@@ -80,7 +100,7 @@ class Trajectory:
 
     @property
     def has_logp(self) -> bool:
-        """Whether `behaviour_logp` is known, or only stands for numbers that nobody has."""
+        """Whether `behaviour_logp` holds real log-probs. Those of some demonstrations are unknown."""
         return not self.metadata.get(NO_LOGP)
 
     @property
@@ -93,89 +113,129 @@ class Trajectory:
 
 
 def with_accuracy(trajectories: Iterable[Trajectory]) -> list[tuple[Trajectory, float]]:
-    """The scored trajectories whose reward tells correct from wrong, each with its accuracy.
+    """Return the scored trajectories that have an accuracy, each with its accuracy.
 
-    A call that timed out counts as wrong. Where no other call gave an accuracy the reward is graded, and there is none at all.
+    A reward call that timed out counts as wrong. If only such calls have an accuracy, the reward is graded and the list is empty.
     """
     found = [(t, t.accuracy) for t in trajectories if t.reward is not None and t.accuracy is not None]
     return found if any(not t.metadata.get("timed_out") for t, _ in found) else []
 
 
 def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
-    """Scored trajectories as one batch.
+    """Pack scored trajectories into one batch.
 
-    Sequence columns: `group_ids` (same prompt and visit), `trajectory_ids` (index into the list), `key` (random
-    identity under the run's seed, whatever the sequence is packed with), `reward`, `accuracy`, `truncated`, a `part/<name>` for every part of
-    a reward, and where any trajectory has them in its metadata `greedy_reward` (of its prompt's greedy answer),
-    `budget` (tokens it was asked for) and `use` (0 where it is new, k where it comes back for the k-th time); nan where
-    a trajectory has no such value; `demonstration` (the policy did not write it), where any is one. Token columns: both masks, `behaviour_logp`, `version`. Ragged columns, where an
-    environment reported states or gave rewards to turns before the last: `turn_start` (in the sequence), `turn_state` (equal
-    for equal states), `turn_reward`; and those of `core/trajectory.py`, where answers are cut into
-    segments or are the paths of a tree.
+    Sequence columns:
+
+    - `group_ids` (equal prompt and visit), `trajectory_ids` (index into `trajectories`);
+    - `key`: a random key that depends on the run's seed and the sample, not on the other sequences of the batch;
+    - `reward`, `accuracy`, `truncated`, and `part/<name>` for each part of a reward;
+    - `greedy_reward` (reward of the prompt's greedy answer), `budget` (number of tokens the prompt asked for) and `use`
+      (0 for a new sample, k when a sample is used again for the k-th time), if any trajectory has them in its metadata;
+    - `demonstration` (the policy did not write it), if any trajectory is one.
+
+    A missing number is nan. Token columns: `action_mask`, `loss_mask`, `behaviour_logp`, `version`. If the environment reports
+    states or rewards turns before the last, there are ragged columns `turn_start` (position in the sequence), `turn_state` (equal
+    numbers for equal states) and `turn_reward`. `segment_and_tree_columns` and `step_reward_columns` add theirs.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
     if unscored:
         raise ValueError(f"{len(unscored)} trajectories have no reward and cannot be packed, first {unscored[0]}")
-    owners = [(index, t) for index, t in enumerate(trajectories) for _ in t.sequences]
+    owners = [t for t in trajectories for _ in t.sequences]  # [S]
+    trajectory_ids = [index for index, t in enumerate(trajectories) for _ in t.sequences]
     keys = [
         to_int64(fold(seed, t.prompt_id, t.visit, t.sample, k)) for t in trajectories for k in range(len(t.sequences))
     ]
     sequences = [s for t in trajectories for s in t.sequences]
     groups: dict[tuple[str, int], int] = {}
-    group_ids = [groups.setdefault((t.prompt_id, t.visit), len(groups)) for _, t in owners]
+    group_ids = [groups.setdefault((t.prompt_id, t.visit), len(groups)) for t in owners]
 
-    def tokens_of(name: str) -> Tensor:
+    def token_column(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
 
-    def per_sequence(values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype)
-
-    mask = tokens_of("action_mask")
-    of_tokens, ragged = segment_and_tree_columns([t for _, t in owners], group_ids)
+    action_mask = token_column("action_mask")
+    extra_token_columns, extra_ragged = segment_and_tree_columns(owners, group_ids)
     return Batch(
-        tokens=tokens_of("tokens"),
-        offsets=offsets_from_lengths(per_sequence([len(s.tokens) for s in sequences], torch.int64)),
+        tokens=token_column("tokens"),
+        offsets=offsets_from_lengths(torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int64)),
         token={
-            "action_mask": mask,
-            "loss_mask": mask.clone(),
-            "behaviour_logp": tokens_of("behaviour_logp"),
-            "version": tokens_of("version"),
+            "action_mask": action_mask,
+            "loss_mask": action_mask.clone(),
+            "behaviour_logp": token_column("behaviour_logp"),
+            "version": token_column("version"),
         }
-        | of_tokens
+        | extra_token_columns
         | step_reward_columns(trajectories),
         sequence={
-            "group_ids": per_sequence(group_ids, torch.int64),
-            "trajectory_ids": per_sequence([i for i, _ in owners], torch.int64),
-            "key": per_sequence(keys, torch.int64),
-            "reward": per_sequence([t.reward for _, t in owners], torch.float64),
-            "accuracy": per_sequence([_nan_if_none(t.accuracy) for _, t in owners], torch.float64),
-            "truncated": per_sequence([t.truncated for _, t in owners], torch.bool),
+            "group_ids": torch.tensor(group_ids, dtype=torch.int64),
+            "trajectory_ids": torch.tensor(trajectory_ids, dtype=torch.int64),
+            "key": torch.tensor(keys, dtype=torch.int64),
+            "reward": torch.tensor([t.reward for t in owners], dtype=torch.float64),
+            "accuracy": torch.tensor([_nan_if_none(t.accuracy) for t in owners], dtype=torch.float64),
+            "truncated": torch.tensor([t.truncated for t in owners], dtype=torch.bool),
         }
-        | _demonstration_column(owners)
-        | {
-            name: per_sequence(values, torch.float64)
-            for name, values in _optional_columns([t for _, t in owners]).items()
-        },
-        ragged=_turn_columns(trajectories) | ragged,
+        | _optional_columns(owners),
+        ragged=_turn_columns(trajectories) | extra_ragged,
     )
 
 
-def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """The columns that depend on what the trajectories carry."""
+def segment_and_tree_columns(
+    trajectories: Sequence[Trajectory], group_ids: Sequence[int]
+) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
+    """Return the token and ragged columns of segmented answers, or of answers that are paths of a tree; else none.
+
+    Each trajectory has one sequence.
+
+    - Segments: the token column `segment_ids` is -1 outside of all segments. The ragged column is `SEGMENT_VALUES`.
+    - Trees: the ragged column `TREE_NODES` has equal numbers for equal nodes. Paths with the same beginning share edges, and
+      each edge is trained once: `segment_ids` is the edge's index in `TREE_NODES` in the first sequence that has the edge.
+      In all other sequences it is -1, and `loss_mask` is False there: the tokens are context only.
+    """
+    if any(TREE_NODES in t.metadata for t in trajectories):
+        return _tree_columns(trajectories, group_ids)
+    if any(SEGMENT_STARTS in t.metadata for t in trajectories):
+        return _segment_columns(trajectories)
+    return {}, {}
+
+
+def step_reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Return `step_rewards` [N], which moves rewards from the last token to the step that earned them; {} if there are no steps.
+
+    A trajectory's reward includes the sum of its step rewards and normally stands on its last token. The column holds each
+    step's reward on the step's last token, and minus their sum on the last token of the sequence.
+    """
+    if not any(STEP_REWARDS in t.metadata for t in trajectories):
+        return {}
+    moved = []
+    for t in trajectories:
+        steps = t.metadata.get(STEP_REWARDS, ())
+        columns = [np.zeros(len(s.tokens)) for s in t.sequences]
+        for sequence, column in zip(t.sequences, columns, strict=True):
+            column[np.flatnonzero(sequence.action_mask)[-1:]] -= sum(value for _, value in steps)
+        for position, value in steps:
+            columns[-1][position] += value
+        moved += columns
+    return {STEP_REWARDS: torch.from_numpy(np.concatenate(moved))}
+
+
+def tree_node_names(sample: int, path: Sequence[int]) -> list[str]:
+    """Return the names of the nodes on the path to a leaf: the prompt's sample, then the child index at each level."""
+    return list(accumulate((str(k) for k in (sample, *path)), lambda above, child: f"{above}.{child}"))
+
+
+def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Return the sequence columns that exist only if a trajectory has their values."""
+    demonstrations = [t.is_demonstration for t in owners]
+    columns = {"demonstration": torch.tensor(demonstrations)} if any(demonstrations) else {}
     parts = sorted({name for t in owners for name in t.parts})
-    columns = {f"part/{name}": [_nan_if_none(t.parts.get(name)) for t in owners] for name in parts}
-    given = [name for name in NUMERIC_METADATA if any(name in t.metadata for t in owners)]
-    return columns | {name: [_nan_if_none(t.metadata.get(name)) for t in owners] for name in given}
-
-
-def _demonstration_column(owners: Sequence[tuple[int, Trajectory]]) -> dict[str, Tensor]:
-    """`demonstration`: which sequences the policy did not write; nothing where it wrote all."""
-    shown = [t.is_demonstration for _, t in owners]
-    return {"demonstration": torch.tensor(shown)} if any(shown) else {}
+    numbers = {f"part/{name}": [_nan_if_none(t.parts.get(name)) for t in owners] for name in parts}
+    for name in NUMERIC_METADATA:
+        if any(name in t.metadata for t in owners):
+            numbers[name] = [_nan_if_none(t.metadata.get(name)) for t in owners]
+    return columns | {name: torch.tensor(values, dtype=torch.float64) for name, values in numbers.items()}
 
 
 def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
-    """The turns of every sequence; nothing where they say no more than masks and outcomes."""
+    """Return the turns of every sequence; {} if there are neither states nor rewards before the last turn."""
     spans = [span for t in trajectories for span in t.turns]
     has_states = bool(spans) and all(span.state is not None for span in spans)
     has_rewards = any(span.reward for t in trajectories for span in t.turns[:-1])
@@ -192,97 +252,39 @@ def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
     return {name: Ragged(values, offsets) for name, values in columns.items()}
 
 
-def _nan_if_none(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
-# --- Answers that are cut into segments, or share their beginnings as the paths of a tree: what a batch knows of them.
-#
-# A trajectory says it in its metadata; `branch_columns` makes columns of it, one sequence a trajectory.
-#
-# - A chain: `borders`, the place in the sequence with which each of its segments starts, and `border_values`, the value of the
-#   state before each. Token column `segment_ids` (-1 outside of all segments), ragged column `border_values`.
-# - A path of a tree: `nodes`, the names of the nodes from the root's child to the leaf, and `ends`, where in the sequence the edge
-#   into each ends. Ragged column `nodes`, equal numbers for equal nodes. Paths that begin alike hold the same edges, and one of
-#   them trains each: `segment_ids` is the place of the edge in `nodes` where the first sequence that has it holds it, and -1 in
-#   all others, which keep its tokens as context: they are not in their `loss_mask`.
-
-SEGMENT_STARTS, SEGMENT_VALUES = "borders", "border_values"
-TREE_NODES, TREE_NODE_ENDS = "nodes", "ends"
-SHARED_TOKENS = "shared_tokens"
-"""Tokens of a path that its tree counts with another path, in its metadata."""
-
-
-def segment_and_tree_columns(
-    trajectories: Sequence[Trajectory], group_ids: Sequence[int]
-) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
-    """Token and ragged columns of the trajectories, [N] and by sequence; none where they are neither chains nor paths."""
-    if any(TREE_NODES in t.metadata for t in trajectories):
-        return _tree_columns(trajectories, group_ids)
-    if any(SEGMENT_STARTS in t.metadata for t in trajectories):
-        return _segment_columns(trajectories)
-    return {}, {}
-
-
 def _segment_columns(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
-    segments = [_segment_ids(t, t.metadata[SEGMENT_STARTS]) for t in trajectories]
+    segment_ids = [_segment_ids(t, t.metadata[SEGMENT_STARTS]) for t in trajectories]
     values = [value for t in trajectories for value in t.metadata[SEGMENT_VALUES]]
     lengths = torch.tensor([len(t.metadata[SEGMENT_STARTS]) for t in trajectories], dtype=torch.int64)
     ragged = Ragged(torch.tensor(values, dtype=torch.float64), offsets_from_lengths(lengths))
-    return {"segment_ids": torch.from_numpy(np.concatenate(segments))}, {SEGMENT_VALUES: ragged}
+    return {"segment_ids": torch.from_numpy(np.concatenate(segment_ids))}, {SEGMENT_VALUES: ragged}
 
 
 def _tree_columns(
     trajectories: Sequence[Trajectory], group_ids: Sequence[int]
 ) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
-    numbers: dict[tuple[int, str], int] = {}
-    segments, nodes = [], list[int]()
+    node_ids: dict[tuple[int, str], int] = {}
+    segment_ids, nodes = [], list[int]()
     for t, group in zip(trajectories, group_ids, strict=True):
         starts = [t.metadata["prompt_length"], *t.metadata[TREE_NODE_ENDS][:-1]]
         edges = _segment_ids(t, starts)
-        for place, name in enumerate(t.metadata[TREE_NODES]):
-            if (group, name) in numbers:
-                edges[edges == place] = -1
-            nodes.append(numbers.setdefault((group, name), len(numbers)))
-        segments.append(edges)
+        for index, name in enumerate(t.metadata[TREE_NODES]):
+            if (group, name) in node_ids:  # an earlier sequence trains this edge
+                edges[edges == index] = -1
+            nodes.append(node_ids.setdefault((group, name), len(node_ids)))
+        segment_ids.append(edges)
     lengths = torch.tensor([len(t.metadata[TREE_NODES]) for t in trajectories], dtype=torch.int64)
     ragged = Ragged(torch.tensor(nodes, dtype=torch.int64), offsets_from_lengths(lengths))
-    ids = torch.from_numpy(np.concatenate(segments))
+    ids = torch.from_numpy(np.concatenate(segment_ids))
     return {"segment_ids": ids, "loss_mask": ids >= 0}, {TREE_NODES: ragged}
 
 
 def _segment_ids(trajectory: Trajectory, starts: Sequence[int]) -> np.ndarray:
-    """Which of the segments with these starts each token is in; -1 before the first and where the model did not write."""
+    """Return the segment of each token; -1 before the first segment and for tokens that the model did not write."""
     (sequence,) = trajectory.sequences
     ids = np.searchsorted(np.array(starts, dtype=np.int64), np.arange(len(sequence.tokens)), side="right") - 1
     return np.where(sequence.action_mask, ids, -1)
 
 
-def tree_node_names(sample: int, path: Sequence[int]) -> list[str]:
-    """The nodes on the way to a leaf: the sample of the prompt it descends from, then which child each next node is."""
-    return list(accumulate((str(k) for k in (sample, *path)), lambda above, child: f"{above}.{child}"))
-
-
-# --- Rewards of an answer's steps on the tokens that end them.
-#
-# A trajectory says in its metadata where in its last sequence each step ends and what it earned (`STEP_REWARDS`); its reward
-# has the sum. `step_columns` makes a token column of what has to move: each step's reward to its last token, the sum off the
-# end of the answer, where the reward stands otherwise.
-
-STEP_REWARDS = "step_rewards"
-
-
-def step_reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """`step_rewards` [N]: what to add to a reward that stands on last tokens; nothing where no trajectory has steps."""
-    if not any(STEP_REWARDS in t.metadata for t in trajectories):
-        return {}
-    moved = []
-    for t in trajectories:
-        steps = t.metadata.get(STEP_REWARDS, ())
-        columns = [np.zeros(len(s.tokens)) for s in t.sequences]
-        for sequence, column in zip(t.sequences, columns, strict=True):
-            column[np.flatnonzero(sequence.action_mask)[-1:]] -= sum(value for _, value in steps)
-        for position, value in steps:
-            columns[-1][position] += value
-        moved += columns
-    return {STEP_REWARDS: torch.from_numpy(np.concatenate(moved))}
+def _nan_if_none(value: float | None) -> float:
+    return float("nan") if value is None else value

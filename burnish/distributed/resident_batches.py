@@ -17,7 +17,6 @@ from torch import Tensor
 
 from burnish.core.batch import Batch
 from burnish.core.serialization import (
-    ArrayMessage,
     Arrays,
     PackedArrays,
     arrays_to_columns,
@@ -35,20 +34,16 @@ MAX_IMBALANCE = 1.25
 
 
 @dataclass(frozen=True)
-class NewShard(ArrayMessage):
+class NewShard:
     """A part of a batch that a rank shall keep; `number` names what it computes of it."""
 
     key: int
     number: int
     packed: PackedArrays
 
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.num_bytes
-
 
 @dataclass(frozen=True)
-class ResidentShardRef(ArrayMessage):
+class ResidentShardRef:
     """The part that a rank keeps."""
 
     key: int
@@ -56,7 +51,7 @@ class ResidentShardRef(ArrayMessage):
 
 
 @dataclass(frozen=True)
-class ShardSelection(ArrayMessage):
+class ShardSelection:
     """Sequences of the part that a rank keeps, under names that columns have there, and columns that are new."""
 
     key: int
@@ -65,10 +60,6 @@ class ShardSelection(ArrayMessage):
     packed: PackedArrays
     stack: tuple[tuple[str, str], ...]
     """Labels and types of the columns of sequences that travel side by side in one array, `STACK`; `ROW` says which sequences."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.num_bytes
 
 
 # --- the worker's side ---------------------------------------------------------------------------------------------------

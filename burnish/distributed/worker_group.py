@@ -339,7 +339,7 @@ class WorkerGroup:
             call.has_ended = True
         return found
 
-    def settle(self, handles: Sequence[Any]) -> None:
+    def wait_all(self, handles: Sequence[Any]) -> None:
         """Wait until all have ended, well or badly, or one is late; `result` says so then."""
         left = [call for call in handles if not call.has_ended]
         for call in left:

@@ -14,14 +14,13 @@ from operator import attrgetter
 import numpy as np
 
 from burnish.core.engine import Completion, CompletionFinish, Request, SamplingOptions
-from burnish.core.serialization import ArrayMessage
 
-INTEGER_FIELDS = ("generated", "priority", "goes_on")
+INTEGER_FIELDS = ("generated", "priority", "may_continue")
 """What else a request says that is a small number."""
 
 
 @dataclass(frozen=True)
-class PackedRequests(ArrayMessage):
+class PackedRequests:
     """Many requests."""
 
     first: int
@@ -34,7 +33,7 @@ class PackedRequests(ArrayMessage):
 
 
 @dataclass(frozen=True)
-class PackedCompletions(ArrayMessage):
+class PackedCompletions:
     """Many completions."""
 
     columns: (
@@ -115,8 +114,8 @@ def unpack_requests(packed: PackedRequests) -> list[Request]:
     prompts = [tuple(packed.prompts[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
     rows = zip(packed.keys.tolist(), *packed.columns.tolist(), strict=True)
     return [
-        Request(str(number), prompts[prompt], packed.samplings[sampling], key, generated, priority, bool(goes_on))
-        for number, (key, prompt, sampling, generated, priority, goes_on) in enumerate(rows, packed.first)
+        Request(str(number), prompts[prompt], packed.samplings[sampling], key, generated, priority, bool(may_continue))
+        for number, (key, prompt, sampling, generated, priority, may_continue) in enumerate(rows, packed.first)
     ]
 
 

@@ -426,7 +426,7 @@ class WeightSync:
         self._sent = None
         publication = sent.published.result()  # first: where the trainer failed, engines had nothing to take
         self.count("controller/sync_bytes", publication.num_bytes)
-        self.workers.settle(sent.handles)
+        self.workers.wait_all(sent.handles)
         reports: dict[int, EngineReport] = {}
         lost: list[WorkerLost] = []
         for handle in sent.handles:

@@ -201,7 +201,7 @@ class TreeTrajectories(InFlightTrajectories):
         goes_on = len(active.path) < len(self.tree.branches)
         if goes_on and self.tree.segment < request.sampling.max_tokens:
             request = replace(request, sampling=replace(request.sampling, max_tokens=self.tree.segment))
-        return replace(request, goes_on=goes_on)
+        return replace(request, may_continue=goes_on)
 
     def _trajectory(
         self, active: RunningTrajectory, finish: TrajectoryFinish, *args: Any, **options: Any

@@ -256,7 +256,7 @@ def test_an_engine_that_always_ends_stops_the_run(tmp_path: Path) -> None:
 
 def test_requests_and_completions_travel_as_they_are(tmp_path: Path) -> None:
     asked = requests(3) + requests(1, sampling=replace(OPTIONS, raw_logprobs=True, top_k=3), first=9)
-    asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2, goes_on=True)
+    asked[2] = replace(asked[2], key=(1 << 64) - 1, generated=5, priority=-2, may_continue=True)
     together = [request for group in group_by_prompt(asked) for request in group]
     assert [request.id for request in together[:3]] == ["0.0", "0.1", "9.0"]  # equal prompts together
     assert sorted(request.id for request in together) == sorted(request.id for request in asked)

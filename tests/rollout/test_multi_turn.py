@@ -259,7 +259,7 @@ def prefilled(model: Decoder, goes_on: bool, longest: int | None) -> tuple[int, 
         engine.reserve(longest)
     if not goes_on:  # as if nothing would follow
         submit = engine.submit
-        engine.submit = lambda requests: submit([replace(r, goes_on=False) for r in requests])  # type: ignore[method-assign]
+        engine.submit = lambda requests: submit([replace(r, may_continue=False) for r in requests])  # type: ignore[method-assign]
     runner = RolloutRunner(engine, lambda prompt: Game(prompt, turns=4, hint="42>" * 8), TOKENIZER, 7, 5)
     found = list(runner.run(draws(), 2, SAMPLING, "train"))
     assert {len(t.turns) for t in found} == {4}
@@ -284,7 +284,7 @@ def test_contexts_that_grow_do_not_make_a_cache_for_every_length(model: Decoder)
 def test_a_request_that_goes_on_says_so_to_engines_elsewhere() -> None:
     requests = [Request("a", (1, 2), SAMPLING, 3, 1, 2, True), Request("b", (1, 2), SAMPLING, 4)]
     again = unpack_requests(pack_requests(group_by_prompt(requests)))
-    assert [r.goes_on for r in again] == [True, False]
+    assert [r.may_continue for r in again] == [True, False]
 
 
 @pytest.mark.parametrize("every", [1, 7])

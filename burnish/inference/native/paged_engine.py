@@ -190,7 +190,7 @@ class PagedEngine:
         longest = max(longest, self.seats.width * BLOCK_SIZE)
         plan = self.plan(longest)
         if any(
-            r.goes_on for r in requests
+            r.may_continue for r in requests
         ):  # longer ones will follow: a cache for each length would forget what is kept for them
             roomy = self.plan(min(2 * longest, self.model.arch.max_positions))
             plan = roomy if roomy.rows >= plan.rows else plan
@@ -266,7 +266,7 @@ class PagedEngine:
             if seat.left <= 0:
                 self.seats.remove(seat)
                 seat.is_leaving = True
-                if not seat.request.goes_on:  # else the pages are kept for what follows, once its tokens are known
+                if not seat.request.may_continue:  # else the pages are kept for what follows, once its tokens are known
                     self._drop_pages(seat)
 
     def _grow(self, steps: int) -> bool:
@@ -339,7 +339,7 @@ class PagedEngine:
         """The seat gives its pages back. Its row, if the device does not know yet that it has ended."""
         row = None if seat.is_leaving else self.seats.remove(seat)
         seat.is_leaving = False
-        if seat.request.goes_on:  # the last token is never stored
+        if seat.request.may_continue:  # the last token is never stored
             self.pages.publish((*seat.request.tokens, *seat.tokens[:-1]), seat.pages)
         self._drop_pages(seat)
         del self._ids[seat.request.id]
