@@ -60,7 +60,9 @@ class Dispatch:
                     f"dispatch: {name}={value!r}{did_you_mean(value, get_args(choices))} (one of {get_args(choices)})"
                 )
         if self.join == "sequences" and self.split != "sequences":
-            raise ValueError("dispatch: join='sequences' needs split='sequences': the arguments are not divided by sequences")
+            raise ValueError(
+                "dispatch: join='sequences' needs split='sequences': the arguments are not divided by sequences"
+            )
         if self.split == "first" and self.join == "list":
             raise ValueError("dispatch: split='first' calls one rank only, so join='list' has no list of results")
 

@@ -148,7 +148,7 @@ def test_what_is_missing_or_there_twice_is_counted() -> None:
     with pytest.raises(ValueError, match="different shapes"):
         overlap(at_origin(top), at_origin(full_shard((4, 2))))
     for offsets, sizes in [((3, 0), (2, 3)), ((-1, 0), (1, 3)), ((0,), (1,))]:
-        with pytest.raises(ValueError, match="of shape|number of dimensions"):
+        with pytest.raises(ValueError, match=r"of shape|number of dimensions"):
             Shard((4, 3), offsets, sizes)
 
 
