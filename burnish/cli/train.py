@@ -259,19 +259,15 @@ def load_recipe(kind: type[ConfigType], args: argparse.Namespace) -> tuple[Loade
 
 
 def print_results(run: Run) -> None:
-    """Report, curves, and the numbers a person wants to see last: of all validation modes, of the first once more at the end."""
-    from burnish.report.curves import write_curves
+    """Write the report, then print the best checkpoint and the held-out figures; those of the first mode come last."""
     from burnish.report.html_report import write_report
     from burnish.run.metrics import HELD_OUT_FIGURES, held_out_figures, read_metrics
 
     rows = read_metrics(run.directory.metrics)
     if rows:
-        print(f"curves: {write_curves(run.directory.path)}")
         print(f"report: {write_report(run.directory.path)}")
     else:
-        print(
-            f"curves, report: not written, {run.directory.metrics} has no lines; restore it and run the same command again"
-        )
+        print(f"report: not written, {run.directory.metrics} has no lines; restore it and run the same command again")
     best = run.checkpoints.best()
     model = best or run.checkpoints.latest()
     if model is not None:

@@ -1,1 +1,1 @@
-"""The self-contained HTML report and the PNG of a run, from the run directory alone."""
+"""The self-contained HTML report of a run, and a PNG of its curves on request; both read the run directory alone."""

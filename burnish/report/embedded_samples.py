@@ -1,8 +1,21 @@
-"""The sample rollouts a page can carry: every one of them, or whole groups spread over the run where that is too much.
+"""The samples in a report: which of them it holds, and the compressed blocks that hold them.
 
-A page carries some hundred megabytes of text and token values before compression, which is tens of thousands of long samples; a run
-may hold more. Then tables are taken evenly over the run (the first and the last of each kind always), and of a table that is
-too large by itself whole groups, spread evenly too. The choice depends on nothing but the files.
+A report holds at most `MAX_PAGE_BYTES` of text and token values before compression: tens of thousands of long samples. If a
+run has more, tables are chosen evenly over the run, always with the first and the last of each kind. Of a table that is too
+large by itself, whole groups are chosen evenly. The choice depends on the files alone.
+
+The page has an index, which it reads when it opens, and blocks, which it reads when they are shown. A block is
+zlib-compressed and base64-encoded, so that no byte of a completion is markup; the browser inflates it by itself
+(`DecompressionStream`). The texts of some groups make one block of JSON. The values of their tokens make another, with one
+byte per value: enough for a colour and two digits. The parquet files have the exact values. `static/store.js` is the reader.
+
+A token block starts with four numbers per sample (32 bits, little-endian): the byte counts of its four parts. Then come the
+first parts of all samples, then all second parts, and so on:
+
+- the number of UTF-8 bytes of text that each token adds; 255 means that the next byte is added too;
+- log-probs: with x = -log p in [0, 30], the code is 254 (x / 30)^(1/3), finest where tokens are likely; 255 means none;
+- advantages, then trainer's log-prob minus sampler's: 128 is zero, 128 + m and 128 - m are +-1e-5 r^(m-1) with
+  r^126 = 1e7; 0 means none.
 """
 
 from __future__ import annotations
@@ -23,29 +36,33 @@ import numpy as np
 from burnish.run.samples import read_columns, sample_files, table_size
 
 MAX_PAGE_BYTES = 120_000_000
-"""Of text and token values, before compression."""
+"""Text and token values in a page, before compression."""
 TABLE_OVERHEAD = 4
-"""How many times larger a table is than what a page carries of it, at most: it has more columns, and numbers in full."""
+"""Upper bound of a table's size over its size in the page. A table has more columns, and numbers in full precision."""
 TOKEN_COLUMNS = ("logp", "advantages", "gap")
+BLOCK_CHARS = 300_000
+"""Characters of text in a block: small enough to inflate within a frame or two, large enough to compress well."""
+MAX_NEGATIVE_LOGP = 30.0
+MIN_SIGNED, DECADES, LEVELS = 1e-5, 7, 126
 
 T = TypeVar("T")
 
 
 @dataclass
 class PageSample:
-    """What a page shows of one sample."""
+    """One sample as the page shows it."""
 
     row: dict[str, Any]
-    """The columns that are one value."""
-    piece_bytes: np.ndarray  # [T] how many UTF-8 bytes each token adds to the text; empty where tokens are not known
+    """The columns with one value per sample."""
+    piece_bytes: np.ndarray  # [T] number of UTF-8 bytes that each token adds to the text; empty if tokens are unknown
     values: dict[str, np.ndarray] = field(default_factory=dict)
-    """Each of `TOKEN_COLUMNS` as [T] float32, nan where there is no value; absent where there is none at all."""
+    """`TOKEN_COLUMNS` as [T] float32, with nan for a missing value. A column without values is absent."""
     text: str = ""
-    """What the pieces say, or the completion where there are none."""
+    """The joined pieces, or the completion if there are none."""
 
     @property
     def size(self) -> int:
-        prompt = len(self.row["prompt"] or "") // 4  # shared by a group
+        prompt = len(self.row["prompt"] or "") // 4  # a group shares one prompt
         return prompt + len(self.text) + len(self.piece_bytes) * (1 + len(self.values))
 
 
@@ -64,7 +81,7 @@ class SampleGroup:
 
 
 def collect_groups(folder: Path, limit: int = MAX_PAGE_BYTES) -> tuple[list[SampleGroup], str]:
-    """The groups to show, by step and kind, and a sentence that says what was left out (empty when nothing was)."""
+    """Return the groups to show, by step and kind, and a sentence about what was left out (empty if nothing was)."""
     files = sample_files(folder) if folder.is_dir() else []
     tables = [(path, kind, *table_size(path)) for _, kind, path in files]
     read = [read_groups(path) for path in choose_tables(tables, TABLE_OVERHEAD * limit)]
@@ -86,23 +103,23 @@ def collect_groups(folder: Path, limit: int = MAX_PAGE_BYTES) -> tuple[list[Samp
 
 
 def choose_tables(tables: list[tuple[Path, str, int, int]], limit: int) -> list[Path]:
-    """All tables (file, kind, rows, bytes), or so many of each kind, spread evenly, that their bytes are under the limit."""
+    """Choose evenly from the tables (file, kind, rows, bytes) of each kind, so that their bytes are under the limit."""
     kinds = {kind: [t for t in tables if t[1] == kind] for _, kind, _, _ in tables}
     share = 1.0
     while True:
         taken = {
             t[0]
-            for those in kinds.values()
-            for t in evenly_spaced(those, max(min(2, len(those)), math.floor(share * len(those))))
+            for of_kind in kinds.values()
+            for t in evenly_spaced(of_kind, max(min(2, len(of_kind)), math.floor(share * len(of_kind))))
         }
         total = sum(size for path, _, _, size in tables if path in taken)
-        if total <= limit or all(math.floor(share * len(those)) <= 2 for those in kinds.values()):
+        if total <= limit or all(math.floor(share * len(of_kind)) <= 2 for of_kind in kinds.values()):
             return [path for path, _, _, _ in tables if path in taken]
         share *= min(0.95, limit / total)
 
 
 def choose_groups(groups: list[SampleGroup], limit: int) -> list[SampleGroup]:
-    """As many whole groups as fit the limit, spread evenly; where not even one fits, samples of the last that do."""
+    """Choose evenly as many whole groups as fit the limit. If none fits, return the samples of the last group that fit."""
     count = len(groups)
     while count > 1 and (total := sum(group.size for group in evenly_spaced(groups, count))) > limit:
         count = min(count - 1, int(count * limit / total) or 1)
@@ -120,7 +137,7 @@ def choose_groups(groups: list[SampleGroup], limit: int) -> list[SampleGroup]:
 
 
 def evenly_spaced(items: list[T], count: int) -> list[T]:
-    """`count` of the items, in order, spread evenly, with the first and the last."""
+    """Return `count` evenly spaced items in order, including the first and the last."""
     if count >= len(items):
         return items
     if count <= 1:
@@ -129,7 +146,7 @@ def evenly_spaced(items: list[T], count: int) -> list[T]:
 
 
 def read_groups(path: Path) -> list[SampleGroup]:
-    """The rows of one table as groups that share a prompt, in order of appearance."""
+    """Read one table as groups that share a prompt, in order of appearance."""
     groups: dict[str, SampleGroup] = {}
     for sample in _samples(path):
         row = sample.row
@@ -139,7 +156,7 @@ def read_groups(path: Path) -> list[SampleGroup]:
 
 
 def _samples(path: Path) -> Iterator[PageSample]:
-    """The rows of one table. Token columns stay arrays: a table may have a million tokens."""
+    """Yield the rows of one table. Token columns stay arrays, because a table may have a million tokens."""
     import pyarrow.compute as pc
 
     table = read_columns(path)
@@ -160,7 +177,7 @@ def _samples(path: Path) -> Iterator[PageSample]:
 
 
 def _bounds(column: Any) -> np.ndarray:
-    """[rows + 1] where each row's list begins in the flattened column; a null is an empty list."""
+    """Return the offsets [rows + 1] of each row's list in the flattened column. A null is an empty list."""
     import pyarrow.compute as pc
 
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
@@ -168,7 +185,7 @@ def _bounds(column: Any) -> np.ndarray:
 
 
 def reward_parts(row: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a reward; what is no number of JSON's is null."""
+    """Return the parts of a reward. Non-finite numbers, which JSON lacks, become None."""
     try:
         parts = json.loads(row["parts"]) if row["parts"] else {}
     except ValueError:
@@ -177,47 +194,29 @@ def reward_parts(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def dialogue_turns(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Who said what after the prompt (who, text, state, reward), where a sample has several turns."""
+    """Return the turns after the prompt as [speaker, text, state, reward]; None if the sample has none."""
     try:
         said = json.loads(row["turns"]) if row["turns"] else None
         return said and [[one["who"], one["text"], one.get("state"), finite_or_none(one.get("reward"))] for one in said]
-    except (ValueError, TypeError, KeyError):  # another tool's table: its own words are shown
+    except (ValueError, TypeError, KeyError):  # a table that another tool wrote: show its text as it is
         return [["", str(row["turns"]), None, None]]
 
 
 def finite_or_none(value: Any) -> Any:
-    """The value, or None for a NaN or an infinity, which a browser's JSON does not have."""
+    """Return the value, or None for a NaN or an infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# --- Samples as a page carries them: an index that is read at once, and compressed blocks that are read when they are looked at.
-#
-# A block is zlib-compressed and base64-encoded, so that no byte a model wrote is markup, and the browser inflates it by itself
-# (`DecompressionStream`). The texts of some groups are one block of JSON. The values of their tokens are another, of one byte each: enough for a
-# colour and two digits; the parquet files have them in full. `static/store.js` reads what is written here.
-#
-# A block of tokens has four numbers (32 bits, little-endian) for each sample, the bytes of its parts, then all first parts, all second ones, ...:
-#
-# - how many UTF-8 bytes of the text each token adds; 255 says that the next byte is added too;
-# - log-probs, x = -log p in [0, 30]: the code is 254 (x / 30)^(1/3), finest where tokens are likely; 255 is none;
-# - advantages, and trainer's log-prob less engine's: 128 is zero, 128 + m and 128 - m are +-1e-5 r^(m-1) with r^126 = 1e7; 0 is none.
-
-BLOCK_CHARS = 300_000
-"""Characters of text in a block: small enough to inflate within a frame or two, large enough to compress well."""
-MAX_NEGATIVE_LOGP = 30.0
-MIN_SIGNED, DECADES, LEVELS = 1e-5, 7, 126
 
 
 @dataclass
 class EmbeddedSamples:
-    """What goes into the page: the index as JSON, and pairs of blocks (texts, tokens)."""
+    """The index, and pairs of blocks (texts, tokens)."""
 
     index: dict[str, Any]
     blocks: list[tuple[str, str]] = field(default_factory=list)
 
 
 def embed_samples(groups: list[SampleGroup]) -> EmbeddedSamples:
-    """All groups, in order."""
+    """Build the index and the blocks of all groups, in order."""
     kinds = sorted({group.kind for group in groups})
     sources = sorted({_source(group) for group in groups})
     finishes = sorted({_finish(sample) for group in groups for sample in group.samples})
@@ -241,20 +240,20 @@ def embed_samples(groups: list[SampleGroup]) -> EmbeddedSamples:
                 per_sample["finish"].append(finishes.index(_finish(sample)))
                 for name in ("reward", "accuracy", "advantage"):
                     per_sample[name].append(_short(row[name]))
-    # The compressor works outside the interpreter's lock, so that threads share it out.
+    # zlib releases the interpreter's lock, so threads compress in parallel.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         found.blocks = list(pool.map(_pack_block, blocks))
     return found
 
 
 def compress_base64(data: bytes, is_noise: bool = False) -> str:
-    """Compressed, as text of letters, digits, `+`, `/` and `=`. Noise has no repetitions to look for, only frequent bytes."""
+    """Compress data and encode it in base64. For noise, search no repetitions: only byte frequencies compress it."""
     packer = zlib.compressobj(4, strategy=zlib.Z_HUFFMAN_ONLY if is_noise else zlib.Z_DEFAULT_STRATEGY)
     return base64.b64encode(packer.compress(data) + packer.flush()).decode()
 
 
 def text_block(block: list[SampleGroup]) -> bytes:
-    """The texts of some groups, in order: of each group the prompt and what was expected, of each sample the rest."""
+    """Return the texts of some groups as JSON: prompt and expected answer per group, everything else per sample."""
     samples = [sample for group in block for sample in group.samples]
     texts = {
         "prompt": [group.samples[0].row["prompt"] or "" for group in block],
@@ -269,7 +268,7 @@ def text_block(block: list[SampleGroup]) -> bytes:
 
 
 def token_block(samples: list[PageSample]) -> bytes:
-    """The values of tokens of some samples, in order."""
+    """Return the token values of some samples, in the format of the module's docstring."""
     nothing = np.empty(0, np.uint8)
     columns = [[width_codes(sample.piece_bytes) for sample in samples]]
     columns += [[sample.values.get(name, nothing) for sample in samples] for name in TOKEN_COLUMNS]
@@ -280,21 +279,21 @@ def token_block(samples: list[PageSample]) -> bytes:
 
 
 def width_codes(piece_bytes: np.ndarray) -> np.ndarray:
-    """Bytes a token, 255 and more as several."""
+    """Return the byte count of each token as uint8. A count of 255 or more takes several bytes."""
     if len(piece_bytes) == 0 or piece_bytes.max() < 255:
         return piece_bytes.astype(np.uint8)
     return np.array([byte for n in piece_bytes.tolist() for byte in [255] * (n // 255) + [n % 255]], np.uint8)
 
 
 def log_prob_codes(log_probs: np.ndarray) -> np.ndarray:
-    """Log-probs as one byte each."""
+    """Return one byte per log-prob."""
     known = np.isfinite(log_probs)
     x = np.clip(-np.where(known, log_probs, 0.0), 0.0, MAX_NEGATIVE_LOGP)
     return np.where(known, np.rint(254 * np.cbrt(x / MAX_NEGATIVE_LOGP)), 255).astype(np.uint8)
 
 
 def signed_codes(values: np.ndarray) -> np.ndarray:
-    """Numbers of any size and sign as one byte each."""
+    """Return one byte per number of any size and sign, on a logarithmic scale."""
     known = np.isfinite(values)
     size = np.abs(np.where(known, values, 0.0))
     levels = np.log10(np.maximum(size, MIN_SIGNED / 2) / MIN_SIGNED) * LEVELS / DECADES
@@ -308,7 +307,7 @@ def _pack_block(block: list[SampleGroup]) -> tuple[str, str]:
 
 
 def _blocks(groups: list[SampleGroup]) -> Iterator[list[SampleGroup]]:
-    """The groups in runs of about a block's text."""
+    """Divide the groups into blocks of about `BLOCK_CHARS` of text."""
     block: list[SampleGroup] = []
     size = 0
     for group in groups:
@@ -326,7 +325,7 @@ def _source(group: SampleGroup) -> str:
 
 
 def _finish(sample: PageSample) -> str:
-    """Why a sample ended; tables of runs that did not say have only whether it was cut."""
+    """Return why a sample ended. Older tables only say whether it was truncated."""
     return sample.row["finish"] or ("cut" if sample.row["truncated"] else "stop")
 
 

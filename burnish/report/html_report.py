@@ -1,8 +1,12 @@
-"""The frame of the HTML page: its style sheet, its script and the blocks of data it carries.
+"""report.html: one self-contained HTML file that shows what a run did.
 
-What a model wrote reaches the page compressed and base64-encoded, or as JSON in a data block, and the script puts it on screen
-only as text, or it is escaped where a table shows single tokens; so no completion can become markup. The content
-security policy allows this one script by its hash and no connection to anywhere, should that ever be got wrong.
+It has headline numbers, the lines of the health check, curves, the mismatch between sampler and trainer, searchable samples
+with each token coloured by log-prob, advantage or mismatch, the config, and the run's notes. It is made from the run
+directory alone (metrics.jsonl, samples/, config.yaml, log.txt) and loads nothing from the network.
+
+No completion can become markup. Text of the model is in the page as compressed base64 or as JSON in a data block, and the
+script shows it only as text; tables of single tokens escape it. As a second defence, the content security policy allows
+this one script by its hash and forbids every connection.
 """
 
 from __future__ import annotations
@@ -27,22 +31,30 @@ from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints, best_of
 from burnish.run.display import format_duration
 from burnish.run.durable_files import atomic_write
 
+POINTS, OTHER_POINTS = 400, 120
+"""Points per line in the SVG of a main chart and of any other chart."""
+KEPT_POINTS, OTHER_KEPT_POINTS = 2000, 400
+"""Points per line that the script has when it zooms in."""
+MAX_OTHER_CHARTS = 60
+MAX_NOTES = 200
+MAX_HEALTH_LINES = 20
+MAX_LINE_CHARS = 4_000
 SCRIPTS = ("base.js", "scale.js", "charts.js", "store.js", "tokens.js", "list.js", "filter.js", "samples.js")
 
 
 @cache
 def static_file(name: str) -> str:
-    """A file of the page that never changes."""
+    """Return the content of a file in `static/`."""
     return files("burnish.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def page_script() -> str:
-    """The whole script of the page."""
+    """Return the whole script of the page."""
     return "".join(static_file(name) for name in SCRIPTS)
 
 
 def html_document(title: str, body: str, data: str) -> str:
-    """The whole document. `body` is markup, escaped by its maker; `data` are blocks from `json_block` and `packed_block`."""
+    """Return the whole document. `body` is escaped markup; `data` holds blocks from `json_block` and `packed_block`."""
     code = page_script()
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -56,39 +68,24 @@ def html_document(title: str, body: str, data: str) -> str:
 
 
 def json_block(name: str, text: str) -> str:
-    """JSON in a script element: no character of it can end the element or begin a comment."""
+    """Return JSON in a script element. No character of it can end the element or begin a comment."""
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return f'<script type="application/json" id="{name}">{safe}</script>'
 
 
 def packed_block(name: str, letters: str) -> str:
-    """What `embed.squeeze` made."""
+    """Return the output of `compress_base64` in a script element."""
     return f'<script type="application/octet-stream" id="{name}">{letters}</script>'
 
 
 def navigation_bar(title: str, parts: list[tuple[str, str]]) -> str:
-    """A bar with the run's name and a link to each part that is there."""
+    """Return a bar with the run's name and a link to each section."""
     links = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in parts)
     return f'<nav aria-label="parts of this page"><div><b>{escape(title)}</b>{links}</div></nav>'
 
 
-# --- report.html: one file that shows what a run did, to open anywhere, now or in ten years.
-#
-# Headline numbers, what the health check said, curves, where sampler and trainer disagree, sample rollouts to search and filter, with
-# each token coloured by its log-prob, advantage or mismatch, the config, and what the run had to say. It is made from the run
-# directory alone (metrics.jsonl, samples/, config.yaml, log.txt) and loads nothing from the network.
-
-POINTS, OTHER_POINTS = 400, 120
-KEPT_POINTS, OTHER_KEPT_POINTS = 2000, 400
-"""Of a line, in what the script draws when it zooms in."""
-MAX_OTHER_CHARTS = 60
-MAX_NOTES = 200
-MAX_HEALTH = 20
-MAX_NOTE = 4_000  # characters of one line
-
-
 def write_report(run: Path) -> Path:
-    """Write `<run>/report.html` and return its path. A folder that is not a run, or has no metrics yet, is a `UserError`."""
+    """Write `<run>/report.html` and return its path. A folder that is no run, or has no metrics yet, is a `UserError`."""
     config = run / "config.yaml"
     if not config.is_file():
         raise UserError(f"{run} is not a run: it has no config.yaml")
@@ -102,7 +99,7 @@ def write_report(run: Path) -> Path:
     shown = main_charts(rows)
     samples, blocks = samples_section(run / "samples")
     best = best_of(Checkpoints(run / "checkpoints", keep_last=1).all())
-    parts = [
+    sections = [
         (
             "overview",
             "Overview",
@@ -115,9 +112,9 @@ def write_report(run: Path) -> Path:
         ("notes", "Notes", notes_section(run / "log.txt")),
         ("config", "Config", _details("Config", f"<pre>{escape(config.read_text(errors='replace'))}</pre>")),
     ]
-    there = [part for part in parts if part[2]]
-    body = "\n".join(f'<section id="{place}">{markup}</section>' for place, _, markup in there)
-    links = [(place, text) for place, text, _ in there if text]
+    sections = [section for section in sections if section[2]]
+    body = "\n".join(f'<section id="{anchor}">{markup}</section>' for anchor, _, markup in sections)
+    links = [(anchor, text) for anchor, text, _ in sections if text]
     data = [json_block("charts", json.dumps(drawn, separators=(",", ":"), allow_nan=False)), *blocks]
     path = run / "report.html"
     content = html_document(name, f"{navigation_bar(name, links)}\n<main>\n{body}\n</main>", "\n".join(data))
@@ -126,7 +123,7 @@ def write_report(run: Path) -> Path:
 
 
 def samples_section(folder: Path) -> tuple[str, list[str]]:
-    """The explorer of samples, and the blocks of data it reads."""
+    """Return the sample explorer, and the data blocks that it reads."""
     groups, left_out = collect_groups(folder)
     if not groups:
         return '<h2>Samples</h2><p class="dim">This run has written no samples yet.</p>', []
@@ -140,27 +137,27 @@ def samples_section(folder: Path) -> tuple[str, list[str]]:
 
 
 def health_section(log: Path) -> str:
-    """What the health check said, each line with its cause and what to try; or that it had nothing to say."""
+    """Return the lines of the health check, each with its cause and remedy, or a sentence that there are none."""
     said = [line for line in _lines(log) if "; likely cause: " in line and "; try: " in line]
     if not said:
         return '<div class="health">Health: nothing left its healthy range.</div>'
     items = []
-    for line in said[-MAX_HEALTH:]:
+    for line in said[-MAX_HEALTH_LINES:]:
         seen, _, rest = line.partition("; likely cause: ")
         cause, _, remedy = rest.partition("; try: ")
         when = re.sub(r"^\S+ \S+  ", "", seen)
-        texts = [escape(text[:MAX_NOTE]) for text in (cause, when, remedy)]
+        texts = [escape(text[:MAX_LINE_CHARS]) for text in (cause, when, remedy)]
         items.append(f'<li><b>{texts[0]}</b><br><span class="dim">{texts[1]}</span><br>Try: {texts[2]}</li>')
     more = (
-        f'<p class="dim">The last {MAX_HEALTH} of {len(said)}; all are in log.txt.</p>'
-        if len(said) > MAX_HEALTH
+        f'<p class="dim">The last {MAX_HEALTH_LINES} of {len(said)}; all are in log.txt.</p>'
+        if len(said) > MAX_HEALTH_LINES
         else ""
     )
     return f'<div class="health ill">Health: {len(said)} to look at<ul>{"".join(items)}</ul>{more}</div>'
 
 
 def other_metrics_section(rows: list[dict[str, Any]], shown: list[Chart], drawn: list[dict[str, object]]) -> str:
-    """Every metric that no chart above has, folded away."""
+    """Return a folded section with every metric that is in no other chart."""
     others = [chart for chart in other_charts(rows, shown) if not is_profile(chart.title)][:MAX_OTHER_CHARTS]
     if not others:
         return ""
@@ -168,7 +165,7 @@ def other_metrics_section(rows: list[dict[str, Any]], shown: list[Chart], drawn:
 
 
 def headline_section(rows: list[dict[str, Any]], best: Checkpoint | None = None) -> str:
-    """The held-out figure of each mode at its first and last validation, the best checkpoint, steps done, and the time they took."""
+    """Return the headline boxes: held-out figure of each mode at its first and last validation, best checkpoint, steps, time."""
     lines = metric_series(rows)
     boxes = []
     for mode, figure in _held_out_figures(rows).items():
@@ -194,7 +191,7 @@ def headline_section(rows: list[dict[str, Any]], best: Checkpoint | None = None)
 
 
 def breakdown_section(rows: list[dict[str, Any]]) -> str:
-    """The held-out figure by a column of the rows, where the run measured it."""
+    """Return a table of the held-out figure by a column of the validation rows; empty if the run has none."""
     figures, cells = _held_out_figures(rows), []
     for name, points in metric_series(rows).items():
         match = re.fullmatch(r"validation/([^/]+)/([^/]+)/(.+)", name)
@@ -210,12 +207,12 @@ def breakdown_section(rows: list[dict[str, Any]]) -> str:
 
 
 def _held_out_figures(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The figure of each validation mode: accuracy, or the mean reward where the last validation of the mode has no accuracy."""
+    """Return the figure of each validation mode: accuracy, or mean reward if the mode's last validation has no accuracy."""
     return {mode: figure for row in rows for mode, figure in metrics.held_out_figures(row).items()}
 
 
 def mismatch_section(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[str, object]]) -> str:
-    """Where sampler and trainer disagree, as far as the run has recorded it."""
+    """Return the mismatch profiles and the worst tokens; empty if the run has neither."""
     profiles, worst = profile_charts(rows), worst_tokens_table(tokens)
     if not profiles and not worst:
         return ""
@@ -224,11 +221,11 @@ def mismatch_section(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[
 
 
 def notes_section(log: Path) -> str:
-    """What the run said besides its steps, from log.txt: the last lines, oldest first."""
+    """Return the last lines of log.txt that are not about steps, oldest first."""
     said = [line for line in _lines(log) if not re.match(r"\S+ \S+  step \d+/\d+  ", line)]
     if not said:
         return ""
-    shown = [line if len(line) <= MAX_NOTE else line[:MAX_NOTE] + " [...]" for line in said[-MAX_NOTES:]]
+    shown = [line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + " [...]" for line in said[-MAX_NOTES:]]
     if len(said) > len(shown):
         shown.insert(0, f"[{len(said) - len(shown)} earlier lines are in log.txt]")
     return _details("Notes", f'<pre class="text">{escape(chr(10).join(shown))}</pre>')

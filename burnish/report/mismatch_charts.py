@@ -1,7 +1,7 @@
-"""Where sampler and trainer disagree: charts of the gap by position and by probability, and the worst tokens one by one.
+"""Where sampler and trainer disagree: charts of the log-prob gap by position and by probability, and a table of the worst tokens.
 
-The profiles are metrics, `mismatch/by_position/3/abs` and the like (a bucket is called by its lower end); the tokens lie in
-samples/worst_tokens.jsonl. A run that has neither has no such part in its report.
+The profiles are metrics such as `mismatch/by_position/3/abs`; a bucket is named by its lower bound. The tokens come from
+samples/worst_tokens.jsonl. A run without both has no such section in its report.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Row = dict[str, Any]
 
 
 def is_profile(name: str) -> bool:
-    """Whether a metric is one bucket of a profile, which the charts here show."""
+    """Whether a metric is one bucket of a profile. `profile_charts` shows those."""
     return re.fullmatch(PROFILE_METRIC, name) is not None
 
 
 def profile_charts(rows: list[Row]) -> list[Chart]:
-    """One chart for each profile: mean |gap| in each bucket, at the first and at the last step that has it."""
+    """Return one chart per profile: the mean |gap| of each bucket, at the first and the last step that have the profile."""
     charts = []
     for kind, title in PROFILE_TITLES.items():
         found = [(row["step"], buckets) for row in rows if (buckets := _buckets(row, kind))]
@@ -58,7 +58,7 @@ def profile_charts(rows: list[Row]) -> list[Chart]:
 
 
 def worst_tokens_table(path: Path) -> str:
-    """The worst tokens of the first step, of the step with the largest gap and of the last, as a table; or nothing."""
+    """Return a table of the worst tokens of the first step, the step with the largest gap, and the last; empty if there are none."""
     rows = read_worst_tokens(path)
     if not rows:
         return ""
@@ -70,12 +70,12 @@ def worst_tokens_table(path: Path) -> str:
 
 
 def visible_text(text: str) -> str:
-    """Text on one line, its line breaks and control characters as a program would write them."""
+    """Return text on one line, with line breaks and control characters as escape sequences."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"')
 
 
 def _buckets(row: Row, kind: str) -> dict[str, dict[str, float]]:
-    """The buckets of one profile in one step's metrics, by their lower end."""
+    """Return the buckets of one profile in one step's metrics, by their lower bound."""
     found: dict[str, dict[str, float]] = {}
     for name, value in row.items():
         if (match := re.fullmatch(PROFILE_METRIC, name)) and match[1] == kind:
@@ -88,12 +88,12 @@ def _bucket_start(item: tuple[str, Any]) -> float:
 
 
 def _axis_labels(ends: list[str]) -> list[str]:
-    """The buckets under the axis: every second one where all would not fit."""
+    """Return the labels under the axis. If there are many, every second one is empty."""
     return [end if len(ends) <= MAX_AXIS_LABELS or k % 2 == 0 else "" for k, end in enumerate(ends)]
 
 
 def _bucket_text(kind: str, end: str) -> str:
-    """A bucket in words."""
+    """Describe a bucket in words."""
     low = float(end)
     if kind == "position":
         return f"position {end}" if low == 0 else f"positions {end} to {2 * int(end)}"
@@ -101,7 +101,7 @@ def _bucket_text(kind: str, end: str) -> str:
 
 
 def _table_row(row: Row) -> str:
-    """A row of the table; what the model wrote is escaped."""
+    """Return one row of the table. Text that the model wrote is escaped."""
     before, text, after = (visible_text(row[name] or "") for name in ("before", "text", "after"))
     context = f"<code>{escape(before[-MAX_CONTEXT_CHARS:])}<mark>{escape(text[:MAX_CONTEXT_CHARS])}</mark>{escape(after[:MAX_CONTEXT_CHARS])}</code>"
     weight = "" if row["weight"] is None else f"{row['weight']:.3g}"

@@ -29,9 +29,8 @@ from tests.recipe_files import PROMPT, SHAPE, make_data, make_files, make_model
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in; drawing curves takes longer than all stages."""
+    """A folder to work in."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("burnish.report.curves.write_curves", lambda path: path / "curves.png")
     return tmp_path
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.report.curves import main_charts, metric_series, other_charts, thin_points, write_curves
+from burnish.report.curves import main_charts, metric_series, other_charts, thin_points, write_curves_png
 from burnish.run.metrics import MetricsFile
 
 ROWS: list[dict[str, Any]] = [
@@ -74,12 +74,12 @@ def test_the_png_is_written(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for row in ROWS:
         metrics.append(int(row["step"]), {k: v for k, v in row.items() if k != "step"})
-    path = write_curves(tmp_path)
+    path = write_curves_png(tmp_path)
     assert path == tmp_path / "curves.png"
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_no_metrics_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no numbers to draw"):
-        write_curves(tmp_path)
+        write_curves_png(tmp_path)
     assert list(tmp_path.iterdir()) == []
