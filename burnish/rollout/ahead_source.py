@@ -190,7 +190,7 @@ class AheadSource(SyncSource):
     def _collected(self, upcoming: _NextRound, waited_s: float) -> _CompletedRound:
         """The round that the background thread generated, written to the journal; after a stop its finished part is written."""
         try:
-            completed = upcoming.completed = self._work.pick_up()
+            completed = upcoming.completed = self._work.collect()
         except RolloutStopped:
             plan = self.plans(upcoming.key.step)
             assert plan is not None

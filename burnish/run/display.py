@@ -1,9 +1,9 @@
 """The progress display: a live panel in a terminal, plain lines elsewhere, and log.txt in both cases.
 
-A terminal gets rich's live view. A pipe or a file gets at most one line a step: all of them while steps are slow, one
-every few seconds when they are fast, always the first and the last. log.txt gets every step and every note.
-A display never stops a run: when the terminal or rich fails it says so once and goes on in a plainer way. What a model wrote may be in a
-note: letters that would steer a terminal are shown, not sent.
+A terminal gets rich's live view. A pipe or a file gets at most one line per step: every step while steps are slow, one
+line every few seconds when they are fast, and always the first and the last. log.txt gets every step and every note.
+A display never stops a run. If the terminal or rich fails, it reports this once and falls back to plain lines. A note may
+contain text of a model, so control characters are shown as escapes and never reach the terminal.
 """
 
 from __future__ import annotations
@@ -23,47 +23,52 @@ from typing import Any, TextIO
 from burnish.config.yaml_text import printable
 from burnish.run.metrics import HELD_OUT_FIGURES, held_out_figures
 
-# --- What the live view shows, as a function of the run's numbers and the terminal's width: nothing in it is ever wider than that.
-
 SPARK_BARS = "▁▂▃▄▅▆▇█"
 MIN_BAR_WIDTH, MAX_BAR_WIDTH = 8, 40
+LINE_EVERY_S = 2.0
+PHASE_EVERY_S = 30.0
+FEW_STEPS = 20
+"""A run with at most this many steps prints every step."""
+SPEED_WINDOW = 50
+"""Number of recent steps that the remaining time is estimated from. Early steps may be much slower."""
+MAX_HISTORY = 2000
 
 
 @dataclass
 class ProgressView:
-    """What there is to show."""
+    """The content of the live panel."""
 
     title: str = ""
     step: int = 0
     total: int = 0
     clock: str = ""
-    """Time gone and time left, in words."""
+    """Elapsed and remaining time, as text."""
     values: list[tuple[str, str]] = field(default_factory=list)
     history: list[float] = field(default_factory=list)
-    """Rewards or losses so far, the last at the end."""
+    """Rewards or losses so far, oldest first."""
     history_name: str = ""
     phase: str = ""
     can_draw: bool = True
-    """Whether the terminal has more letters than ASCII."""
+    """Whether the terminal can show characters beyond ASCII."""
     held_out: str = ""
-    """What the last validation measured, and at which step: a line of its own, since it is older than the numbers."""
+    """The last validation result and its step. It has a separate line, because it is older than the other numbers."""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of a number in `width` letters at most: each the mean of a stretch, between the lowest and the highest."""
-    known = [value for value in values if math.isfinite(value)]
-    count = min(width, len(known))
+    """Draw a curve with at most `width` characters. Each is the mean of one window, scaled between the lowest and the highest."""
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(width, len(finite))
     if count < 2:
         return ""
-    bounds = [round(k * len(known) / count) for k in range(count + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    bounds = [round(k * len(finite) / count) for k in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
     low, high = min(means), max(means)
     span = high - low or 1.0
     return "".join(SPARK_BARS[min(7, int((mean - low) / span * 8))] for mean in means)
 
 
 class ProgressPanel:
-    """A `View` as rich draws it."""
+    """Draws a `ProgressView` with rich. No line is wider than the terminal."""
 
     def __init__(self, view: ProgressView) -> None:
         self.view = view
@@ -72,26 +77,26 @@ class ProgressPanel:
         yield from self.lines(options.max_width)
 
     def lines(self, width: int) -> list[Any]:
-        """Texts of rich, each a line that fits."""
+        """Return the lines as rich texts."""
         view = self.view
-        found = [_fitted_line(view.title, width, "bold"), self._progress(width), *self._numbers(width)]
+        lines = [_fitted_line(view.title, width, "bold"), self._progress(width), *self._numbers(width)]
         if view.held_out:
-            found.append(_fitted_line(f" {view.held_out}", width, "cyan"))
-        room = min(60, width - len(view.history_name) - 3)
-        if view.can_draw and room >= 10 and (drawn := sparkline(view.history, room)):
-            found.append(_text_line([(f" {view.history_name} ", "dim"), (drawn, "green")]))
+            lines.append(_fitted_line(f" {view.held_out}", width, "cyan"))
+        spark_width = min(60, width - len(view.history_name) - 3)
+        if view.can_draw and spark_width >= 10 and (drawn := sparkline(view.history, spark_width)):
+            lines.append(_text_line([(f" {view.history_name} ", "dim"), (drawn, "green")]))
         if view.phase:
-            found.append(_fitted_line(f" {view.phase}", width, "dim italic"))
-        return found
+            lines.append(_fitted_line(f" {view.phase}", width, "dim italic"))
+        return lines
 
     def _progress(self, width: int) -> Any:
-        """A bar where there is room for one, the steps, the time as far as it fits."""
+        """Return a progress bar if it fits, the steps, and as much of the time as fits."""
         view = self.view
         steps = f"{view.step}/{view.total}"
-        room = width - len(steps) - len(view.clock) - 3
+        free_width = width - len(steps) - len(view.clock) - 3
         parts = []
-        if room >= MIN_BAR_WIDTH:
-            bar = min(room, MAX_BAR_WIDTH)
+        if free_width >= MIN_BAR_WIDTH:
+            bar = min(free_width, MAX_BAR_WIDTH)
             done = min(bar, bar * view.step // max(1, view.total))
             full, empty = ("━", "─") if view.can_draw else ("#", ".")
             parts = [(full * done, "green"), (empty * (bar - done), "dim"), (" ", "")]
@@ -100,7 +105,7 @@ class ProgressPanel:
         return line
 
     def _numbers(self, width: int) -> list[Any]:
-        """The numbers, as many on a line as fit."""
+        """Return the numbers, as many per line as fit."""
         lines: list[list[tuple[str, str]]] = [[]]
         used = 0
         for label, value in self.view.values:
@@ -124,7 +129,7 @@ def _text_line(parts: Sequence[tuple[str, str]]) -> Any:
 
 
 def _fitted_line(text: str, width: int, style: str) -> Any:
-    """One line of the text, cut where it is too wide; letters of double width count twice."""
+    """Return the text on one line, cut to the width. Double-width characters count twice."""
     from rich.text import Text
 
     line = Text(text.replace("\n", " "), style=style, no_wrap=True, end="\n")
@@ -132,15 +137,8 @@ def _fitted_line(text: str, width: int, style: str) -> Any:
     return line
 
 
-LINE_EVERY_S = 2.0
-PHASE_EVERY_S = 30.0
-FEW_STEPS = 20  # a run this short shows every step
-SPEED_WINDOW = 50  # steps that the time left is judged by: what early ones took may have little to do with it
-MAX_HISTORY = 2000
-
-
 def headline_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The few numbers of a training step that are worth a line, by the names people say."""
+    """Return the main numbers of a training step under short names."""
     names = {
         "reward": ("reward/mean",),
         "loss": ("sft/loss", "reward_model/loss", "preference/loss", "loss"),
@@ -157,7 +155,7 @@ def headline_numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def held_out_text(step: int, values: dict[str, Any]) -> str:
-    """What a validation measured, with the step whose weights it is of: `held-out accuracy 0.412 at step 50 (greedy)`; empty without one."""
+    """Return `held-out accuracy 0.412 at step 50 (greedy)` for a step with a validation; else an empty string."""
     for mode, figure in held_out_figures(values).items():
         value = values[f"validation/{mode}/{figure}"]
         return f"{HELD_OUT_FIGURES[figure]} {value:.3f} {'before step 1' if step == 0 else f'at step {step}'} ({mode})"
@@ -165,7 +163,7 @@ def held_out_text(step: int, values: dict[str, Any]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`42s`, `3m07s`, `2h05m`."""
+    """Format seconds as `42s`, `3m07s` or `2h05m`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -175,13 +173,13 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(label: str, value: float) -> str:
-    """A value in the precision its kind deserves."""
+    """Format a value with the precision for its label."""
     form = {"mfu": ".1%", "tokens/s": ",.0f", "length": ".1f", "mismatch": ".1g", "kl": ".2g", "s/step": ".3g"}
     return format(value, form.get(label, ".3f"))
 
 
 class Display:
-    """Shows one run. Use it in a `with` block, so that the terminal is restored however the run ends."""
+    """Shows the progress of one run. Use it in a `with` block, so that the terminal is always restored."""
 
     def __init__(self, log: Path, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._log: Path | None = log
@@ -200,7 +198,7 @@ class Display:
         self._is_first = True
 
     def start(self, title: str, total_steps: int, first_step: int = 0) -> None:
-        """Begin a stage of `total_steps`; `first_step` of them were done before (a resumed run)."""
+        """Begin a stage of `total_steps`. A resumed run has done `first_step` of them before."""
         self.stop()
         title = printable(title)
         self._title, self._total, self._first, self._step = title, total_steps, first_step, first_step
@@ -214,15 +212,13 @@ class Display:
             self._begin_live()
 
     def step(self, step: int, values: dict[str, Any]) -> None:
-        """One step is done."""
-        # A new dictionary: rich's thread may be reading the old one. A number that this step does not have is not shown.
-        found = headline_numbers(values)
-        self._values = {k: v for k, v in (self._values | found).items() if k in found or k == "accuracy"}
+        """Show a finished step."""
+        self._values = headline_numbers(values)  # a new dictionary, because rich's thread may be reading the old one
         self._step, self._phase = step, ""
         if step > self._seen[-1][0]:
             self._seen.append((step, self._clock()))
-        if self._followed in (fresh := headline_numbers(values)):
-            self._history.append(fresh[self._followed])
+        if self._followed in self._values:
+            self._history.append(self._values[self._followed])
         measured = held_out_text(step, values)
         self._held_out = measured or self._held_out
         line = self._line(measured)
@@ -239,9 +235,9 @@ class Display:
             self._unshown = line
 
     def phase(self, text: str, of: str | None = None) -> None:
-        """What is going on, such as `rollout 312/512`. Cheap: call it as often as you like.
+        """Show the current activity, such as `rollout 312/512`. The call is cheap and may be made often.
 
-        It is part of the next step, unless `of` names something else, such as `validation before step 1`.
+        It belongs to the next step, unless `of` names something else, such as `validation before step 1`.
         """
         text = printable(text)
         self._phase = text if of is None else f"{of}: {text}"
@@ -251,7 +247,7 @@ class Display:
             self._print(line)
 
     def note(self, text: str) -> None:
-        """Something worth keeping: a line above the display, and in log.txt."""
+        """Print a line above the display and in log.txt."""
         text = printable(text)
         self._write_log(text)
         if self._live is not None:
@@ -261,12 +257,12 @@ class Display:
             self._print(text)
 
     def stop(self) -> None:
-        """End the stage: show a last step that was not shown, give the terminal back. Safe to call twice."""
+        """End the stage: print a last step that was not shown, and restore the terminal. Safe to call twice."""
         live, self._live = self._live, None
         if live is not None:
             try:
                 live.stop()
-            except Exception as error:  # noqa: BLE001 -- whatever rich meets in a strange terminal, the run goes on
+            except Exception as error:  # noqa: BLE001 -- no failure of rich in an unusual terminal may stop the run
                 self._write_log(f"live display: {type(error).__name__}: {error}")
             if self._step > self._first:
                 self._print(self._line(self._held_out))
@@ -283,7 +279,7 @@ class Display:
         self.stop()
 
     def _line(self, measured: str) -> str:
-        """The step with its own numbers, then what was measured on held-out data, which says by itself of which step it is."""
+        """Return the line of the current step: its numbers, then the validation result with its own step."""
         if self._step == 0:
             return measured or f"step 0/{self._total}"
         shown = [f"{label} {format_number(label, value)}" for label, value in self._values.items()]
@@ -301,7 +297,7 @@ class Display:
 
     @property
     def _followed(self) -> str:
-        """The number whose course is drawn."""
+        """The number that the sparkline shows."""
         return "reward" if "reward" in self._values else "loss"
 
     def _is_terminal(self) -> bool:
@@ -315,9 +311,11 @@ class Display:
         try:
             self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
-        except (OSError, ValueError) as error:  # the reader of the pipe left, or the stream was closed
+        except (OSError, ValueError) as error:  # the pipe's reader ended, or the stream was closed
             self._stream = None
-            self._write_log(f"nobody reads the output any more ({error}); the run goes on, this file has every line")
+            self._write_log(
+                f"the output cannot be written any more ({error}); the run goes on, this file has every line"
+            )
 
     def _write_log(self, text: str) -> None:
         if self._log is None:
@@ -345,12 +343,12 @@ class Display:
     def _with_rich(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 -- whatever rich meets in a strange terminal, the run goes on
+        except Exception as error:  # noqa: BLE001 -- no failure of rich in an unusual terminal may stop the run
             self.stop()
             self.note(f"the live display failed ({type(error).__name__}: {error}); going on with plain lines")
 
     def _render(self) -> Any:
-        """Called by rich's own thread a few times a second; reads plain fields that the run sets."""
+        """Build the panel. rich's thread calls this a few times per second; it reads plain fields that the run sets."""
         left = self._time_left()
         encoding = (getattr(self._stream, "encoding", None) or "utf-8").lower()
         view = ProgressView(

@@ -1,8 +1,8 @@
-"""Writing so that a kill at any moment leaves either the old thing or the new thing, never half of one.
+"""Atomic and durable writes: a kill at any moment leaves the old content or the new, never half of either.
 
-A file or a folder is written under a temporary name beside its target, forced to disk, and renamed into place; the
-rename itself is forced by syncing the folder that holds it. `sweep` clears what killed writers left behind; only the
-holder of the run's lock may call it, because a live writer's temporary name looks the same.
+A file or folder is written under a temporary name beside its target, synced to disk and renamed. Syncing the parent
+folder makes the rename durable. `remove_leftovers` deletes what killed writers left behind. Only the holder of the run's
+lock may call it, because the temporary name of a live writer looks the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ REPLACED_PREFIX = ".old-"
 START_OVER_HINT = (
     "or start the run anew: move its folder away (burnish train, sft, prefer and reward-model do so with --fresh)"
 )
-"""What helps where a run cannot go on, in the words of its errors."""
+"""The last part of error messages about a run that cannot be resumed."""
 FolderId = tuple[int, int]
-"""Device and inode: what a folder keeps when it is renamed."""
+"""Device and inode of a folder. A rename does not change them."""
 
 
 def folder_id(path: Path) -> FolderId | None:
-    """What tells a folder from others that have its name later; None where there is none."""
+    """Return the identity of a folder, which a later folder of the same name does not share; None if there is no folder."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def folder_id(path: Path) -> FolderId | None:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Put the name of a file into what the system says when it refuses to write it: a full disk is otherwise an error without a name."""
+    """Add the file's name to an OSError that lacks one. The error of a full disk, for example, names no file."""
     try:
         yield
     except OSError as error:
@@ -46,7 +46,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's content, or a folder's list of names, to disk."""
+    """Sync a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with name_file_in_errors(path):
@@ -56,7 +56,7 @@ def fsync_path(path: Path) -> None:
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
-    """Replace a file's content, durably, or leave it as it was."""
+    """Replace a file's content durably, or leave the file unchanged."""
     temporary = _temporary_path(path)
     try:
         with name_file_in_errors(path), open(temporary, "wb") as file:
@@ -71,7 +71,7 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 
 def append_durably(path: Path, data: bytes) -> None:
-    """Add bytes at the end of a file and force them to disk; on an error the file keeps its old length."""
+    """Append bytes to a file and sync them to disk. On an error the file keeps its old length."""
     created = not path.exists()
     append(path, data, durable=True)
     if created:
@@ -79,9 +79,10 @@ def append_durably(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes, durable: bool = False) -> None:
-    """Add bytes at the end of a file, all or none; not `durable`, they outlive a kill but not a loss of power.
+    """Append all of the bytes to a file, or none. Without `durable` they survive a kill but not a loss of power.
 
-    Without the cut a full disk would leave half a line, and the next append would bury it in the middle of the file.
+    On an error the file is truncated to its old length. Otherwise a full disk would leave half a line in the middle of the
+    file after the next append.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -101,7 +102,7 @@ def append(path: Path, data: bytes, durable: bool = False) -> None:
 
 
 def truncate(path: Path, length: int) -> None:
-    """Cut a file to its first bytes, durably."""
+    """Truncate a file durably."""
     with name_file_in_errors(path), open(path, "r+b") as file:
         file.truncate(length)
         os.fsync(file.fileno())
@@ -109,10 +110,10 @@ def truncate(path: Path, length: int) -> None:
 
 @contextmanager
 def atomic_directory(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder to fill, which becomes `path` when the block ends well and vanishes when it raises.
+    """Yield a temporary folder that becomes `path` when the block ends, and is deleted if the block raises.
 
-    Every file and folder in it is on disk before the rename. An empty folder at `path` is a leftover and is
-    replaced; a folder with content is a `FileExistsError` unless `replace`.
+    All of its files and folders are synced before the rename. An empty folder at `path` is a leftover and is replaced.
+    A folder with content is a `FileExistsError` unless `replace`.
     """
     if not replace and path.exists() and any(path.iterdir()):
         raise FileExistsError(f"{path} exists already and is not empty")
@@ -127,39 +128,39 @@ def atomic_directory(path: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def commit_directory(temporary: Path, path: Path) -> None:
-    """Make a filled folder `path`, durably; what was there goes when it has been replaced, and not before."""
+    """Rename a filled folder to `path`, durably. A folder at `path` is deleted only after it has been replaced."""
     for folder, _, names in os.walk(temporary, topdown=False):
         for name in names:
             fsync_path(Path(folder, name))
         fsync_path(Path(folder))
-    aside = _move_replaced(path)
+    replaced = _move_replaced(path)
     try:
         os.rename(temporary, path)
     except BaseException:
         _restore_replaced(path.with_name(REPLACED_PREFIX + path.name))
         raise
     fsync_path(path.parent)
-    if aside is not None:
-        shutil.rmtree(aside)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove what killed writers left directly in a folder; returns the names, sorted.
+    """Delete what killed writers left directly in a folder. Returns the sorted names.
 
-    A folder set aside for its replacement goes back when the replacement never arrived.
+    A folder whose replacement never arrived gets its old name back.
     """
-    swept = []
+    removed = []
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(REPLACED_PREFIX) and _restore_replaced(entry):
             continue
         if entry.name.startswith((TEMPORARY_PREFIX, REPLACED_PREFIX)):
             remove(entry)
-            swept.append(entry.name)
-    return swept
+            removed.append(entry.name)
+    return removed
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a whole folder, the folder under a temporary name first so that no reader meets half of it."""
+    """Delete a file or a folder. A folder is renamed first, so that no reader sees half of it."""
     if not path.is_dir():
         path.unlink()
         return
@@ -175,33 +176,30 @@ def _temporary_path(path: Path) -> Path:
 
 
 def _move_replaced(path: Path) -> Path | None:
-    """Make room for a replacement: a rename cannot land on a folder with content."""
+    """Move away the folder that is to be replaced, because a rename cannot overwrite a folder with content."""
     if not path.exists() or not any(path.iterdir()):
         return None
-    aside = path.with_name(REPLACED_PREFIX + path.name)
-    if aside.exists():
-        shutil.rmtree(aside)
-    os.rename(path, aside)
-    return aside
+    replaced = path.with_name(REPLACED_PREFIX + path.name)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    os.rename(path, replaced)
+    return replaced
 
 
-def _restore_replaced(aside: Path) -> bool:
-    target = aside.with_name(aside.name.removeprefix(REPLACED_PREFIX))
-    if not aside.exists() or target.exists():
+def _restore_replaced(replaced: Path) -> bool:
+    target = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
+    if not replaced.exists() or target.exists():
         return False
-    os.rename(aside, target)
+    os.rename(replaced, target)
     return True
 
 
-# --- SHA-256 of files, for manifests that others can check with their own tools.
-
-
 def sha256(path: Path) -> str:
-    """The checksum of a file, read in pieces."""
+    """Return the SHA-256 of a file, for manifests that other tools can check."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksums(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """Names and checksums of files, as a manifest holds them: without their folders, which may be other ones tomorrow."""
+    """Return names and checksums of files for a manifest, without their folders, which may change."""
     return [{"file": path.name, "sha256": sha256(path)} for path in paths]

@@ -1,9 +1,9 @@
-"""The journal: what happened in a run, one checksummed line per event, on disk before anyone acts on it.
+"""The journal of a run: one checksummed JSON line per event, on disk before anything acts on the event.
 
-A line is JSON with a running index `i`, the `event`, its fields, and `crc`, the CRC-32 of the same object without
-`crc`, in canonical form (sorted keys, no spaces). Nothing is ever erased: a run that goes back to a checkpoint writes a
-`resumed` record, and records of later steps before it no longer count. Large arrays lie beside the journal as safetensors
-files that a record refers to by name and checksum. The file grows with the run; what is held in memory does not.
+A line has a running index `i`, the `event`, its fields, and `crc`, the CRC-32 of the same object without `crc` in canonical
+form (sorted keys, no spaces). Nothing is ever erased: a run that goes back to a checkpoint appends a `resumed` record, which
+invalidates the earlier records of later steps. Large arrays are safetensors files beside the journal; a record refers to
+them by name and checksum. The file grows with the run, but memory use does not.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ ATTACHMENT_SUFFIX = ".safetensors"
 
 
 def canonical_json(record: dict[str, Any]) -> str:
-    """The one spelling of a record; ASCII, so that a lone surrogate in a completion survives too."""
+    """Return the canonical text of a record. It is ASCII, so that a lone surrogate in a completion survives."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
 
 def record_checksum(record: dict[str, Any]) -> int:
-    """CRC-32 of a record without its `crc`."""
+    """Return the CRC-32 of a record without its `crc` field."""
     return zlib.crc32(canonical_json({k: v for k, v in record.items() if k != "crc"}).encode())
 
 
 def encode_record(record: dict[str, Any]) -> str:
-    """A record as its line, without the newline."""
+    """Return the line of a record without its newline."""
     return canonical_json({**record, "crc": record_checksum(record)})
 
 
 def decode_record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, or None where the line is damaged."""
+    """Return the record of a line, or None if the line is damaged."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -51,10 +51,10 @@ def decode_record(line: bytes) -> dict[str, Any] | None:
 
 
 class Journal:
-    """The events of one run, in order; opening replays them and cuts a last line that a kill tore.
+    """The events of one run, in order. Opening replays them and removes a last line that a kill tore.
 
-    `events` holds the newest checkpoint and the events of later steps: the work a resumed run may take up. `num_events`
-    counts all.
+    `events` holds the newest checkpoint record and the events of later steps, which a resumed run can reuse. `num_events`
+    counts all events.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,15 +67,15 @@ class Journal:
             self._replay()
 
     def append(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Write one record; it is on disk when this returns. Returns the record as a reader will see it."""
+        """Append one record. It is on disk when this returns. Returns the record as a reader will see it."""
         return self.append_many([(event, fields)])[0]
 
     def append_many(self, events: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Write several records `(event, fields)` with one sync."""
+        """Append several records `(event, fields)` with one sync."""
         lines: list[str] = []
         for event, fields in events:
             if clash := [name for name in RESERVED_FIELDS if name in fields]:
-                raise ValueError(f"journal fields {clash} are the record's own; nest them under another name")
+                raise ValueError(f"journal fields {clash} are reserved; use another name")
             lines.append(encode_record({"i": self.num_events + len(lines), "event": event, **fields}))
         try:
             append_durably(self.path, "".join(line + "\n" for line in lines).encode())
@@ -83,50 +83,50 @@ class Journal:
             raise UserError(
                 f"cannot write the journal {self.path}: {error.strerror}; make room and start again"
             ) from error
-        # Re-read from the text: a tuple or an integer key looks the same now as after a resume.
+        # Parse the text again, so that a tuple or an integer key looks the same now as after a resume.
         records: list[dict[str, Any]] = [json.loads(line) for line in lines]
         for record in records:
-            self._hold(record)
+            self._remember(record)
         return records
 
     def rewind(self, step: int) -> None:
-        """Say that the run goes on after `step`: records of later steps written until now are no longer live."""
+        """Record that the run resumes after `step`. Earlier records of later steps are no longer valid."""
         self.append("resumed", step=step)
 
     def forget(self, step: int) -> None:
-        """Say that the work of this step and later ones, as far as it is written, does not follow from what the run does now."""
+        """Record that the stored work of this and later steps is invalid, because the run's settings changed."""
         self.append("forgotten", step=step)
 
     def attach(self, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Write arrays beside the journal; returns the reference `{"file", "crc"}` to put in a record's field."""
+        """Write arrays beside the journal. Returns the reference `{"file", "crc"}` to store in a record."""
         import numpy as np
         from safetensors.numpy import save
 
         if "/" in name or name.startswith("."):
             raise ValueError(f"attachment name {name!r} is not a plain file name")
-        # safetensors writes a strided view's underlying memory, not its elements: make each array contiguous first.
+        # safetensors writes the memory behind a strided view, not its elements, so each array must be contiguous.
         content = save({key: np.ascontiguousarray(array) for key, array in arrays.items()})
         atomic_write(self.folder / (name + ATTACHMENT_SUFFIX), content)
         return {"file": name + ATTACHMENT_SUFFIX, "crc": zlib.crc32(content)}
 
     def attachment(self, reference: dict[str, Any]) -> dict[str, np.ndarray] | None:
-        """The arrays behind a reference from `attach`, or None when the file is gone or not what was written."""
+        """Return the arrays of a reference from `attach`, or None if the file is missing or damaged."""
         from safetensors.numpy import load
 
         try:
             content = (self.folder / reference["file"]).read_bytes()
-        except OSError:  # gone, or on a part of the disk that cannot be read
+        except OSError:  # missing, or on a damaged part of the disk
             return None
         return load(content) if zlib.crc32(content) == reference["crc"] else None
 
     def drop_attachments(self, keep: Callable[[str], bool]) -> None:
-        """Delete the attachments whose name `keep` refuses."""
+        """Delete the attachments for whose names `keep` returns False."""
         for file in sorted(self.folder.glob("*" + ATTACHMENT_SUFFIX)):
             if not keep(file.name.removesuffix(ATTACHMENT_SUFFIX)):
                 file.unlink()
 
-    def _hold(self, record: dict[str, Any]) -> None:
-        if record["event"] == "checkpoint":  # which was written while later steps went on
+    def _remember(self, record: dict[str, Any]) -> None:
+        if record["event"] == "checkpoint":  # it was written while later steps ran
             self.events = [event for event in self.events if event.get("step", -1) > record["step"]]
         if record["event"] == "forgotten":
             self.events = [event for event in self.events if event.get("step", -1) < record["step"]]
@@ -134,13 +134,13 @@ class Journal:
         self.num_events += 1
 
     def _replay(self) -> None:
-        """Hold the intact records and cut what follows them; a damaged one with intact ones behind it is no torn write."""
+        """Read the intact records and remove a torn end. A damaged record before intact ones is a `UserError`."""
         length, num_bad, num_after = 0, 0, 0
         with open(self.path, "rb") as file:
             for line in file:
                 record = decode_record(line) if line.endswith(b"\n") else None
                 if num_bad == 0 and record is not None and record.get("i") == self.num_events:
-                    self._hold(record)
+                    self._remember(record)
                     length += len(line)
                 else:
                     num_bad += 1

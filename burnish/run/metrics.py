@@ -1,8 +1,10 @@
-"""metrics.jsonl: one line a step, the numbers a run is judged by.
+"""metrics.jsonl, with one line of metrics per step, and the trackers that send the same metrics elsewhere.
 
-A float is written so that it reads back bit for bit. NaN and infinities, which JSON does not have, are the strings
-"nan", "inf" and "-inf" and read back as floats. Names that start with one of `MEASURED` are the only ones that differ
-between two runs of one config.
+A float is written so that it reads back bit for bit. NaN and infinities, which JSON lacks, are the strings "nan", "inf"
+and "-inf" and read back as floats. Only metrics with a prefix in `MACHINE_PREFIXES` differ between two runs of one config.
+
+metrics.jsonl is the record, and a tracker (TensorBoard, Weights & Biases) is a convenience. A tracker that is not installed is an error
+before training starts. A tracker that fails later is reported once, switched off, and never stops the run.
 """
 
 from __future__ import annotations
@@ -19,21 +21,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from burnish.config.errors import UserError, unknown_name_error
-from burnish.run.checkpoint.checkpoints import print_to_stderr
 from burnish.run.durable_files import append_durably, atomic_write, truncate
 
 MetricValue = float | int | str
 MACHINE_PREFIXES = ("time/", "performance/", "memory/", "controller/")
-"""Of the machine, not of the computation."""
+"""Prefixes of metrics that describe the machine, not the computation."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
 HELD_OUT_FIGURES = {"accuracy": "held-out accuracy", "reward_mean": "held-out reward"}
-"""What a validation is summed up by, the first that was measured, with what people are told it is."""
+"""Metrics that summarise a validation, by priority, with the words for them. The first one that was measured is used."""
 
 
 def held_out_figures(names: Iterable[str]) -> dict[str, str]:
-    """The figure of each validation mode among the names of metrics: `{"greedy": "accuracy"}`, or `reward_mean` where rewards are graded."""
+    """Return the summary metric of each validation mode: `{"greedy": "accuracy"}`, or `reward_mean` if rewards are graded."""
     found: dict[str, set[str]] = {}
     for name in names:
         if match := re.fullmatch(r"validation/([^/]+)/([^/]+)", name):
@@ -46,14 +45,14 @@ def held_out_figures(names: Iterable[str]) -> dict[str, str]:
 
 
 def format_line(step: int, values: dict[str, MetricValue]) -> str:
-    """The line of one step, without the newline: `step` first, then the names in order."""
+    """Return the line of one step without its newline: `step` first, then the sorted names."""
     if "step" in values:
-        raise ValueError("'step' is the line's own key and cannot name a metric")
+        raise ValueError("'step' is a reserved key and cannot name a metric")
     return json.dumps({"step": step} | {name: _json_value(values[name]) for name in sorted(values)}, allow_nan=False)
 
 
 def parse_line(line: str) -> dict[str, Any]:
-    """The values of one line; raises ValueError where it is not one."""
+    """Parse one line. Raises ValueError if it is damaged."""
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("not an object with a whole number 'step'")
@@ -61,12 +60,12 @@ def parse_line(line: str) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines in order; none where the file does not exist yet. A last line without its newline is still being written."""
+    """Return all complete lines in order; [] if there is no file. A last line without its newline is still being written."""
     return [row for _, row in _parsed_lines(path)] if path.exists() else []
 
 
 class MetricsFile:
-    """The writer of one metrics.jsonl; opening it cuts a last line that a kill tore."""
+    """The writer of one metrics.jsonl. Opening the file removes a last line that a kill tore."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +76,7 @@ class MetricsFile:
                 truncate(path, whole)
 
     def append(self, step: int, values: dict[str, MetricValue]) -> None:
-        """Write one step's line; it is on disk when this returns."""
+        """Append one step's line. It is on disk when this returns."""
         line = format_line(step, values) + "\n"
         try:
             append_durably(self.path, line.encode())
@@ -85,9 +84,9 @@ class MetricsFile:
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room and start again") from error
 
     def truncate_after(self, step: int) -> list[str]:
-        """Drop the lines of later steps and a torn last line, all at once: the run goes on after `step`.
+        """Atomically drop the lines of later steps and a torn last line, because the run resumes after `step`.
 
-        Returns what to tell the user: lines that cannot be read (the file with them is kept under another name) and steps without one.
+        Returns notes for the user: damaged lines (the damaged file is kept under another name) and steps without a line.
         """
         kept, damaged = list[tuple[str, int]](), list[int]()
         for number, line in enumerate(_whole_lines(self.path), 1) if self.path.exists() else ():
@@ -101,7 +100,7 @@ class MetricsFile:
             damaged_copy = self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}")
             atomic_write(damaged_copy, self.path.read_bytes())
             remarks.append(
-                f"{self.path}: {_listed('line', damaged)} cannot be read and left out; the file as it was is {damaged_copy}"
+                f"{self.path}: skipped {_listed('line', damaged)}, which cannot be read; the original file is kept as {damaged_copy}"
             )
         if self.path.exists():
             atomic_write(self.path, "".join(line + "\n" for line, _ in kept))
@@ -140,32 +139,26 @@ def _json_value(value: MetricValue) -> MetricValue:
     return value
 
 
-# --- Trackers: the same metrics, also in TensorBoard or Weights & Biases.
-#
-# `metrics.jsonl` is the record; a tracker is a convenience. So one that is missing is an error before training starts, and
-# one that fails later is reported once, switched off, and never stops the run.
-
-
 class Tracker(Protocol):
-    """Somewhere metrics go."""
+    """A service that receives the metrics of a run."""
 
     def log(self, step: int, values: dict[str, MetricValue]) -> None:
-        """Take one step's metrics."""
+        """Send one step's metrics."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send everything that is still buffered."""
 
 
 def make_trackers(
-    names: Sequence[str], run_directory: Path, config: dict[str, Any], report: Callable[[str], None] = print_to_stderr
+    names: Sequence[str], run_directory: Path, config: dict[str, Any], report: Callable[[str], None]
 ) -> list[Tracker]:
-    """The trackers of a run by name; `config` is shown beside the curves where the tracker can."""
+    """Return the trackers of a run by name. A tracker that can shows `config` beside the curves."""
     check_trackers(names)
     return [GuardedTracker(name, TRACKERS[name](run_directory, config, report), report) for name in names]
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Whether every tracker is known and installed, before a run directory is made for it."""
+    """Raise a `UserError` for a tracker that is unknown or not installed. Called before the run directory is created."""
     for name in names:
         if name not in TRACKERS:
             raise unknown_name_error("tracker", name, TRACKERS)
@@ -173,7 +166,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class GuardedTracker:
-    """A tracker whose failures are reported once and end it, not the run."""
+    """A tracker that is switched off at its first failure, so that it never ends the run."""
 
     def __init__(self, name: str, tracker: Tracker, report: Callable[[str], None]) -> None:
         self.name = name
@@ -192,7 +185,7 @@ class GuardedTracker:
             return
         try:
             getattr(self._tracker, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 -- someone else's code and network; the run's own record is metrics.jsonl
+        except Exception as error:  # noqa: BLE001 -- third-party code and networks; the record is metrics.jsonl
             self._tracker = None
             self.report(
                 f"tracker {self.name} failed and is off for the rest of this run ({type(error).__name__}: {error}); metrics.jsonl has every value"
@@ -200,7 +193,7 @@ class GuardedTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard event files in `<run>/tensorboard`, through TensorBoard's own writer (no torch, no tensorflow)."""
+    """Event files in `<run>/tensorboard`, written by TensorBoard's own writer, without torch and tensorflow."""
 
     def __init__(self, run_directory: Path, config: dict[str, Any], report: Callable[[str], None]) -> None:
         self._event = _import_tracker("tensorboard.compat.proto.event_pb2", "tensorboard")
@@ -211,7 +204,7 @@ class TensorBoardTracker:
 
     def log(self, step: int, values: dict[str, MetricValue]) -> None:
         if not self._started:
-            # A session start makes TensorBoard forget points of this step and later, written before a kill.
+            # A session start makes TensorBoard drop points of this and later steps that were written before a kill.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, session_log=start))
             self._started = True
@@ -225,9 +218,9 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; offline where no account is set up, so that it never asks and never waits.
+    """Weights & Biases. Without an account it works offline, so that it never prompts and never waits.
 
-    The id is kept in the run directory: a resumed run goes on as the same W&B run.
+    The id is kept in the run directory, so that a resumed run continues the same W&B run.
     """
 
     def __init__(self, run_directory: Path, config: dict[str, Any], report: Callable[[str], None]) -> None:

@@ -1,13 +1,13 @@
-"""The run directory: where everything of one run lies, who may write it, and whether a command means the same run.
+"""The run directory: the paths of a run, its lock, and the check that a command continues the same run.
 
-    <root>/<name>/config.yaml  metrics.jsonl  journal/  samples/  checkpoints/  report.html  curves.png  log.txt
+    <root>/<name>/config.yaml  metrics.jsonl  journal/  samples/  checkpoints/  report.html  log.txt
 
-The same command again finds the same config and goes on. Some keys may have other values then: the change is told and
-recorded, and the config from before stays as config.1.yaml, config.2.yaml and so on. Any other difference is refused with
-the keys that differ, so two experiments never mix. One process at a time writes a run: the lock is the kernel's
-(`flock`), so it goes with the process however that ends.
+Repeating a command finds the same config and resumes the run. Some keys may have new values then. Such a change is printed
+and recorded, and the earlier config is kept as config.1.yaml, config.2.yaml and so on. Any other difference is an error
+that names the keys, so that two experiments never mix. One process at a time writes a run. The lock is the kernel's
+(`flock`), so it is released however the process ends.
 
-A run that begins afresh moves the old one of its name to <name>.1 or the next free number, when all checks of the new one have passed.
+A run that starts over moves the old run of its name to <name>.1, or the next free number, after all checks of the new run passed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from burnish.run.journal import Journal
 
 ConfigTree = dict[str, Any]
 MAX_SHOWN_KEYS = 12
+"""Keys that an error about different configs lists."""
 MAY_CHANGE = (
     "run.directory",
     "run.name",
@@ -55,10 +56,11 @@ MAY_CHANGE = (
     "placement.timeout_s",
     "rollout.source.deadline_s",
 )
+"""Keys that a resumed run may change without any effect on its numbers."""
 VALIDATION_KEYS = ("validation", "preference.held_out_every")
-"""What a run that goes on may measure otherwise; the training itself stays as it is."""
+"""Keys that change what a resumed run measures, but not its training."""
 LENGTH_KEYS = ("training.steps", "sft.updates", "preference.updates", "reward_model.updates")
-"""How long a run is. It may become longer, and schedules of the learning rate are then those of the new length."""
+"""Keys for the length of a run. A resumed run may be longer; its learning-rate schedules are then those of the new length."""
 OPTIMIZER_SECTIONS = tuple(
     f"{section}.optimizer"
     for section in ("training", "sft", "preference", "reward_model", "algorithm.critic", "algorithm.process")
@@ -66,11 +68,11 @@ OPTIMIZER_SECTIONS = tuple(
 SCHEDULE_KEYS = tuple(
     f"{name}.{key}" for name in OPTIMIZER_SECTIONS for key in ("lr", "schedule", "warmup", "decay", "final")
 )
-"""Learning rates and their schedules: another value counts from the next update on."""
+"""Learning rates and their schedules. A new value applies from the next update."""
 VALIDATION_ROWS = "data.validation"
-"""The held-out rows, which may change too, unless a new model's tokenizer was made of their letters."""
+"""The held-out rows. They may change too, except for a new model, whose tokenizer was made from their characters."""
 FILES_BEFORE_CONFIG = ("lock", "stacks")
-"""What may lie in a run's folder before its config: the supervisor keeps the stacks of a driver that hung, however early."""
+"""Entries that a run's folder may have before its config. The supervisor saves the stacks of a driver that hung before that."""
 _held_locks: set[int] = set()
 
 
@@ -79,13 +81,13 @@ def _matches_key(key: str, names: Iterable[str]) -> bool:
 
 
 def may_change(key: str) -> bool:
-    """Whether another value there leaves a run's numbers as they are."""
+    """Whether another value of a key leaves a run's numbers unchanged."""
     return _matches_key(key, MAY_CHANGE)
 
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A key that has another value than when the run was last begun."""
+    """A key whose value differs from the run's previous start."""
 
     key: str
     old: str
@@ -93,7 +95,7 @@ class ConfigChange:
 
     @property
     def is_of_training(self) -> bool:
-        """Whether steps that are made again come out differently."""
+        """Whether repeated steps give other results."""
         return _matches_key(self.key, (*LENGTH_KEYS, *SCHEDULE_KEYS))
 
     def __str__(self) -> str:
@@ -101,12 +103,12 @@ class ConfigChange:
 
 
 def run_name(given: str | None, recipe: str, seed: int) -> str:
-    """What a run is called: as its config says, or else after its recipe and seed."""
+    """Return the run's name: the given one, or recipe and seed."""
     return given or f"{recipe}-{seed}"
 
 
 def _drop_locks_after_fork() -> None:
-    """In a forked child: give up its copy of each lock, or an orphaned worker would keep a dead run locked."""
+    """Close a forked child's copies of the locks. Otherwise an orphaned worker would keep a dead run locked."""
     for descriptor in _held_locks:
         os.close(descriptor)
     _held_locks.clear()
@@ -116,7 +118,7 @@ os.register_at_fork(after_in_child=_drop_locks_after_fork)
 
 
 class RunDirectory:
-    """Paths of one run; `claim` and `create` also hold its lock until `close` (or the end of a `with` block)."""
+    """The paths of one run. `claim` and `create` also hold its lock until `close` or the end of a `with` block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -128,14 +130,14 @@ class RunDirectory:
         self.worst_tokens = self.samples / "worst_tokens.jsonl"
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.html"
-        self.curves = path / "curves.png"
+
         self.log = path / "log.txt"
         self.changes: list[ConfigChange] = []
-        """Keys whose values differ from those the run was last begun with."""
+        """Keys whose values differ from the run's previous start."""
         self.is_replaced = False
-        """Whether the run that is there is an old one, which `begin` moves to another name."""
+        """Whether the folder holds an old run, which `begin` will move to another name."""
         self.old_run: Path | None = None
-        """Where `begin` has moved the old run."""
+        """Where `begin` moved the old run."""
         self._lock: int | None = None
 
     @classmethod
@@ -147,7 +149,7 @@ class RunDirectory:
         complete: Callable[[ConfigTree], ConfigTree] = lambda tree: tree,
         replaced: FolderId | None = None,
     ) -> RunDirectory:
-        """A run to write: a new one, or the one already there if its config says the same. Takes the lock."""
+        """Open a run to write: a new one, or the existing one if its config matches. Takes the lock."""
         run = cls.claim(root, name, config_text, complete, replaced)
         try:
             run.begin(config_text)
@@ -165,13 +167,12 @@ class RunDirectory:
         complete: Callable[[ConfigTree], ConfigTree] = lambda tree: tree,
         replaced: FolderId | None = None,
     ) -> RunDirectory:
-        """The same without writing more than the lock: until `begin`, a new run vanishes when it is closed.
+        """Like `create`, but write nothing except the lock. Until `begin`, closing a new run deletes it.
 
-        So what is wrong with models and data is found while no second process can start the same run, and leaves
-        nothing behind that would stand in the way of the corrected command. `complete` adds to the config of an old run the
-        defaults of keys that did not exist when it was written. `replaced` is the folder of an old run: `begin` moves it to another
-        name, and until then it stays as it is. A process that goes on with the new run has the same `replaced`, which then is
-        another folder.
+        So models and data are checked while no second process can start the same run, and a failed check leaves nothing
+        behind. `complete` adds defaults to an old config for keys that did not exist when it was written. `replaced` is the
+        folder of an old run: it stays unchanged until `begin` moves it to another name. A process that resumes the new run
+        passes the same `replaced`, which by then is the id of another folder.
         """
         run = cls._named(root, name, replaced)
         try:
@@ -191,7 +192,7 @@ class RunDirectory:
     def check(
         cls, root: Path, name: str, config_text: str, complete: Callable[[ConfigTree], ConfigTree] = lambda tree: tree
     ) -> None:
-        """The refusals of `claim` but that of the lock: takes no lock and writes nothing."""
+        """Raise the errors of `claim` except that of the lock. Takes no lock and writes nothing."""
         cls._named(root, name)._compare(config_text, complete)
 
     @classmethod
@@ -206,13 +207,13 @@ class RunDirectory:
         return run
 
     def _compare(self, config_text: str, complete: Callable[[ConfigTree], ConfigTree]) -> None:
-        """Find what differs from the config of an old run; the error for what may not."""
+        """Find the changes against the existing config; raise an error for a key that may not change."""
         if self.config.exists() and not self.is_replaced:
             self.changes = _config_changes(self, config_text, complete)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """A run to read; takes no lock, so a run can be looked at while it trains."""
+        """Open a run to read. Takes no lock, so the run may be training meanwhile."""
         run = cls(path)
         if not run.config.is_file():
             siblings = [c.parent.name for c in path.parent.glob("*/config.yaml")] if path.parent.is_dir() else []
@@ -220,7 +221,7 @@ class RunDirectory:
         return run
 
     def lock(self) -> None:
-        """Become the only writer, or raise a `UserError` that names the process that is."""
+        """Take the lock, or raise a `UserError` that names the process that holds it."""
         file = self.path / "lock"
         while True:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -234,14 +235,14 @@ class RunDirectory:
                 ) from None
             if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
                 break
-            os.close(descriptor)  # its folder was moved to another name, or removed, before the lock was taken
+            os.close(descriptor)  # the folder was renamed or removed before the lock was taken
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         _held_locks.add(descriptor)
         self._lock = descriptor
 
     def close(self) -> None:
-        """Give the lock back; a run that never began goes with it. Safe to call twice."""
+        """Release the lock, and delete a run that never began. Safe to call twice."""
         if self._lock is not None and self._lock in _held_locks:
             if not self.config.exists() and [entry.name for entry in self.path.iterdir()] == ["lock"]:
                 (self.path / "lock").unlink()
@@ -250,15 +251,15 @@ class RunDirectory:
         self._lock = None
 
     def release(self) -> None:
-        """Give the lock back and leave everything else as it is. Safe to call twice."""
+        """Release the lock and change nothing else. Safe to call twice."""
         if self._lock is not None and self._lock in _held_locks:
             _held_locks.remove(self._lock)
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child that was forked but has not run yet
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also unlocks for a forked child that has not run yet
             os.close(self._lock)
         self._lock = None
 
     def begin(self, config_text: str) -> None:
-        """Write the config of a new run and its folders; clear what a killed writer left in an old one."""
+        """Write the config and the folders; delete what a killed writer left in an existing run."""
         try:
             if self.is_replaced:
                 self._move_old_run()
@@ -266,7 +267,7 @@ class RunDirectory:
                 self._keep_config()
                 if self.changes_training:
                     self.forget_rollouts()
-            atomic_write(self.config, config_text)  # last: a kill before it finds the changes again
+            atomic_write(self.config, config_text)  # last, so that after a kill the changes are found again
             for folder in (self.path, self.journal, self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
                 remove_leftovers(folder)
@@ -274,19 +275,19 @@ class RunDirectory:
             where = error.filename or self.path
             moved = f" (the old run is now {self.old_run})" if self.old_run is not None else ""
             raise UserError(
-                f"cannot write {where}: {error.strerror}; see to that and run the same command again{moved}"
+                f"cannot write {where}: {error.strerror}; fix this and run the same command again{moved}"
             ) from error
 
     def _is_old(self, replaced: FolderId | None) -> bool:
-        """Whether a run is there, in the folder that is to be replaced."""
+        """Whether this folder is the one to be replaced, and holds a run."""
         is_there = self.config.exists() or self.journal.is_dir()
         return replaced is not None and is_there and folder_id(self.path) == replaced
 
     def _move_old_run(self) -> None:
-        """Rename the old run and make an empty folder in its place, with a lock of its own.
+        """Rename the old run and create an empty folder with a new lock in its place.
 
-        The old lock, which goes with the renamed folder, is held until the new one is taken. A kill between leaves the old run whole
-        under its new name.
+        The old lock moves with the renamed folder and is held until the new one is taken. A kill in between leaves the old
+        run complete under its new name.
         """
         number = 1
         while (target := self.path.with_name(f"{self.name}.{number}")).exists():
@@ -303,19 +304,19 @@ class RunDirectory:
 
     @property
     def changes_training(self) -> bool:
-        """Whether the length of the run or its learning rates differ from those it was last begun with."""
+        """Whether the length of the run or its learning rates differ from its previous start."""
         return any(change.is_of_training for change in self.changes)
 
     def _keep_config(self) -> None:
-        """Copy the config from before the changes to the next free name."""
-        kept = earlier_configs(self.path)
+        """Copy the earlier config to the next free name."""
+        earlier = earlier_configs(self.path)
         text = self.config.read_bytes()
-        if not kept or kept[-1].read_bytes() != text:
-            number = 1 + (int(kept[-1].name.split(".")[1]) if kept else 0)
+        if not earlier or earlier[-1].read_bytes() != text:
+            number = 1 + (int(earlier[-1].name.split(".")[1]) if earlier else 0)
             atomic_write(self.path / f"config.{number}.yaml", text)
 
     def forget_rollouts(self) -> None:
-        """Have the rollouts in the journal made again: they are of a policy that was trained otherwise."""
+        """Invalidate the rollouts in the journal: the policy that sampled them was trained with other settings."""
         if self.journal.is_dir():
             Journal(self.journal).forget(0)
 
@@ -329,19 +330,19 @@ class RunDirectory:
 
 
 def earlier_configs(path: Path) -> list[Path]:
-    """The configs that a run had before changes, oldest first."""
+    """Return the earlier configs of a run, oldest first."""
     found = [file for file in path.glob("config.*.yaml") if file.name.split(".")[1].isdigit()]
     return sorted(found, key=lambda file: int(file.name.split(".")[1]))
 
 
 def _refuse_foreign_folder(path: Path) -> None:
-    """A folder that is not a run stays untouched. One that ended before its config was written holds nothing but what `BEFORE` names."""
+    """Raise a `UserError` for a folder that is not a run. A run that ended before its config has only `FILES_BEFORE_CONFIG`."""
     if not path.is_dir():
         raise UserError(f"{path} is a file, but the run wants a folder there: choose another run.name")
     foreign = sorted(e.name for e in path.iterdir() if e.name not in FILES_BEFORE_CONFIG and not e.name.startswith("."))
     if "journal" in foreign and "checkpoints" in foreign:
         raise UserError(
-            f"{path / 'config.yaml'} is missing, so what this run was made with is not known: restore it from a copy"
+            f"{path / 'config.yaml'} is missing, so the settings of this run are unknown: restore it from a copy"
             f"{_earlier_config_hint(path)}, {START_OVER_HINT}"
         )
     if foreign:
@@ -353,7 +354,7 @@ def _refuse_foreign_folder(path: Path) -> None:
 def _config_changes(
     run: RunDirectory, config_text: str, complete: Callable[[ConfigTree], ConfigTree]
 ) -> list[ConfigChange]:
-    """What differs from the config of an old run; the error for what may not."""
+    """Return the changes against the existing config; raise an error for keys that may not change."""
     old, new = flatten_keys(complete(_read_old_config(run))), flatten_keys(yaml.safe_load(config_text))
     missing = object()
     differing = [k for k in sorted(old.keys() | new.keys()) if old.get(k, missing) != new.get(k, missing)]
@@ -395,12 +396,12 @@ def _read_old_config(run: RunDirectory) -> ConfigTree:
 
 
 def _earlier_config_hint(path: Path) -> str:
-    kept = earlier_configs(path)
-    return f" ({kept[-1]} is the one before the last change)" if kept else ""
+    earlier = earlier_configs(path)
+    return f" ({earlier[-1]} is the one before the last change)" if earlier else ""
 
 
 def _refuse_fewer_steps(run: RunDirectory, new: dict[str, Any], differing: list[str]) -> None:
-    """Refuse a total of steps or updates that is smaller than the number the run has made already."""
+    """Raise a `UserError` if the new number of steps or updates is smaller than the number already done."""
     made = max((int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()), default=0)
     for key in LENGTH_KEYS:
         if key in differing and isinstance(new.get(key), int) and new[key] < made:
@@ -410,7 +411,7 @@ def _refuse_fewer_steps(run: RunDirectory, new: dict[str, Any], differing: list[
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`: the dotted names people type as overrides. Lists stay values."""
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`, the dotted keys of overrides. Lists stay values."""
     if not isinstance(value, dict) or (not value and prefix):
         return {prefix: value} if prefix else {}
     flat: dict[str, Any] = {}

@@ -1,10 +1,15 @@
-"""Tables of samples: what the model wrote, what it was given for it, and how sure it was of each token.
+"""Tables of samples (parquet), and the file of the tokens on which sampler and trainer disagree most.
 
-One parquet file a step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`), all with the same columns, so that
-any tool reads them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each token the model wrote (in
-the last of its sequences, where an agent's context was rewritten). `turns` is JSON where an environment answered: who said what, in
-which state and for what reward. `extra` is JSON of what reward functions log beside a sample, by part and column. A value that does not exist (the advantage of a validation sample,
-those of tokens where all share their sample's, the reward where the scorer failed) is null, never a number.
+There is one parquet file per step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`). All have the same
+columns, so that any tool can read them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each
+token the model wrote, in the last sequence if an agent's context was rewritten. `turns` is JSON of an environment's dialogue:
+speaker, text, state and reward. `extra` is JSON of what reward functions log beside a sample, by part and column. A missing
+value is null, never a number: the advantage of a validation sample, advantages of tokens that equal their sample's, the
+reward if scoring failed.
+
+samples/worst_tokens.jsonl has one JSON line per token with all of `WORST_TOKEN_COLUMNS`; a missing value is null. It is written
+in every step, so it must cost a fraction of a millisecond: lines are appended without a sync. They survive a kill. A loss of
+power can only take steps after the last checkpoint, and those are repeated.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ SAMPLE_COLUMNS = {
 
 
 def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]) -> Path:
-    """Write one table, whole or not at all. `step` and `kind` are filled in, `parts` and `extra` may be dictionaries, a missing column is null."""
+    """Write one table atomically. Adds `step` and `kind`; a missing column is null; dictionaries become JSON."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -71,7 +76,7 @@ def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]
 
 
 def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
-    """(step, quoted kind, file) of every table, by step and then kind, without opening any."""
+    """Return (step, quoted kind, file) of every table, by step and then kind, without opening any file."""
     found = []
     for path in folder.glob("*.parquet"):
         kind, _, step = path.stem.rpartition("-")
@@ -81,7 +86,7 @@ def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def read_columns(path: Path) -> pa.Table:
-    """One table; a column that was not written when it was made is null."""
+    """Read one table. A column that the file lacks, because it is older, is null."""
     import pyarrow as pa
 
     with _open_table(path) as file:
@@ -93,20 +98,20 @@ def read_columns(path: Path) -> pa.Table:
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of one table."""
+    """Return the rows of one table."""
     rows: list[dict[str, Any]] = read_columns(path).to_pylist()
     return rows
 
 
 def table_size(path: Path) -> tuple[int, int]:
-    """Rows of a table and their bytes before compression, without reading them."""
+    """Return the number of rows of a table and their uncompressed bytes, from the file's metadata."""
     with _open_table(path) as file:
         groups = [file.metadata.row_group(k) for k in range(file.metadata.num_row_groups)]
     return sum(group.num_rows for group in groups), sum(group.total_byte_size for group in groups)
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """The rows of every table, by step and kind."""
+    """Return the rows of every table, by step and kind."""
     return [row for _, _, path in sample_files(folder) for row in read_table(path)]
 
 
@@ -120,7 +125,7 @@ def _open_table(path: Path) -> Iterator[pq.ParquetFile]:
             yield file
     except (OSError, pa.ArrowException) as error:
         raise UserError(
-            f"{path}: not readable as a table of samples ({error}); delete it if it is of no use"
+            f"{path}: not readable as a table of samples ({error}); delete it if you do not need it"
         ) from error
 
 
@@ -139,7 +144,7 @@ def _schema() -> pa.Schema:
 
 
 def _encodable(value: Any) -> Any:
-    """Text that UTF-8 can hold: a lone surrogate from a data file must not stop a run."""
+    """Replace characters that UTF-8 lacks, because a lone surrogate from a data file must not stop a run."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
     if isinstance(value, str):
@@ -172,7 +177,7 @@ WORST_TOKEN_COLUMNS = (
 
 
 def read_worst_tokens(path: Path) -> list[dict[str, Any]]:
-    """All rows in order; none where the file does not exist. A last line without its newline is still being written."""
+    """Return all rows in order; [] if there is no file. A last line without its newline is still being written."""
     return [row for _, row in _worst_token_lines(path)] if path.exists() else []
 
 
@@ -183,7 +188,7 @@ class WorstTokensFile:
         self.path = path
 
     def append(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the rows of one step; a step without any leaves no line."""
+        """Append the rows of one step."""
         if not rows:
             return
         lines = "".join(_worst_token_line({"step": step, **row}) for row in rows)
@@ -193,14 +198,14 @@ class WorstTokensFile:
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room and start again") from error
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of later steps and a torn last line: the run goes on after `step`."""
+        """Drop the rows of later steps and a torn last line, because the run resumes after `step`."""
         if self.path.exists():
             atomic_write(
                 self.path, "".join(line + "\n" for line, row in _worst_token_lines(self.path) if row["step"] <= step)
             )
 
     def sync(self) -> None:
-        """Force what was written to disk."""
+        """Sync the file to disk."""
         if self.path.exists():
             fsync_path(self.path)
             fsync_path(self.path.parent)
@@ -219,6 +224,6 @@ def _worst_token_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"no {missing[0]!r}" if isinstance(row, dict) else "not an object")
         except ValueError as error:
             raise UserError(
-                f"{path}, line {number}: not a row of worst tokens ({error}); delete the file if it is of no use"
+                f"{path}, line {number}: not a row of worst tokens ({error}); delete the file if you do not need it"
             ) from error
         yield line, row

@@ -1,10 +1,11 @@
-"""The index of a run of stages: which have begun, which are done, with what they were asked and what they made.
+"""The index of a run of several stages: which stages have begun, which are done, their settings and their products.
 
     <root>/<name>/stages.json  stages.yaml  lock  <stage>/  <stage>/  ...
 
-One file, replaced atomically and checksummed. A stage is written down as begun before anything of it is made, and as done
-after what it made is on disk; so a folder the index does not know is a leftover, and whatever a kill leaves in between is
-found again. The stage itself says that it is done (`outcome.json` in its folder), because its process may outlive nobody.
+The index is one checksummed file that is replaced atomically. A stage is recorded as begun before anything of it is
+written, and as done after its product is on disk. So a folder that is not in the index is a leftover, and a kill in between
+is recovered. Each stage also writes `outcome.json` in its folder when it is done, because the process that runs all
+stages may have been killed by then.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """What a stage made, and what is told of it."""
+    """The result of a finished stage."""
 
     product: str
-    """A model directory or a file, relative to the folder of all stages (the base may lie elsewhere)."""
+    """A model directory or a file, relative to the folder of all stages. The base model may be outside of it."""
     sums: dict[str, dict[str, Any]]
-    """Size and checksum of each of its files."""
+    """Size and checksum of each file of the product."""
     note: str = ""
     before: float | None = None
     after: float | None = None
-    """Accuracy on what the stage itself holds out."""
+    """Accuracy on the stage's held-out data, before and after the stage."""
 
 
 @dataclass
@@ -44,13 +45,13 @@ class StageEntry:
     """A stage that has begun."""
 
     asked: dict[str, Any]
-    """What decides its numbers, by dotted key."""
+    """The settings that determine its numbers, by dotted key."""
     seconds: float = 0.0
-    """Of its lives that are over."""
+    """Duration of its finished attempts."""
     since: float | None = None
-    """When its present life began, by the clock on the wall."""
+    """Wall-clock time at which the current attempt began."""
     outcome: StageOutcome | None = None
-    """Of one that is done."""
+    """The result; None until the stage is done."""
 
 
 @dataclass
@@ -62,7 +63,7 @@ class StageIndex:
 
     @classmethod
     def read(cls, folder: Path) -> StageIndex:
-        """The index of a folder; an empty one where there is none."""
+        """Read the index of a folder; empty if there is no file."""
         path = folder / INDEX_FILE
         if not path.exists():
             return cls(folder)
@@ -85,7 +86,7 @@ class StageIndex:
         return name in self.entries and self.entries[name].outcome is not None
 
     def begin(self, name: str, asked: dict[str, Any], now: float) -> None:
-        """A life of a stage begins; what an earlier one that nobody saw end took is added up from its last sign of life."""
+        """Record the start of an attempt. An earlier attempt that was killed counts until its last heartbeat."""
         entry = self.entries.setdefault(name, StageEntry(asked))
         if entry.since is not None:
             entry.seconds += max(0.0, _last_heartbeat(self.folder / name, entry.since) - entry.since)
@@ -93,14 +94,14 @@ class StageIndex:
         self.write()
 
     def end(self, name: str, now: float, outcome: StageOutcome | None) -> None:
-        """A life of a stage is over, with an outcome if the stage is done."""
+        """Record the end of an attempt, with an outcome if the stage is done."""
         entry = self.entries[name]
         entry.seconds += max(0.0, now - (now if entry.since is None else entry.since))
         entry.since, entry.outcome = None, outcome
         self.write()
 
     def forget(self, names: list[str]) -> None:
-        """Have these stages never begun."""
+        """Remove stages from the index."""
         self.entries = {name: entry for name, entry in self.entries.items() if name not in names}
         self.write()
 
@@ -115,23 +116,20 @@ def _last_heartbeat(folder: Path, otherwise: float) -> float:
     return beat.stat().st_mtime if beat.exists() else otherwise
 
 
-# --- what a stage says of itself -------------------------------------------------------------------------------------------
-
-
 def write_outcome(folder: Path, outcome: StageOutcome) -> None:
-    """Say that the stage of a folder is done."""
+    """Record in a stage's folder that the stage is done."""
     _write_checksummed(folder / OUTCOME_FILE, asdict(outcome))
 
 
 def read_outcome(folder: Path) -> StageOutcome | None:
-    """What the stage of a folder says it made; None where it is not done."""
+    """Read the outcome in a stage's folder; None if the stage is not done."""
     path = folder / OUTCOME_FILE
     record = _read_checksummed(path) if path.exists() else None
     return None if record is None else StageOutcome(**record)
 
 
 def product_checksums(product: Path, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Size and checksum of a file, or of the files in a folder (those of `names`), by their names."""
+    """Return size and checksum of a file, or of the files in a folder (all, or those in `names`), by name."""
     if product.is_file():
         return {product.name: file_checksum(product)}
     found = sorted(str(file.relative_to(product)) for file in product.rglob("*") if file.is_file())
@@ -139,7 +137,7 @@ def product_checksums(product: Path, names: list[str] | None = None) -> dict[str
 
 
 def product_damage(product: Path, sums: dict[str, dict[str, Any]]) -> str | None:
-    """Why what a stage made cannot be used any more, or None."""
+    """Return why a stage's product is no longer usable, or None."""
     for name, entry in sums.items():
         file = product / name if product.is_dir() else product
         if not file.is_file():
@@ -149,16 +147,13 @@ def product_damage(product: Path, sums: dict[str, dict[str, Any]]) -> str | None
     return None
 
 
-# --- checksummed files -----------------------------------------------------------------------------------------------------
-
-
 def _write_checksummed(path: Path, record: dict[str, Any]) -> None:
     plain = json.loads(json.dumps(record))
     atomic_write(path, json.dumps({**plain, "crc": record_checksum(plain)}, indent=1) + "\n")
 
 
 def _read_checksummed(path: Path) -> dict[str, Any] | None:
-    """The record of a file without its checksum; None where that does not fit."""
+    """Return the record of a file without its checksum; None if the file is damaged."""
     try:
         record = json.loads(path.read_text())
     except ValueError:

@@ -90,7 +90,7 @@ def test_tensorboard_gets_every_number_and_no_text(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    (tracker,) = make_trackers(["tensorboard"], tmp_path, {})
+    (tracker,) = make_trackers(["tensorboard"], tmp_path, {}, print)
     tracker.log(1, {"reward/mean": 0.25, "note": "text"})
     tracker.log(2, {"reward/mean": 0.5})
     tracker.close()
@@ -129,12 +129,12 @@ def test_wandb_is_offline_without_an_account_and_keeps_its_id(tmp_path: Path, mo
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'burnish\[track\]'"):
-        make_trackers(["wandb"], tmp_path, {})
+        make_trackers(["wandb"], tmp_path, {}, print)
 
 
 def test_an_unknown_tracker_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):
-        make_trackers(["tensorbord"], tmp_path, {})
+        make_trackers(["tensorbord"], tmp_path, {}, print)
 
 
 def test_a_tracker_that_fails_is_reported_once_and_left_alone() -> None:

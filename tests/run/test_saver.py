@@ -111,7 +111,7 @@ def test_one_is_written_at_a_time_and_a_long_wait_says_for_what(
     monkeypatch.setattr(saver, "LONG_WAIT_S", 0.01)
     gate, said = Gate(), list[str]()
     with open_run() as run:
-        monkeypatch.setattr(run.saving, "note", lambda text: (said.append(text), gate.opened.set()))
+        monkeypatch.setattr(run.saver, "note", lambda text: (said.append(text), gate.opened.set()))
         run.checkpoint(1, taking(gate), None)
         run.checkpoint(2, taking(), None)
         assert said == ["waiting for the checkpoint of step 1 to be written"]
@@ -146,7 +146,7 @@ def test_without_room_for_a_copy_the_run_waits_and_says_so(
         return Snapshot([TensorFile("model.safetensors", {"w": stage(weight)})])
 
     with open_run() as run:
-        monkeypatch.setattr(run.saving, "note", said.append)
+        monkeypatch.setattr(run.saver, "note", said.append)
         for step in (1, 2):
             run.checkpoint(step, take, None)
             assert events(run)[-1] == ("checkpoint", step)
@@ -158,7 +158,7 @@ def test_a_full_disk_is_told_at_the_next_step_with_the_file(open_run: Callable[.
     with open_run() as run:
         run.checkpoint(1, taking(), None)
         run.checkpoint(2, taking(Full()), None)
-        run.saving._work.wait(PATIENCE_S)
+        run.saver._work.wait(PATIENCE_S)
         with pytest.raises(UserError, match=r"optimizer\.safetensors: No space left on device; make room") as caught:
             run.commit(3, {}, [])
         assert isinstance(caught.value.__cause__, OSError)
@@ -216,8 +216,8 @@ def test_what_work_in_the_background_raises_is_raised_where_it_is_picked_up() ->
     assert work.wait()
     work.start(lambda: 1 // 0, "division")
     with pytest.raises(ZeroDivisionError):
-        work.pick_up()
+        work.collect()
     assert work.is_idle
     work.start(lambda: 3, "three")
-    assert work.pick_up() == 3
+    assert work.collect() == 3
     assert work.is_idle

@@ -215,7 +215,7 @@ def test_a_process_that_never_comes_is_waited_for_and_named(tmp_path: Path, monk
     monkeypatch.setattr(snapshot, "PARTS_DEADLINE_S", 0.1)
     for rank in (1, 3):
         Checkpoints(tmp_path, 1).write(7, snapshot_of(rank))
-    with pytest.raises(UserError, match=r"no word from processes \[2\] of 4 after 0 s"):
+    with pytest.raises(UserError, match=r"processes \[2\] of 4 have not written their parts after 0 s"):
         Checkpoints(tmp_path, 1).write(7, snapshot_of(0))
 
 

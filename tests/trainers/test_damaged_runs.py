@@ -164,7 +164,7 @@ def test_lost_lines_of_the_metrics_are_told(
     run = run_of(tmp_path / "cut", TINY + WARM, OVERRIDES)
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 3, 4, 5]
     said = capsys.readouterr().out
-    assert "metrics.jsonl: line 3 cannot be read and left out; the file as it was is" in said
+    assert "metrics.jsonl: skipped line 3, which cannot be read; the original file is kept as" in said
     assert "metrics.jsonl has no line of step 2: it was cut, deleted or damaged" in said
     assert "{torn" in (run / "metrics.damaged.jsonl").read_text()
     shutil.copytree(unbroken[0], tmp_path / "gone")

@@ -1,1 +1,1 @@
-"""Checkpoints: contents, background saving, retention."""
+"""Checkpoints: the snapshot of a run, saving it in the background, and which checkpoints are kept."""

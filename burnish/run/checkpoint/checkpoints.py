@@ -1,10 +1,11 @@
-"""Checkpoints: which exist, which are whole, which stay.
+"""The checkpoints of a run: writing them, finding the newest or best intact one, and deleting old ones.
 
-A checkpoint is a folder `step-000050`, written under a temporary name and renamed. Its manifest `burnish.json`, written
-last, holds the step, the score with the name of its metric, and of every file its size, its CRC-32 and whether it is part of the model or of what
-training needs besides; so a damaged one is found before it is loaded.
-The newest `keep_last` stay, and the best of each metric; the others go, and only after the new one is on disk. `index.json`
-says the same for people and other tools; the manifests are what counts.
+A checkpoint is a folder `step-000050`, written under a temporary name and renamed. Its manifest `burnish.json` is written
+last. It holds the step, the score with the name of its metric, and for each file its size, its CRC-32 and whether it
+belongs to the model or to the training state. So a damaged checkpoint is detected before it is loaded.
+
+The newest `keep_last` checkpoints and the best by each metric are kept. The others are deleted after the new one is on
+disk. `index.json` lists the checkpoints for people and other tools; this program reads only the manifests.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ MANIFEST_FILE = "burnish.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint folder, the step it was taken after, and its validation score where it has one."""
+    """One checkpoint folder, the step after which it was taken, and its validation score if it has one."""
 
     path: Path
     step: int
     score: float | None
     metric: str | None = None
-    """The metric the score is the value of; a leading minus says that lower is better. None where it is not known."""
+    """The metric of the score. A leading minus means that lower is better. None if it is unknown."""
 
     @property
     def score_text(self) -> str:
-        """The score with what it is: `validation/greedy/accuracy 0.500`."""
+        """The score with its metric: `validation/greedy/accuracy 0.500`."""
         if self.score is None:
             return "no score"
         name = "score" if self.metric is None else self.metric.removeprefix("-")
@@ -60,9 +61,9 @@ class Checkpoint:
 
 
 def checkpoint_damage(path: Path, contents: bool = True, of: str | None = None) -> str | None:
-    """Why a checkpoint cannot be used, or None. Without `contents` only names and sizes are compared, which is quick.
+    """Return why a checkpoint is not usable, or None. Without `contents` only names and sizes are compared, which is fast.
 
-    With `of` only the files of the `model`, or those of the `state` of training, are looked at.
+    With `of="model"` or `of="state"`, only the files of the model or of the training state are checked.
     """
     manifest = read_manifest(path)
     if manifest is None:
@@ -72,16 +73,16 @@ def checkpoint_damage(path: Path, contents: bool = True, of: str | None = None) 
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the best score; of equal scores the earlier, which needed less training.
+    """Return the checkpoint with the best score. Of equal scores, the earlier one wins, because it needed less training.
 
-    Values of different metrics cannot be compared. The metric is that of the newest checkpoint with a score.
+    Values of different metrics are not comparable, so the metric of the newest checkpoint with a score is used.
     """
     scored = [c for c in checkpoints if c.score is not None]
     return best_of_each_metric(checkpoints)[scored[-1].metric] if scored else None
 
 
 def best_of_each_metric(checkpoints: list[Checkpoint]) -> dict[str | None, Checkpoint]:
-    """The best checkpoint by each metric that any of them has a score of."""
+    """Return the best checkpoint by each metric."""
     best: dict[str | None, tuple[float, Checkpoint]] = {}
     for checkpoint in sorted(checkpoints, key=lambda c: c.step):
         if checkpoint.score is None:
@@ -93,15 +94,15 @@ def best_of_each_metric(checkpoints: list[Checkpoint]) -> dict[str | None, Check
 
 
 def score_by(metric: str, measured: Mapping[str, float]) -> tuple[float, str] | None:
-    """The score of a checkpoint with its metric, which may begin with a minus; None where that was not measured."""
+    """Return (value, metric) for a metric that may begin with a minus; None if it was not measured."""
     value = measured.get(metric.removeprefix("-"))
     return None if value is None else (value, metric)
 
 
 def legacy_metric(run: Path) -> str | None:
-    """The metric of scores whose manifest names none; None where `run` has no config.
+    """Return the metric of scores whose manifest names none; None if `run` has no config.
 
-    Versions without `run.best_by` wrote such manifests. They scored by the held-out accuracy, for `burnish train` in the first mode.
+    Versions without `run.best_by` wrote such manifests. They scored by held-out accuracy, in the first mode of `burnish train`.
     """
     files = [file for file in (*earlier_configs(run), run / "config.yaml") if file.is_file()]
     parsed = [parse_yaml(file.read_text(), str(file)) for file in files]
@@ -118,12 +119,12 @@ def legacy_metric(run: Path) -> str | None:
 
 
 def print_to_stderr(text: str) -> None:
-    """The default destination of notes."""
+    """Print a note to stderr. The default for `Checkpoints.report`."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Checkpoints:
-    """The checkpoints of one run. `report` takes a sentence about each damaged checkpoint that is passed over."""
+    """The checkpoints of one run. `report` is called with a sentence about each damaged checkpoint that is skipped."""
 
     def __init__(self, folder: Path, keep_last: int, report: Callable[[str], None] = print_to_stderr) -> None:
         self.folder = folder
@@ -131,10 +132,10 @@ class Checkpoints:
         self.report = report
 
     def write(self, step: int, snapshot: Snapshot, score: float | None = None, metric: str | None = None) -> Path:
-        """Make a snapshot the checkpoint of `step`, then prune. Returns its path. `metric` is what the score is a value of.
+        """Write a snapshot as the checkpoint of `step`, then delete old checkpoints. Returns its path.
 
-        Checkpoints of later steps go too: a run that writes step 40 has turned back from them. Of several processes
-        each calls this with its part, and the first, which also prunes, returns when the checkpoint is whole.
+        Checkpoints of later steps are deleted too, because the run was rewound before them. When several processes save
+        together, each calls this with its part. Process 0 also deletes, and returns when the checkpoint is complete.
         """
         path = self.folder / f"step-{step:06d}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ class Checkpoints:
                 return path
             with assembled_folder(path, snapshot.part) as (folder, sums):
                 _write_manifest(folder, step, score, metric, sums)
-        kept = self._kept(step)
+        kept = self._to_keep(step)
         self._write_index(kept)
         for old in self.folders():
             if old not in [c.path for c in kept]:
@@ -155,7 +156,7 @@ class Checkpoints:
         return path
 
     def all(self) -> list[Checkpoint]:
-        """Every checkpoint with a readable manifest, oldest first; contents are not checked."""
+        """Return every checkpoint with a readable manifest, oldest first. Contents are not checked."""
         found = []
         for path in self.folders():
             if manifest := read_manifest(path):
@@ -170,9 +171,9 @@ class Checkpoints:
         return legacy_metric(self.folder.parent)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or None where none was ever written.
+        """Return the newest intact checkpoint, or None if none was ever written.
 
-        A damaged one is reported and the one before is taken; if all are damaged that is a `UserError`.
+        A damaged checkpoint is reported and skipped. If all are damaged, that is a `UserError`.
         """
         reasons = []
         for path in reversed(self.folders()):
@@ -189,7 +190,7 @@ class Checkpoints:
         return None
 
     def best(self) -> Checkpoint | None:
-        """The whole checkpoint with the best score, or None where none has a score."""
+        """Return the intact checkpoint with the best score, or None if none has a score."""
         candidates = self.all()
         while (best := best_of(candidates)) is not None:
             reason = checkpoint_damage(best.path)
@@ -199,9 +200,9 @@ class Checkpoints:
             candidates.remove(best)
         return None
 
-    def _kept(self, step: int) -> list[Checkpoint]:
+    def _to_keep(self, step: int) -> list[Checkpoint]:
         usable = [c for c in self.all() if c.step <= step and checkpoint_damage(c.path, contents=False) is None]
-        # The metric may change when a run goes on, and change back: the best by an earlier one must still be there then.
+        # A resumed run may change its metric and later change it back, so the best by each earlier metric is kept too.
         best = best_of_each_metric(usable).values()
         return [c for c in usable if c in usable[-self.keep_last :] or c in best]
 
@@ -213,7 +214,7 @@ class Checkpoints:
         atomic_write(self.folder / "index.json", json.dumps(index, indent=1) + "\n")
 
     def folders(self) -> list[Path]:
-        """Every folder of a checkpoint, whole or not, oldest first."""
+        """Return every checkpoint folder, intact or not, oldest first."""
         if not self.folder.is_dir():
             return []
         found = [p for p in self.folder.iterdir() if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
@@ -228,7 +229,7 @@ def _write_manifest(folder: Path, step: int, score: float | None, metric: str | 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint; None where it is missing, cannot be read, or lacks what a manifest has."""
+    """Return the manifest of a checkpoint; None if it is missing, damaged or incomplete."""
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text())
     except (OSError, ValueError):

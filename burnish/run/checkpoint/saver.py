@@ -1,8 +1,12 @@
-"""Saving while training goes on: the loop stands still for a copy, a thread does the writing.
+"""Saving checkpoints in the background: training pauses only for a copy to host memory, and a thread writes the files.
 
-At most one checkpoint is being written. The next one waits for it; so does the end of the run. An error of the thread
-is raised in the loop, at the next step. Where the host has no room for the copy, or the run is told to wait
-(`run.save=wait`), a checkpoint is written from where its tensors are, and the loop stands still.
+At most one checkpoint is being written. The next checkpoint and the end of the run wait for it. An error in the thread is
+raised in the training loop at the next step. If host memory has no room for the copy, or with `run.save=wait`, the tensors
+are written from where they are, and training waits.
+
+Tensors on a GPU are copied to pinned memory, which is fastest and lets all copies run at once; `wait_for_devices` waits once
+after the last copy. Pinned memory comes in slabs of one size, because torch rounds each allocation up to a power of two and
+never returns it to the system. So one checkpoint reuses the slabs of the previous one.
 """
 
 from __future__ import annotations
@@ -22,35 +26,36 @@ from burnish.config.errors import UserError
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.checkpoint.snapshot import Snapshot, TensorBytes, flat_bytes
 
-# --- Taking tensors out of training's way: copies in host memory that are made quickly and written slowly.
-#
-# A GPU's tensors go to pinned memory, which is the fastest way off the device and lets all copies run at once; the
-# caller waits for the device once, after the last of them (`wait_for_devices`). Pinned memory comes in slabs of a fixed
-# size, because torch rounds every allocation up to a power of two and gives none back to the system: the slabs of one
-# checkpoint are those of the next.
-
+GIB = 1 << 30
 SLAB_BYTES = 1 << 28
 ALIGNMENT = 16
-"""At which a tensor starts in its slab, so that its bytes can be looked at in its type."""
+"""Alignment of a tensor in its slab, so that its bytes can be viewed as its dtype."""
 FREE_MEMORY_MARGIN = 0.1
 """Share of the host's memory that a copy leaves free."""
 SMALL_TENSOR_BYTES = 1 << 20
-"""Bytes of a tensor for which nobody asks how much memory is left."""
+"""Tensors up to this size are copied without a check of the free memory."""
+LONG_WAIT_S = 5.0
+"""A wait longer than this is reported to the user."""
+Result = TypeVar("Result")
 
 
 class TensorStaging(Protocol):
-    """How a snapshot takes hold of a tensor."""
+    """How a snapshot captures a tensor."""
 
     def __call__(self, tensor: Tensor) -> TensorBytes: ...
 
 
+TakeSnapshot = Callable[[TensorStaging], Snapshot]
+"""Takes a snapshot and captures every tensor with the given staging."""
+
+
 def keep_in_place(tensor: Tensor) -> TensorBytes:
-    """The tensor where it is: what it holds when it is written, which must be before training goes on."""
+    """Capture a tensor without a copy. It must be written before training continues."""
     return TensorBytes(tensor.dtype, tuple(tensor.shape), (flat_bytes(tensor),))
 
 
 class HostCopy:
-    """Copies for one snapshot, as long as there is room; then it leaves tensors where they are and `is_short`."""
+    """Copies the tensors of one snapshot to host memory. When memory runs short, it sets `is_short` and keeps tensors in place."""
 
     def __init__(self) -> None:
         self.is_short = False
@@ -70,7 +75,7 @@ class HostCopy:
         return TensorBytes(tensor.dtype, tuple(tensor.shape), tuple(pieces))
 
     def _pinned(self, source: Tensor) -> list[Tensor] | None:
-        """The bytes in slabs; None where the system refuses to pin one more."""
+        """Copy the bytes to slabs; None if the system refuses to pin another slab."""
         pieces = []
         self._used += -self._used % ALIGNMENT
         while source.numel():
@@ -87,20 +92,20 @@ class HostCopy:
 
 
 def _private_copy(source: Tensor, tensor: Tensor) -> Tensor:
-    """Bytes that are not the tensor's: they are copied already where it was not contiguous."""
+    """Return bytes that do not share memory with the tensor. For a non-contiguous tensor, `source` is a copy already."""
     return source.clone() if source.data_ptr() == tensor.data_ptr() else source
 
 
 def wait_for_devices() -> None:
-    """Return when every copy from a GPU has arrived."""
+    """Wait until every copy from a GPU has arrived."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def free_memory() -> tuple[int, int] | None:
-    """Bytes of host memory that can still be had, and that there are; None where the system does not say.
+    """Return free and total bytes of host memory; None if the system does not tell.
 
-    In a container the smaller of the machine's and the container's.
+    In a container, these are the smaller of the machine's and the container's values.
     """
     try:
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
@@ -123,15 +128,10 @@ def _has_room(num_bytes: int) -> bool:
     return found is None or found[0] - num_bytes > FREE_MEMORY_MARGIN * found[1]
 
 
-# --- One piece of work beside the main thread, whose result or error is never lost.
-
-Result = TypeVar("Result")
-
-
 class BackgroundTask(Generic[Result]):
-    """At most one piece of work at a time; whoever gave it picks up what came of it.
+    """Runs at most one function at a time in a thread. The caller must collect its result or error.
 
-    The thread does not outlive the process: work that a kill may interrupt anywhere may also be interrupted by an exit.
+    The thread is a daemon: work that survives a kill at any point also survives an exit of the process.
     """
 
     def __init__(self) -> None:
@@ -141,23 +141,23 @@ class BackgroundTask(Generic[Result]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing under way and nothing to pick up."""
+        """Whether nothing is running and no result is waiting."""
         return self._thread is None
 
     def start(self, work: Callable[[], Result], name: str) -> None:
-        """Begin; what came of the work before must have been picked up."""
+        """Start the work. The result of the previous work must have been collected."""
         assert self.is_idle
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether the work has ended (also if there is none), after at most `timeout` seconds."""
+        """Wait at most `timeout` seconds; return whether the work has ended. True if there is none."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self._thread is None or not self._thread.is_alive()
 
-    def pick_up(self) -> Result:
-        """The result of work that has ended, once; its error is raised here, as it was raised there."""
+    def collect(self) -> Result:
+        """Return the result of the work, once, or raise its error."""
         assert self._thread is not None
         self._thread.join()
         self._thread = None
@@ -169,17 +169,12 @@ class BackgroundTask(Generic[Result]):
     def _run(self, work: Callable[[], Result]) -> None:
         try:
             self._result.append(work())
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is raised again where it can be heard
+        except BaseException as error:  # noqa: BLE001 -- `collect` raises it again
             self._error = error
 
 
-LONG_WAIT_S = 5.0
-"""After which a wait is worth a word."""
-GIB = 1 << 30
-
-
 def folder_bytes(folder: Path) -> int:
-    """What lies in a folder, in bytes; files may come and go meanwhile."""
+    """Return the size of a folder in bytes. Files may appear and disappear meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -187,13 +182,9 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-TakeSnapshot = Callable[[TensorStaging], Snapshot]
-"""Takes a snapshot: holds every tensor the way it is told to."""
-
-
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint on disk, and what it cost."""
+    """A checkpoint on disk, and the seconds it took to write."""
 
     step: int
     score: float | None
@@ -202,10 +193,10 @@ class SavedCheckpoint:
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one run, one at a time; `note` takes a sentence for the user, `phase` what is waited for.
+    """Writes the checkpoints of one run, one at a time. `note` prints a sentence, `phase` shows what the run waits for.
 
-    A wait has no deadline of its own, since disks are of any speed: `phase` hears of it as long as more and more of the checkpoint
-    is on disk, and the supervisor ends a run that nothing is heard of.
+    A wait has no deadline, because disks have any speed. `phase` is called as long as the checkpoint on disk grows, and the
+    supervisor ends a run that shows no progress.
     """
 
     def __init__(
@@ -220,7 +211,7 @@ class CheckpointSaver:
         self._step = -1
 
     def begin(self, step: int, take: TakeSnapshot, score: float | None, metric: str | None = None) -> None:
-        """Take the snapshot of a step and start writing it; the one before must have been collected."""
+        """Take the snapshot of a step and start writing it. The previous one must have been collected."""
         stage = HostCopy() if self.in_background else keep_in_place
         snapshot = take(stage)
         wait_for_devices()
@@ -231,25 +222,25 @@ class CheckpointSaver:
             found = free_memory()
             free = "" if found is None else f" ({found[0] / GIB:.1f} of {found[1] / GIB:.1f} GiB are free)"
             self.note(
-                f"host memory has no room for a copy of the checkpoint{free}: this one and those after it are written while the run waits"
+                f"host memory has no room for a copy of the checkpoint{free}: this and all later ones are written while the run waits"
             )
         if not self.in_background:
             self._wait()
 
     def collect(self, wait: bool) -> SavedCheckpoint | None:
-        """A checkpoint that has been written since the last call, or None; its error is raised.
+        """Return the checkpoint that was written since the last call, or None. Raises the error of a failed one.
 
-        With `wait` none is under way when this returns, and a wait that takes long says for what.
+        With `wait`, wait until no checkpoint is being written. A long wait is reported.
         """
         if self._work.is_idle or not (wait or self._work.wait(0)):
             return None
         if not self._work.wait(LONG_WAIT_S):
             self.note(f"waiting for the checkpoint of step {self._step} to be written")
             self._wait()
-        return self._work.pick_up()
+        return self._work.collect()
 
     def _wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         size = -1
         while not self._work.wait(LONG_WAIT_S):
             found = folder_bytes(self.checkpoints.folder)
@@ -264,6 +255,6 @@ class CheckpointSaver:
         except OSError as error:
             where = self.checkpoints.folder if error.filename is None else error.filename
             raise UserError(
-                f"cannot write the checkpoint of step {step} in {where}: {error.strerror or error}; see to that and start again"
+                f"cannot write the checkpoint of step {step} in {where}: {error.strerror or error}; fix this and start again"
             ) from error
         return SavedCheckpoint(step, score, path, time.perf_counter() - started)

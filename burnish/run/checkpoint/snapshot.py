@@ -1,9 +1,18 @@
-"""What a checkpoint holds, as data: taken in a moment, written later, by whoever has the time.
+"""The contents of a checkpoint: snapshots, safetensors files, checksums, and one folder written by several processes.
 
-Saving has two phases. A snapshot says which files there will be and holds what goes into them, out of reach of the
-training that goes on (`staging.py`); it writes nothing. Writing then needs nothing but the snapshot and a folder, so a
-thread can do it. Sizes and checksums are those of what was meant to be written: they also catch a disk that wrote
-something else.
+Saving has two phases. Taking a snapshot copies the values of all files out of the training's reach (`saver.py`) and writes
+nothing. Writing then needs only the snapshot and a folder, so a thread can do it. Sizes and checksums are computed from the
+values in memory, so they also detect a disk that wrote something else.
+
+safetensors files are written in chunks. The format is: eight bytes with the length of a JSON header; the header with dtype,
+shape and position of each tensor and a text `__metadata__`; then the bytes of the tensors. The library's writer needs all tensors in
+host memory, and its file must be read again for a checksum. This writer takes the bytes from any device chunk by chunk,
+computes the checksum on the way, and releases the interpreter's lock. The files are byte-identical.
+
+Several processes that save one folder meet in the file system only, so that saving never interferes with the collectives of
+training. Each process writes its files, then a list of them with sizes and checksums, or the reason why it failed. Process 0
+waits for all lists, with a deadline. The folder has a temporary name until it is complete, so that a killed run leaves only
+what `remove_leftovers` deletes.
 """
 
 from __future__ import annotations
@@ -27,22 +36,43 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.run.durable_files import TEMPORARY_PREFIX, atomic_write, commit_directory
 
-READ_CHUNK_BYTES = 1 << 22
 Checksums = dict[str, dict[str, Any]]
 """Size and CRC-32 of each file, by its name in the folder."""
+READ_CHUNK_BYTES = 1 << 22
+COPY_CHUNK_BYTES = 1 << 26
+"""Bytes that are copied from a device to a file at a time."""
+SAFETENSORS_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's dtype names, in the order of the tensors in a file: wide dtypes first, so that all tensors are aligned."""
+DTYPE_ORDER = {dtype: index for index, dtype in enumerate(SAFETENSORS_DTYPES)}
+PART_LISTS = "part-*.json"
+PARTS_DEADLINE_S = 1800.0
+PARTS_POLL_S = 0.05
 
 
 class Content(Protocol):
-    """One or more files to be."""
+    """One or more files that a snapshot will write."""
 
     def write(self, folder: Path) -> Checksums:
-        """Make the files in a folder, on disk when this returns."""
+        """Write the files to a folder. They are on disk when this returns."""
         ...
 
 
 @dataclass(frozen=True)
 class WriterRank:
-    """Which of how many processes that save together."""
+    """The index of this process, and the number of processes that save together."""
 
     index: int = 0
     count: int = 1
@@ -50,15 +80,15 @@ class WriterRank:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint to be: what makes the model, and what it takes besides to go on training."""
+    """The contents of a checkpoint: the files of the model, and the training state that a resumed run needs besides."""
 
     model: Sequence[Content]
     state: Sequence[Content] = ()
     part: WriterRank = WriterRank()
-    """Of a model that is spread over processes, this process's part."""
+    """The process that holds this snapshot, if a model is sharded over several."""
 
     def write(self, folder: Path) -> Checksums:
-        """All files; each is marked with what it is `of`."""
+        """Write all files. Each entry says whether the file is `of` the model or the state."""
         sums: Checksums = {}
         for of, contents in (("model", self.model), ("state", self.state)):
             for name, entry in write_contents(folder, contents).items():
@@ -68,12 +98,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class BytesFile:
-    """A file whose bytes are known."""
+    """A file with the given bytes."""
 
     name: str
     data: bytes | str
     if_absent: bool = False
-    """Only where no other content has made a file of this name."""
+    """Write only if no other content wrote a file of this name."""
 
     def write(self, folder: Path) -> Checksums:
         if self.if_absent and (folder / self.name).exists():
@@ -82,7 +112,7 @@ class BytesFile:
 
 
 def write_contents(folder: Path, contents: Iterable[Content]) -> Checksums:
-    """Make the files of several contents."""
+    """Write the files of several contents."""
     sums: Checksums = {}
     for content in contents:
         sums |= content.write(folder)
@@ -90,7 +120,7 @@ def write_contents(folder: Path, contents: Iterable[Content]) -> Checksums:
 
 
 def file_checksum(path: Path) -> dict[str, Any]:
-    """Size and CRC-32 of a file, read in pieces."""
+    """Return size and CRC-32 of a file, read in chunks."""
     size, crc = 0, 0
     with open(path, "rb") as file:
         while chunk := file.read(READ_CHUNK_BYTES):
@@ -99,13 +129,13 @@ def file_checksum(path: Path) -> dict[str, Any]:
 
 
 def folder_checksums(folder: Path) -> Checksums:
-    """Sizes and checksums of the files of a folder; none where there is no folder."""
+    """Return sizes and checksums of the files in a folder; {} if there is no folder."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return {file.name: file_checksum(file) for file in files if file.is_file()}
 
 
 def are_checksums(found: Any) -> bool:
-    """Whether what was read from a file are `Sums`: a size and a CRC-32 of each file. What is not is a damaged record."""
+    """Whether a parsed value has the form of `Checksums`. If not, the record it was read from is damaged."""
     return isinstance(found, dict) and all(
         isinstance(entry, dict) and all(type(entry.get(key)) is int for key in ("size", "crc32"))
         for entry in found.values()
@@ -113,7 +143,7 @@ def are_checksums(found: Any) -> bool:
 
 
 def first_damaged_file(folder: Path, sums: Checksums, contents: bool = True) -> str | None:
-    """Which file of a folder is not what was written, or None. Without `contents` only names and sizes are compared."""
+    """Return what is wrong with the first damaged file of a folder, or None. Without `contents`, compare only names and sizes."""
     for name, entry in sums.items():
         file = folder / name
         found = {"size": file.stat().st_size} if file.is_file() else None
@@ -125,7 +155,7 @@ def first_damaged_file(folder: Path, sums: Checksums, contents: bool = True) -> 
 
 
 def first_difference(found: Checksums, sums: Checksums) -> str | None:
-    """Which of the files in `sums` is missing in `found` or has another size or checksum there, or None."""
+    """Return the first difference between the files in `sums` and those in `found`, or None."""
     differences = (_difference(name, found.get(name), entry) for name, entry in sums.items())
     return next((difference for difference in differences if difference is not None), None)
 
@@ -141,9 +171,9 @@ def _difference(name: str, found: dict[str, Any] | None, entry: dict[str, Any]) 
 
 
 def write_file(folder: Path, name: str, chunks: Iterable[bytes | memoryview]) -> Checksums:
-    """A file made of chunks, on disk when this returns; while it works other threads can run.
+    """Write a file from chunks. It is on disk when this returns, and other threads can run meanwhile.
 
-    What the system refuses (a full disk, a quota) is an error that names the file.
+    A full disk or an exceeded quota is a `UserError` that names the file.
     """
     path, size, crc = folder / name, 0, 0
     try:
@@ -160,66 +190,40 @@ def write_file(folder: Path, name: str, chunks: Iterable[bytes | memoryview]) ->
     return {name: {"size": size, "crc32": crc}}
 
 
-# --- safetensors files, written in chunks.
-#
-# The format: eight bytes with the length of a JSON header, the header (type, shape and place of each tensor, and text
-# `__metadata__`), then the tensors' bytes. The library's own writer wants every tensor whole and in host memory, and its
-# file has to be read again for a checksum; this one takes bytes from wherever they are, a chunk at a time, and adds
-# them up on the way. Python is free for other threads while it works. The bytes are the same.
-
-COPY_CHUNK_BYTES = 1 << 26  # bytes on their way from a device to a file
-SAFETENSORS_DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The format's names of types, in the order their tensors stand in a file: wide ones first, so that all are aligned."""
-DTYPE_ORDER = {dtype: place for place, dtype in enumerate(SAFETENSORS_DTYPES)}
-
-
 @dataclass(frozen=True)
 class TensorBytes:
-    """A tensor as its bytes: one or more flat pieces, on any device."""
+    """The bytes of a tensor: one or more flat pieces, on any device."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Tensor, ...]
-    """uint8, each one-dimensional; joined they are the tensor in row-major order."""
+    """One-dimensional uint8 tensors. Concatenated, they are the tensor in row-major order."""
 
     @property
     def num_bytes(self) -> int:
         return sum(piece.numel() for piece in self.pieces)
 
     def chunks(self) -> Iterator[memoryview]:
-        """The bytes in host memory, a chunk at a time."""
+        """Yield the bytes in host memory, chunk by chunk."""
         for piece in self.pieces:
             for start in range(0, piece.numel(), COPY_CHUNK_BYTES):
                 yield piece[start : start + COPY_CHUNK_BYTES].cpu().numpy().data
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The tensor; of one that was taken in several pieces this is another copy."""
+        """The tensor. If there are several pieces, this makes another copy."""
         flat = self.pieces[0] if len(self.pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *self.pieces])
         return flat.view(self.dtype).view(self.shape)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, uint8 and one-dimensional: a view where it is contiguous, else a copy."""
+    """Return the bytes of a tensor as one-dimensional uint8: a view if it is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file to be."""
+    """A safetensors file that a snapshot will write."""
 
     name: str
     tensors: Mapping[str, TensorBytes]
@@ -235,20 +239,20 @@ class TensorFile:
 
 
 def write_order(tensors: Mapping[str, TensorBytes]) -> list[str]:
-    """Names in the order of their bytes."""
+    """Return the names in the order of their bytes in the file."""
     return sorted(tensors, key=lambda name: (DTYPE_ORDER[tensors[name].dtype], name))
 
 
 def safetensors_header(tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str]) -> bytes:
-    """Everything before the tensors' bytes."""
+    """Return everything before the bytes of the tensors."""
     described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name in write_order(tensors):
-        held = tensors[name]
-        end = position + held.num_bytes
+        tensor = tensors[name]
+        end = position + tensor.num_bytes
         described[name] = {
-            "dtype": SAFETENSORS_DTYPES[held.dtype],
-            "shape": list(held.shape),
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
@@ -257,26 +261,14 @@ def safetensors_header(tensors: Mapping[str, TensorBytes], metadata: Mapping[str
     return struct.pack("<Q", len(text)) + text
 
 
-# --- One folder filled by several processes: each writes its part, the first makes them a whole.
-#
-# They meet in the file system and nowhere else: a thread may write while training uses the network, and no two kinds of
-# message can come in each other's way. A process that has written its files leaves a list of them, with sizes and
-# checksums, or the reason why it could not; the first process waits for all lists, with a deadline. The folder has a
-# temporary name until it is whole, so what a killed run leaves is swept away like any other torn write.
-
-PART_LISTS = "part-*.json"
-PARTS_DEADLINE_S = 1800.0
-PARTS_POLL_S = 0.05
-
-
 def write_part(path: Path, snapshot: Snapshot) -> None:
-    """This process's files of the folder `path` to be. The first process is told what is in them, or why there are none."""
+    """Write this process's files of the folder `path`, and tell process 0 what was written or why it failed."""
     folder = parts_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         sums = snapshot.write(folder)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # a full disk may refuse this too; the first process does not wait for ever
+        with contextlib.suppress(OSError):  # a full disk may refuse this too; process 0 then waits until its deadline
             _write_part_list(folder, snapshot.part, {"error": f"{type(error).__name__}: {error}"})
         raise
     _write_part_list(folder, snapshot.part, {"files": sums})
@@ -284,7 +276,7 @@ def write_part(path: Path, snapshot: Snapshot) -> None:
 
 @contextmanager
 def assembled_folder(path: Path, part: WriterRank) -> Iterator[tuple[Path, Checksums]]:
-    """For the first process, after its own part: the folder with everyone's files in it, which becomes `path`."""
+    """Wait in process 0 for all parts; yield the folder with all files, which becomes `path` when the block ends."""
     folder = parts_folder(path)
     sums = _wait_for_parts(folder, part)
     for file in folder.glob(PART_LISTS):
@@ -294,7 +286,7 @@ def assembled_folder(path: Path, part: WriterRank) -> Iterator[tuple[Path, Check
 
 
 def writer_rank_of(tensors: Iterable[Tensor]) -> WriterRank:
-    """Which of the processes that hold these tensors this is: the only one, unless one of them is spread."""
+    """Return the rank of this process among those that hold the tensors. It is the only one unless a tensor is a DTensor."""
     from burnish.core.sharded_tensors import is_dtensor
 
     if not any(is_dtensor(tensor) for tensor in tensors):
@@ -305,12 +297,12 @@ def writer_rank_of(tensors: Iterable[Tensor]) -> WriterRank:
 
 
 def parts_folder(path: Path) -> Path:
-    """The temporary name that every process knows."""
+    """Return the temporary folder of all parts. Every process computes the same name."""
     return path.with_name(f"{TEMPORARY_PREFIX}parts-{path.name}")
 
 
-def _write_part_list(folder: Path, part: WriterRank, said: dict[str, Any]) -> None:
-    atomic_write(folder / f"part-{part.index:05d}.json", json.dumps(said))
+def _write_part_list(folder: Path, part: WriterRank, message: dict[str, Any]) -> None:
+    atomic_write(folder / f"part-{part.index:05d}.json", json.dumps(message))
 
 
 def _wait_for_parts(folder: Path, part: WriterRank) -> Checksums:
@@ -322,15 +314,17 @@ def _wait_for_parts(folder: Path, part: WriterRank) -> Checksums:
             file = folder / f"part-{rank:05d}.json"
             if not file.exists():
                 continue
-            said = json.loads(file.read_text())
-            if "error" in said:
-                raise UserError(f"process {rank} of {part.count} could not write its part of {folder}: {said['error']}")
-            sums |= said["files"]
+            message = json.loads(file.read_text())
+            if "error" in message:
+                raise UserError(
+                    f"process {rank} of {part.count} could not write its part of {folder}: {message['error']}"
+                )
+            sums |= message["files"]
             waiting.discard(rank)
         if waiting and time.monotonic() > until:
             raise UserError(
-                f"{folder}: no word from processes {sorted(waiting)} of {part.count} after {PARTS_DEADLINE_S:.0f} s; are they alive, and "
-                "do they see the same folder?"
+                f"{folder}: processes {sorted(waiting)} of {part.count} have not written their parts after {PARTS_DEADLINE_S:.0f} s; "
+                "are they alive, and do they see the same folder?"
             )
         if waiting:
             time.sleep(PARTS_POLL_S)
