@@ -1,6 +1,7 @@
-"""Drivers that live as they are told, under a real supervisor: `python -m tests.run.scripted_drivers <folder> <restarts> <deadline> <life> ...`.
+"""Drivers that follow a script, under a real supervisor: `python -m tests.run.scripted_drivers <folder> <restarts> <deadline> <script> ...`.
 
-Each life is a list of words with commas between: `step` makes a step, `measure` looks before the first, and the last word says how it ends.
+There is one script per driver: words with commas between. `step` makes a step, `measure` validates before the first step,
+`hold` waits for the file `release`, and the last word says how the driver ends.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from burnish.run.journal import Journal
 from burnish.run.supervisor import processes, supervisor
 from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat, HeartbeatDisplay
 
-supervisor.MAX_STOPPED_S = 0.6
+supervisor.MAX_STOPPED_S = 3.0  # far more than a busy machine needs between two signals of a test
 supervisor.STACK_DUMP_S = 0.3
 supervisor.POLL_S = 0.1
 processes.ORPHAN_GRACE_S = 0.3
 
 
-def live(folder: Path, words: list[str]) -> int:
-    """One driver."""
+FOREVER_S = 3600
+
+
+def drive(folder: Path, words: list[str]) -> int:
+    """Run one driver."""
     with open(folder / "drivers", "a") as file:
         file.write(f"{os.getpid()}\n")
     if words == ["early"]:
@@ -44,9 +48,13 @@ def live(folder: Path, words: list[str]) -> int:
         elif word == "measure":
             journal.append("step", step=0)
         elif word == "slow":
-            for k in range(25):
+            for k in range(55):
                 time.sleep(0.1)
                 display.phase(f"slowly {k}")
+        elif word == "hold":
+            display.phase("about to hold")
+            while not (folder / "release").exists():
+                time.sleep(0.02)
         else:
             display.phase(f"about to {word}")
             end(word)
@@ -55,7 +63,7 @@ def live(folder: Path, words: list[str]) -> int:
 
 
 def end(word: str) -> None:
-    """The end of a life."""
+    """End the driver as the word says."""
     if word.isdecimal():
         sys.exit(int(word))
     if word == "exit":
@@ -65,17 +73,15 @@ def end(word: str) -> None:
     if word == "crash":
         ctypes.string_at(0)
     if word == "hang":
-        time.sleep(60)
+        time.sleep(FOREVER_S)
     if word == "orphan":
-        # A child that hears nothing of its parent's end, in a session of its own.
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        # A child in a new session, which is not signalled when its parent ends.
+        sleep = f"import time; time.sleep({FOREVER_S})"
+        child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
         Path("orphan").write_text(str(child.pid))
         os.kill(os.getpid(), signal.SIGKILL)
-    if word == "wait":
-        time.sleep(1.0)
-        return
     os.kill(os.getpid(), getattr(signal, f"SIG{word.upper()}"))
-    time.sleep(60)
+    time.sleep(FOREVER_S)
 
 
 def main() -> int:
@@ -85,7 +91,7 @@ def main() -> int:
         assert not {"torch", "numpy"} & set(sys.modules)
         return status
     number = len((folder / "drivers").read_text().splitlines()) if (folder / "drivers").exists() else 0
-    return live(folder, sys.argv[4:][number].split(","))
+    return drive(folder, sys.argv[4:][number].split(","))
 
 
 if __name__ == "__main__":

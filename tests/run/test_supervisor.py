@@ -1,8 +1,9 @@
-"""The process above the driver: what it starts again, what it leaves, and what it says. Real processes that die as they are told."""
+"""The supervisor: when it restarts a driver, when it does not, and what it reports. Real processes follow a script."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from burnish.run.supervisor.supervisor import Supervisor, is_supported
 pytestmark = pytest.mark.skipif(not is_supported(), reason="the supervisor needs Linux")
 ROOT = Path(__file__).parents[2]
 STOPS_S = 300
+"""Limit of every wait, and deadline of drivers that do not hang: generous, because a busy machine may be slow."""
 
 
 class Ended(NamedTuple):
@@ -36,8 +38,16 @@ class Ended(NamedTuple):
     drivers: list[int]
 
 
-def begin(folder: Path, *lives: str, restarts: int = 3, deadline_s: float = 30) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.run.scripted_drivers", str(folder), str(restarts), str(deadline_s), *lives]
+def begin(folder: Path, *scripts: str, restarts: int = 3, deadline_s: float = STOPS_S) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.run.scripted_drivers",
+        str(folder),
+        str(restarts),
+        str(deadline_s),
+        *scripts,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
@@ -53,12 +63,12 @@ def finish(process: subprocess.Popen[str], folder: Path) -> Ended:
     return Ended(process.returncode, said, drivers)
 
 
-def supervised(folder: Path, *lives: str, restarts: int = 3, deadline_s: float = 30) -> Ended:
-    return finish(begin(folder, *lives, restarts=restarts, deadline_s=deadline_s), folder)
+def supervised(folder: Path, *scripts: str, restarts: int = 3, deadline_s: float = STOPS_S) -> Ended:
+    return finish(begin(folder, *scripts, restarts=restarts, deadline_s=deadline_s), folder)
 
 
 def driver_of(folder: Path, number: int = 1) -> int:
-    """The pid of the n-th driver, once it makes steps."""
+    """The pid of the n-th driver, once it is about to follow the last word of its script, or to hold."""
     until = time.monotonic() + STOPS_S
     while time.monotonic() < until:
         known = (folder / "drivers").read_text().split() if (folder / "drivers").exists() else []
@@ -77,7 +87,7 @@ def test_a_driver_that_is_killed_is_named_and_another_goes_on(tmp_path: Path) ->
     assert ended.status == 0
     assert len(ended.drivers) == 3
     first, second = ended.drivers[:2]
-    assert f"the driver (process {first}) was killed (SIGKILL) by somebody" in ended.said
+    assert f"the driver (process {first}) was killed (SIGKILL) by a user or another program" in ended.said
     assert "in step 3, 'about to kill'" in ended.said
     assert f"the driver (process {second}) was killed by SIGSEGV, in step 4, 'about to segv'" in ended.said
     assert "going on from the start, with what the journal has (restart 2 of 3)" in ended.said
@@ -91,7 +101,7 @@ def test_a_crash_leaves_the_stack_of_it(tmp_path: Path) -> None:
     assert "ctypes" in (tmp_path / "stacks" / f"driver-{ended.drivers[0]}.txt").read_text()
 
 
-@pytest.mark.parametrize(("word", "status"), [("wait", 0), ("2", 2), ("130", 130), ("term", 143), ("int", 130)])
+@pytest.mark.parametrize(("word", "status"), [("step", 0), ("2", 2), ("130", 130), ("term", 143), ("int", 130)])
 def test_what_a_user_did_or_must_see_to_is_not_tried_again(tmp_path: Path, word: str, status: int) -> None:
     ended = supervised(tmp_path, f"step,{word}")
     assert ended.status == status
@@ -128,7 +138,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     ended = supervised(tmp_path, "step,kill", "step,75", "step,kill", restarts=2)
     assert ended.status == 137
     assert "lost a worker" in ended.said
-    assert "it was started again 2 times, which is --max-restarts" in ended.said
+    assert "it was restarted 2 times, which is --max-restarts" in ended.said
     assert len(ended.drivers) == 3
 
 
@@ -148,9 +158,9 @@ def test_a_bug_is_tried_again_only_after_steps(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_hangs_leaves_its_stacks_and_is_ended(tmp_path: Path) -> None:
-    ended = supervised(tmp_path, "step,hang", "step,step", deadline_s=1.5)
+    ended = supervised(tmp_path, "step,hang", "step,step", deadline_s=5)
     assert ended.status == 0
-    assert "gave no sign of life for 2 s (--deadline), in step 2, 'about to hang'" in ended.said
+    assert re.search(r"gave no sign of life for \d+ s \(--deadline\), in step 2, 'about to hang'", ended.said)
     assert "in end" in (tmp_path / "stacks" / f"driver-{ended.drivers[0]}.txt").read_text()
 
 
@@ -159,34 +169,36 @@ def test_one_that_always_hangs_ends_with_a_status(tmp_path: Path) -> None:
 
 
 def test_one_that_is_slow_but_moves_is_left_alone(tmp_path: Path) -> None:
-    ended = supervised(tmp_path, "step,slow,step", deadline_s=2.0)
+    ended = supervised(tmp_path, "step,slow,step", deadline_s=5)
     assert ended.status == 0
     assert len(ended.drivers) == 1
 
 
 def test_a_driver_that_is_stopped_is_ended_and_one_that_goes_on_is_not(tmp_path: Path) -> None:
-    process = begin(tmp_path, "step,wait,step", "step")
+    process = begin(tmp_path, "step,hold,step", "step")
     driver = driver_of(tmp_path)
     os.kill(driver, signal.SIGSTOP)
     time.sleep(0.2)
     os.kill(driver, signal.SIGCONT)
+    (tmp_path / "release").touch()
     ended = finish(process, tmp_path)
     assert (ended.status, len(ended.drivers)) == (0, 1)
     (tmp_path / "drivers").unlink()
     ended = supervised(tmp_path, "step,stop", "step")
     assert (ended.status, len(ended.drivers)) == (0, 2)
-    assert "was stopped by a signal, and nobody continued it for 1 s" in ended.said
+    assert re.search(r"was stopped by a signal and not continued for \d+ s", ended.said)
     assert "in end" in (tmp_path / "stacks" / f"driver-{ended.drivers[0]}.txt").read_text()
 
 
 def test_a_driver_that_is_stopped_with_its_supervisor_waits_with_it(tmp_path: Path) -> None:
-    process = begin(tmp_path, "step,wait,step", "step")  # as Ctrl-Z does
+    process = begin(tmp_path, "step,hold,step", "step")  # as Ctrl-Z does
     pids = [process.pid, driver_of(tmp_path)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.2)
+    time.sleep(3.5)  # longer than a driver may be stopped alone
     for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)
+    (tmp_path / "release").touch()
     ended = finish(process, tmp_path)
     assert (ended.status, len(ended.drivers)) == (0, 1)
 
@@ -206,8 +218,8 @@ def test_a_driver_ends_with_its_supervisor(tmp_path: Path) -> None:
     process = begin(tmp_path, "step,hang")
     driver = driver_of(tmp_path)
     process.kill()
-    process.wait(10)
-    until = time.monotonic() + 10
+    process.wait(STOPS_S)
+    until = time.monotonic() + STOPS_S
     while Path(f"/proc/{driver}").exists() and time.monotonic() < until:
         time.sleep(0.02)
     assert not Path(f"/proc/{driver}").exists()
@@ -230,21 +242,21 @@ def test_an_old_run_that_is_replaced_says_nothing_of_the_new_one(tmp_path: Path)
         run.log.write_text("of the old run")
         (run.checkpoints / "step-000008").mkdir()
     replaced = folder_id(tmp_path / "r")
-    life = DriverRecord(tmp_path / "r", replaced)
-    death = life.death(1, 0, "")
-    assert (death.status, death.num_steps, death.last_lines) == (1, 0, ())
-    assert life.goes_on_from() == "from the start, with what the journal has"
+    record = DriverRecord(tmp_path / "r", replaced)
+    ended = record.exited(1, 0, "")
+    assert (ended.status, ended.num_steps, ended.last_lines) == (1, 0, ())
+    assert record.resume_point() == "from the start, with what the journal has"
     supervisor = Supervisor(tmp_path / "r", 0, 1.0, replaced)
     supervisor.say("not for the old log")
     assert (tmp_path / "r" / "log.txt").read_text() == "of the old run"
     with RunDirectory.create(tmp_path, "r", "seed: 1", replaced=replaced) as run:
         Journal(run.journal).append("complete", step=0)
-        assert life.death(1, 0, "").status == 0
+        assert record.exited(1, 0, "").status == 0
 
 
 def test_what_is_asked_of_the_kernel_is_there() -> None:
     assert f"\nread_bytes: {num_bytes_read(os.getpid())}\n" in Path("/proc/self/io").read_text()
-    assert num_bytes_read(2**22 + 1) == 0  # nobody has so high a number
+    assert num_bytes_read(2**22 + 1) == 0  # no process has such a high pid
     assert not is_stopped(os.getpid())
     assert os.getpid() in descendants(os.getppid())
     assert list(workers_that_dump_stacks(os.getpid())) == []

@@ -1,7 +1,8 @@
-"""Signs of life: a small file in the run directory that says in which step and phase the driver is.
+"""The driver's heartbeat file, the age of the process, and a clean stop on Ctrl-C.
 
-It is rewritten whenever something moves: a step, a phase, a completion. The supervisor (`supervise.py`) ends a driver whose
-file has not changed for too long, and names the phase in which that happened, or in which the driver died.
+The heartbeat is a small file in the run directory with the driver's current step and phase. It is rewritten at every
+progress: a step, a phase, a completion. The supervisor (`supervisor.py`) ends a driver whose file has not changed for too
+long, and names the phase in which the driver hung or died.
 """
 
 from __future__ import annotations
@@ -23,15 +24,21 @@ from burnish.run.display import Display
 
 HEARTBEAT_FILE = "heartbeat.json"
 RECORD_BYTES = 512
-"""Bytes of the record, whatever it says: it is written over in one piece."""
+"""Fixed size of a record, so that one write replaces it."""
 MIN_INTERVAL_S = 0.25
-"""Between two records that differ in nothing but a count."""
+"""Shortest time between two records that differ only in a count."""
 DROP_DIGITS = str.maketrans("", "", "0123456789")
+IMPORT_TIME = time.monotonic()
+PROC_STAT = Path("/proc/self/stat")
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPT_POLL_S = 0.2
+SAME_SIGNAL_S = 0.5
+"""Signals within this time count as one. Batch systems signal every process of a job, and the supervisor forwards its own."""
 
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """Where the driver was, and the how many-th time it said so."""
+    """The driver's step and phase, and the number of records it has written."""
 
     step: int
     phase: str
@@ -42,7 +49,7 @@ class HeartbeatRecord:
 
 
 def read_heartbeat(path: Path, pid: int) -> HeartbeatRecord | None:
-    """The last record of a driver; None where it has written none, or is just writing it."""
+    """Return the last record of a driver; None if it has written none or is writing one."""
     try:
         record = json.loads(path.read_bytes())
         return HeartbeatRecord(record["step"], record["phase"], record["count"]) if record["pid"] == pid else None
@@ -51,7 +58,7 @@ def read_heartbeat(path: Path, pid: int) -> HeartbeatRecord | None:
 
 
 class Heartbeat:
-    """Writes the records of one driver."""
+    """Writes the heartbeat of one driver."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self._clock = path, clock
@@ -60,7 +67,7 @@ class Heartbeat:
         self.beat(0, "starting")
 
     def beat(self, step: int, phase: str) -> None:
-        """Something moved. Cheap: of many calls in a moment that differ in a count alone, one is written."""
+        """Report progress. The call is cheap: calls in quick succession that differ only in a count write one record."""
         now, kind = self._clock(), f"{step}|{phase.translate(DROP_DIGITS)}"
         if kind == self._kind and now - self._written < MIN_INTERVAL_S:
             return
@@ -72,12 +79,12 @@ class Heartbeat:
             raise UserError(f"cannot write {self.path}: {error.strerror}; make room and start again") from error
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         os.close(self._file)
 
 
 class HeartbeatDisplay(Display):
-    """A display that tells the heartbeat whatever it is told."""
+    """A display that also reports its steps and phases to the heartbeat."""
 
     def __init__(self, log: Path, heartbeat: Heartbeat, stream: TextIO | None = None) -> None:
         super().__init__(log, stream)
@@ -98,38 +105,24 @@ class HeartbeatDisplay(Display):
         super().phase(text, of)
 
 
-# --- How long this process has been alive, from the moment it was started: imports and start-up are a user's time too.
-
-IMPORT_TIME = time.monotonic()
-PROC_STAT = Path("/proc/self/stat")
-
-
 def process_seconds() -> float:
-    """Seconds since this process was started; where the system does not say (no /proc), since this module was imported."""
+    """Return the seconds since this process started, imports included. Without /proc, since this module was imported."""
     if not PROC_STAT.exists():
         return time.monotonic() - IMPORT_TIME
-    after_name = PROC_STAT.read_text().rpartition(")")[2].split()  # a process may have spaces and brackets in its name
-    started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field: clock ticks after the machine started
+    after_name = PROC_STAT.read_text().rpartition(")")[2].split()  # the process name may contain spaces and brackets
+    started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field: clock ticks since the machine booted
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-# --- Ctrl-C, and the SIGTERM of a batch system, that lose nothing.
-
-INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-INTERRUPT_POLL_S = 0.2
-SAME_SIGNAL_S = 0.5
-"""Signals that follow each other faster are one: batch systems signal every process of a job, and the supervisor passes its own on."""
-
-
 class StopOnInterrupt:
-    """The first signal lets the step finish and be saved; the second stops at once (the journal keeps what is done).
+    """On the first SIGINT or SIGTERM, the step finishes and is saved. The second stops at once; the journal keeps finished work.
 
-    `end_early` is called from another thread, again and again from the first signal to the end of the block: it may cut short what
-    a step waits for. It is not called by the signal handler, which must not take a lock that the main thread may hold.
+    `end_early` may cut short what a step waits for. From the first signal to the end of the block, another thread calls it
+    repeatedly. The signal handler does not call it, because it must not take a lock that the main thread may hold.
     """
 
     num_heard: ClassVar[int] = 0
-    """Signals of this process so far: one that comes in the last step changes nothing there, and is not lost on what would follow."""
+    """Number of signals to this process so far. A signal in the last step still reaches what runs after the block."""
 
     def __init__(
         self,
@@ -144,7 +137,7 @@ class StopOnInterrupt:
         self._clock, self._heard = clock, 0.0
 
     def __enter__(self) -> StopOnInterrupt:
-        # In another thread whoever owns the main one handles the signals.
+        # Only the main thread can install handlers. In another thread, the main thread's code handles the signals.
         for number in INTERRUPT_SIGNALS if threading.current_thread() is threading.main_thread() else ():
             self.previous[number] = signal.signal(number, self._handle)
         if self._end_early is not None:
@@ -167,8 +160,8 @@ class StopOnInterrupt:
                 return
             raise KeyboardInterrupt
         self.requested = True
-        # The signal may come in the middle of a line of output, which Python refuses to write into with a RuntimeError;
-        # the run must not end for that, and its last line says that it stopped.
+        # If the signal arrives in the middle of a line of output, Python raises a RuntimeError for the nested write.
+        # That must not end the run; its last line says that it stopped.
         with contextlib.suppress(RuntimeError):
             when = "after this step" if self._end_early is None else "after this step, or at once while it samples"
             self.note(f"stopping {when}; press Ctrl-C again to stop now")

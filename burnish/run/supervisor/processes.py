@@ -1,4 +1,4 @@
-"""What the supervisor knows of processes: whose they are, what they are doing, and how to be rid of them (Linux)."""
+"""Linux processes: parents and descendants, their state, signals, and killing orphans."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Whoever of a run's processes catches this signal writes its stacks to a file."""
+"""A process of a run that handles this signal writes its stacks to a file."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ORPHAN_GRACE_S = 5.0
-"""How long the processes of a dead driver may take to end by themselves."""
+"""Time for the processes of a dead driver to end by themselves before they are killed."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -24,25 +24,25 @@ def _prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever a dead child leaves behind, so that it can be found and ended."""
+    """Become the parent of processes that a dead child leaves behind, so that they can be found and killed."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_on_parent_exit(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends."""
+    """Let the kernel send this process a signal when its parent ends for any reason."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def parent_pids() -> dict[int, int]:
-    """The parent of every process of this machine that can be seen; those that have ended and wait for their parent are left out."""
+    """Return the parent of every visible process of this machine, without zombies."""
     found = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         with contextlib.suppress(OSError):  # it ended meanwhile
-            # The name in parentheses may have anything in it; state and parent follow the last one.
+            # The process name is in parentheses and may contain any character. State and parent follow the last ")".
             state, parent = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 found[int(entry.name)] = int(parent)
@@ -50,7 +50,7 @@ def parent_pids() -> dict[int, int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, theirs, and so on."""
+    """Return all descendants of a process."""
     above = parent_pids()
     found, frontier = list[int](), {pid}
     while frontier:
@@ -60,7 +60,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (SIGSTOP), rather than being slow."""
+    """Whether a process is stopped by a signal such as SIGSTOP."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
     except OSError:
@@ -68,14 +68,14 @@ def is_stopped(pid: int) -> bool:
 
 
 def num_bytes_read(pid: int) -> int:
-    """What a process has read from disks so far; 0 where the system does not say."""
+    """Return the bytes that a process has read from disks; 0 if the system does not tell."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         return int(Path(f"/proc/{pid}/io").read_text().partition("\nread_bytes: ")[2].split()[0])
     return 0
 
 
 def workers_that_dump_stacks(pid: int) -> Iterator[int]:
-    """Workers under a process that write their stacks when they are told to."""
+    """Yield the Ray workers below a process that handle `STACKS_SIGNAL`."""
     for child in descendants(pid):
         with contextlib.suppress(OSError):  # it ended meanwhile
             if not Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::"):
@@ -87,13 +87,13 @@ def workers_that_dump_stacks(pid: int) -> Iterator[int]:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may have ended."""
+    """Send a signal to a process. A process that has ended is ignored."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_orphans() -> list[int]:
-    """End what a dead driver left: most ends by itself, what does not is killed. Returns which had to be."""
+    """Wait until the processes of a dead driver end, then kill the rest. Returns the pids that were killed."""
     until = time.monotonic() + ORPHAN_GRACE_S
     while descendants(os.getpid()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -116,7 +116,7 @@ def _reap_children() -> None:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes of this container or session the kernel has killed for memory so far; 0 where it does not say."""
+    """Return how many processes of this cgroup the kernel has killed for memory; 0 if it does not tell."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
         for folder in (Path("/sys/fs/cgroup") / own.lstrip("/"), Path("/sys/fs/cgroup")):

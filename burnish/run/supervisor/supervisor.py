@@ -1,15 +1,16 @@
-"""The supervisor: a small process above the driver, which is a fork of it and does all the work.
+"""The supervisor: a small parent process that starts the driver, watches it, and restarts it after a crash.
 
     status = supervise(folder, max_restarts=3, deadline_s=1800)
     if status is not None:
-        return status          # the supervisor: the run is over
-    ...                        # the driver: make the run
+        return status          # in the supervisor: the run is over
+    ...                        # in the driver: train
 
-A driver that dies is named, with its cause, and a new one goes on from the journal and the last checkpoint. One that hangs, or
-was stopped and is not continued, is ended the same way after its stacks were written. What a user must see to (a `UserError`)
-and what a user asked for (Ctrl-C) is never tried again, and neither is a run that dies twice in the same step.
+If a driver dies, the supervisor prints the cause and starts a new driver, which resumes from the journal and the last
+checkpoint. A driver that hangs, or that is stopped by a signal and not continued, writes its stacks and is killed; then the
+same happens. The supervisor does not restart after a `UserError`, after Ctrl-C, or when a run dies twice in the same step.
 
-The supervisor loads neither torch nor numpy and starts no thread, so a fork of it is as good as a new process, and costs nothing.
+The driver is a fork of the supervisor. The supervisor loads neither torch nor numpy and starts no thread, so a fork is as
+clean as a new process and costs nothing.
 """
 
 from __future__ import annotations
@@ -47,36 +48,36 @@ from burnish.run.supervisor.processes import (
 )
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""With which users and batch systems end a run."""
+"""Signals with which users and batch systems end a run."""
 WATCHED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
 POLL_S = 0.5
 MAX_STOPPED_S = 30.0
-"""How long a driver may be stopped while its supervisor is not. (Ctrl-Z stops both.)"""
+"""Longest time that a driver may be stopped while its supervisor is not. (Ctrl-Z stops both.)"""
 READ_PROGRESS_BYTES = 1 << 26
-"""To read so many bytes more from a disk is a sign of life too."""
+"""Reading this many more bytes from a disk also counts as progress."""
 STACK_DUMP_S = 1.0
 KILL_TIMEOUT_S = 60.0
-"""How long a process may take to be gone after SIGKILL: one deep in the kernel (a network disk, a GPU's driver) may take for ever."""
+"""Longest time that a process may take to end after SIGKILL. Inside the kernel (network disk, GPU driver) it may never end."""
 SI_KERNEL = 0x80
 SHOW_CURSOR = "\x1b[?25h"
 
 
 def is_supported() -> bool:
-    """Whether this system has what a supervisor needs (Linux has)."""
+    """Whether this system has what a supervisor needs. Linux does."""
     return hasattr(signal, "sigtimedwait") and sys.platform.startswith("linux")
 
 
 def supervise(folder: Path, max_restarts: int, deadline_s: float, replaced: FolderId | None = None) -> int | None:
-    """None in each driver; in the supervisor the status to exit with, when the run is over.
+    """Return None in each driver; in the supervisor, return the exit status when the run is over.
 
-    `folder` is the run's. `deadline_s` is the longest time that a driver may go without a sign of life (`heartbeat.py`). `replaced`
-    is an old run at `folder`, which stays there until the driver has checked the new one: nothing is read from it or written to it.
+    `folder` is the run directory. `deadline_s` is the longest time without a heartbeat (`liveness.py`). `replaced` is the id of
+    an old run at `folder`. It stays there until the driver has checked the new run; nothing in it is read or written.
     """
     return Supervisor(folder, max_restarts, deadline_s, replaced).run()
 
 
 def _try_write(path: Path, content: bytes) -> bool:
-    """Whether there was room for a file."""
+    """Write a file; return False if the system refuses, for example on a full disk."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
@@ -86,7 +87,7 @@ def _try_write(path: Path, content: bytes) -> bool:
 
 
 class Supervisor:
-    """Starts drivers, one after another, and watches them."""
+    """Starts drivers one after another and watches them."""
 
     def __init__(self, folder: Path, max_restarts: int, deadline_s: float, replaced: FolderId | None = None) -> None:
         self.folder, self.max_restarts, self.deadline_s = folder, max_restarts, deadline_s
@@ -94,45 +95,42 @@ class Supervisor:
         self.is_asked_to_stop = False
         self.driver = 0
         self.is_stopped = False
-        """Whether somebody has stopped the driver."""
+        """Whether the driver is stopped by a signal."""
         self.stacks: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self.kills = out_of_memory_kills()
 
     def run(self) -> int | None:
         """See `supervise`."""
         adopt_orphans()
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # a parent may have left it ignored: then nobody can be waited for
+        # A parent may have left SIGCHLD ignored; then no child can be waited for.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
         previous: DriverExit | None = None
         for restarts in range(self.max_restarts + 1):
-            life = DriverRecord(self.folder, self.replaced)
-            if not self._begin(mask):
+            record = DriverRecord(self.folder, self.replaced)
+            if not self._fork_driver(mask):
                 return None
-            death = self._watch(life)
-            if death.is_final or self.is_asked_to_stop:
-                if death.status == HUNG_STATUS:
-                    self._settle(death)
+            ended = self._watch(record)
+            if ended.is_final or self.is_asked_to_stop:
+                if ended.status == HUNG_STATUS:
+                    self._report_and_clean_up(ended)
                 break
-            self._settle(death)
-            while signal.sigtimedwait(STOP_SIGNALS, 0) is not None:  # which no driver was there to hear
+            self._report_and_clean_up(ended)
+            while signal.sigtimedwait(STOP_SIGNALS, 0) is not None:  # signals that came while there was no driver
                 self.is_asked_to_stop = True
             if self.is_asked_to_stop:
                 break
-            reason = why_not_restart(death, previous, restarts, self.max_restarts)
+            reason = why_not_restart(ended, previous, restarts, self.max_restarts)
             if reason is not None:
-                self.say(f"the run stops here: {reason}; the same command goes on {life.goes_on_from()}")
+                self.say(f"the run stops here: {reason}; the same command goes on {record.resume_point()}")
                 break
-            self.say(f"going on {life.goes_on_from()} (restart {restarts + 1} of {self.max_restarts})")
-            previous = death
+            self.say(f"going on {record.resume_point()} (restart {restarts + 1} of {self.max_restarts})")
+            previous = ended
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return death.status
+        return ended.status
 
-    # --- one driver ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, mask: set[int | signal.Signals]) -> bool:
-        """Fork a driver; False in it."""
+    def _fork_driver(self, mask: set[int | signal.Signals]) -> bool:
+        """Fork a driver. Returns False in the driver."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.stacks.seek(0)
@@ -143,37 +141,37 @@ class Supervisor:
             self.is_stopped = False
             return True
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal_on_parent_exit(supervisor, signal.SIGTERM)  # which lets it finish its step
+        signal_on_parent_exit(supervisor, signal.SIGTERM)  # SIGTERM lets the driver finish its step
         faulthandler.enable(self.stacks)
         faulthandler.register(STACKS_SIGNAL, self.stacks)
         return False
 
-    def _watch(self, life: DriverRecord) -> DriverExit:
-        """Wait until the driver ends, or must be ended."""
+    def _watch(self, record: DriverRecord) -> DriverExit:
+        """Wait until the driver ends, or kill it when it hangs."""
         beat: HeartbeatRecord | None = None
         sign: tuple[HeartbeatRecord | None, int] = None, 0
         silent_s = stopped_s = 0.0
         looked = time.monotonic()
         while True:
-            self._hear(signal.sigtimedwait(WATCHED_SIGNALS, POLL_S))
+            self._handle_signal(signal.sigtimedwait(WATCHED_SIGNALS, POLL_S))
             now = time.monotonic()
-            # A supervisor that was stopped itself, or whose machine slept, has not waited for its driver.
+            # The cap excludes time in which the supervisor was stopped or the machine slept.
             passed, looked = min(now - looked, 2 * POLL_S), now
             status = self._reap()
             if status is not None:
-                return self._death(life, status)
+                return self._driver_exit(record, status)
             beat = read_heartbeat(self.folder / HEARTBEAT_FILE, self.driver) or beat
-            # Large weights may take long to load, in which nobody speaks.
+            # Loading large weights may take long without a heartbeat, so bytes read from disk count as progress too.
             last, sign = sign, (beat, num_bytes_read(self.driver) // READ_PROGRESS_BYTES)
             silent_s = 0.0 if sign != last else silent_s + passed
             stopped_s = stopped_s + passed if self.is_stopped else 0.0
             if stopped_s > min(MAX_STOPPED_S, self.deadline_s):
-                return self._end(life, f"was stopped by a signal, and nobody continued it for {stopped_s:.0f} s")
+                return self._kill_driver(record, f"was stopped by a signal and not continued for {stopped_s:.0f} s")
             if silent_s > self.deadline_s:
-                return self._end(life, f"gave no sign of life for {silent_s:.0f} s (--deadline)")
+                return self._kill_driver(record, f"gave no sign of life for {silent_s:.0f} s (--deadline)")
 
-    def _hear(self, signalled: Any) -> None:
-        """Pass on what is meant for the run. A terminal's Ctrl-C goes to the driver as well, by itself."""
+    def _handle_signal(self, signalled: Any) -> None:
+        """Forward a stop signal to the driver. A terminal's Ctrl-C reaches the driver by itself."""
         if signalled is None or signalled.si_signo not in STOP_SIGNALS:
             return
         self.is_asked_to_stop = True
@@ -181,7 +179,7 @@ class Supervisor:
             send_signal(self.driver, signal.Signals(signalled.si_signo))
 
     def _reap(self) -> int | None:
-        """The driver's exit code if it has ended (negative: a signal's number); what it left behind is reaped too."""
+        """Reap ended children; return the driver's exit code if it ended (negative for a signal number)."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid == 0:
@@ -193,34 +191,32 @@ class Supervisor:
             else:
                 return os.waitstatus_to_exitcode(status)
 
-    def _death(self, life: DriverRecord, code: int) -> DriverExit:
+    def _driver_exit(self, record: DriverRecord, code: int) -> DriverExit:
         kills = out_of_memory_kills()
         for_memory, self.kills = kills > self.kills, kills
-        return life.death(self.driver, code, describe_exit_code(code, for_memory))
+        return record.exited(self.driver, code, describe_exit_code(code, for_memory))
 
-    def _end(self, life: DriverRecord, why: str) -> DriverExit:
-        """Have a driver that hangs write its stacks, and its workers theirs; then kill it."""
+    def _kill_driver(self, record: DriverRecord, why: str) -> DriverExit:
+        """Let a hanging driver and its workers write their stacks, then kill them."""
         for worker in workers_that_dump_stacks(self.driver):
             send_signal(worker, STACKS_SIGNAL)
         send_signal(self.driver, STACKS_SIGNAL)
-        send_signal(self.driver, signal.SIGCONT)  # a stopped one could not write
+        send_signal(self.driver, signal.SIGCONT)  # a stopped process could not write its stacks
         time.sleep(STACK_DUMP_S)
         for pid in [self.driver, *descendants(self.driver)]:
             send_signal(pid, signal.SIGKILL)
         until = time.monotonic() + KILL_TIMEOUT_S
         while self._reap() is None:
-            if time.monotonic() > until:  # it still holds the run's lock, so nobody could go on
-                return life.hang(self.driver, f"{why}, and does not end though it was killed", is_final=True)
+            if time.monotonic() > until:  # it still holds the run's lock, so a new driver could not start
+                return record.hung(self.driver, f"{why}, and does not end though it was killed", is_final=True)
             time.sleep(0.05)
-        return life.hang(self.driver, why)
+        return record.hung(self.driver, why)
 
-    # --- what is said of it ----------------------------------------------------------------------------------------------
-
-    def _settle(self, death: DriverExit) -> None:
-        """Name a death, keep its stacks, end what is left of it."""
+    def _report_and_clean_up(self, ended: DriverExit) -> None:
+        """Print how the driver ended, save its stacks, and end the processes that it left."""
         if sys.stdout.isatty():
-            print(SHOW_CURSOR, end="", flush=True)  # which a live display hides
-        self.say(f"the driver (process {self.driver}) {death.cause}, {death.where}")
+            print(SHOW_CURSOR, end="", flush=True)  # the live display hides it
+        self.say(f"the driver (process {self.driver}) {ended.cause}, {ended.where}")
         self.stacks.seek(0)
         found = self.stacks.read()
         path = self.folder / "stacks" / f"driver-{self.driver}.txt"
@@ -228,13 +224,13 @@ class Supervisor:
             workers = self.folder / "workers" / "stacks"
             others = (
                 f", what its workers were doing in {workers}"
-                if death.status == HUNG_STATUS and workers.is_dir()
+                if ended.status == HUNG_STATUS and workers.is_dir()
                 else ""
             )
             self.say(f"what it was doing is in {path}{others}")
         elif found:
             self.say(f"what it was doing:\n{found.decode(errors='replace')}")
-        for line in death.last_lines:
+        for line in ended.last_lines:
             print(f"  {printable(line)}", file=sys.stderr, flush=True)
         if killed := kill_orphans():
             self.say(f"what it had started did not end by itself and was killed: process {', '.join(map(str, killed))}")
@@ -243,11 +239,11 @@ class Supervisor:
         return self.folder.is_dir() and folder_id(self.folder) != self.replaced
 
     def say(self, text: str) -> None:
-        """To the terminal, and to the run's log."""
+        """Print a line to stderr and to the run's log."""
         print(f"burnish: {printable(text)}", file=sys.stderr, flush=True)
         log = self.folder / "log.txt"
         if not self._has_folder() or not log.is_file():
             return
-        # On a full disk the line above is all there is.
+        # On a full disk, the log misses the line; stderr has it.
         with contextlib.suppress(OSError), open(log, "a", encoding="utf-8", errors="replace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  supervisor: {text}\n")
