@@ -169,7 +169,7 @@ def told(**courses: tuple[float, float]) -> set[str]:
     past, seen = MetricHistory(), set()
     for k in range(30):
         share = min(1.0, max(0.0, (k - 9) / 10))
-        past.see({names[n]: a + share * (b - a) for n, (a, b) in {**usual, **courses}.items()})
+        past.add({names[n]: a + share * (b - a) for n, (a, b) in {**usual, **courses}.items()})
         seen |= {behaviour.name for behaviour in POLICY_RULES if behaviour.sees(past)}
     return seen
 
@@ -196,7 +196,7 @@ def test_each_behaviour_is_told_from_what_explains_it() -> None:
 def test_numbers_that_were_never_measured_are_never_out_of_range() -> None:
     past = MetricHistory()
     for _ in range(30):
-        past.see({"reward/mean": 0.5, "odd": float("nan")})
+        past.add({"reward/mean": 0.5, "odd": float("nan")})
     assert [behaviour.name for behaviour in POLICY_RULES if behaviour.sees(past)] == []
 
 

@@ -1,8 +1,8 @@
-"""What may be wrong between the engine that samples and the trainer: causes as data, told apart by what was measured.
+"""Causes of a log-prob gap between sampling engine and trainer, as a table of rules over measured symptoms.
 
-A cause is recognised by the metrics of `burnish.algorithms.correction.mismatch_diagnostics` and `.surprise` over the last steps that were out
-of range, by how the gap came (`Course`), and by what the configuration says (`Facts`). Where two causes look the same in
-all of these, the line names both.
+A cause is recognised by three things: the metrics of `burnish.algorithms.correction.mismatch_diagnostics` over the last steps
+that were out of range, the history of the gap (`GapHistory`), and the configuration (`HealthContext`). If two causes have
+the same symptoms, the message names both.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from statistics import median
 
 RISE_FACTOR = 4.0
-"""A gap has risen where it is so many times what it was while engine and trainer had the same weights."""
+"""A gap has risen if it is this many times the gap measured while engine and trainer had the same weights."""
 ROUNDING_SHARE = 1e-5
-"""Shares below this are rounding, and not told apart."""
+"""Shares below this are rounding and count as equal."""
 GROWTH_FACTOR = 1.5
-"""A gap that is so many times what it was when it came is growing; others vary by a fifth from step to step."""
+"""A gap grows if it is this many times its first risen value. A gap that does not grow varies by a fifth between steps."""
 ONE_SIDED_BALANCE = -0.8
-"""A balance below this is no noise."""
+"""A balance below this is not noise."""
 
 
 @dataclass(frozen=True)
 class HealthContext:
-    """What the configuration says, and a diagnosis may point at; None is not known."""
+    """The settings that a diagnosis needs; None means unknown."""
 
     top_p: float | None = None
     top_k: int | None = None
@@ -34,22 +34,23 @@ class HealthContext:
     engine_dtype: str | None = None
     learner_dtype: str | None = None
     selection: str = "none"
-    """What filters do to the samples trained on: `none`; `unlikely`, they prefer those; `any`, they may prefer either."""
+    """How filters select training samples: `none` do; `unlikely` samples are preferred; `any` kind may be preferred."""
 
 
 @dataclass
 class GapHistory:
-    """How the gap came: the share of the first step whose tokens were of the trainer's own weights, and what followed."""
+    """How the gap developed since the first step whose tokens were sampled with the trainer's own weights."""
 
     start: float | None = None
+    """The share at that first step."""
     num_still: int = 0
-    """Steps after the first one at which the gap had not risen, until it did."""
+    """Number of later steps before the gap rose."""
     onset: float | None = None
-    """The share when it rose."""
+    """The share when the gap rose."""
     last: deque[float] = field(default_factory=lambda: deque(maxlen=3))
 
-    def see(self, share: float, lag: float) -> None:
-        """Take in a step: its share, and how many updates its tokens were old."""
+    def add(self, share: float, lag: float) -> None:
+        """Add a step: its share, and the mean age of its tokens in updates."""
         self.last.append(share)
         if self.start is None:
             self.start = share if lag == 0 else None
@@ -68,7 +69,7 @@ class GapHistory:
 
     @property
     def follows_updates(self) -> bool:
-        """Whether it rose with the first update, or goes on rising with every one."""
+        """Whether the gap rose with the first update, or keeps growing with every update."""
         return self.has_risen and (
             self.num_still == 0 or (self.onset is not None and self.now > GROWTH_FACTOR * self.onset)
         )
@@ -76,32 +77,32 @@ class GapHistory:
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What causes are told apart by."""
+    """The evidence from which a cause is recognised."""
 
     steps: Sequence[Mapping[str, float]]
-    """Metrics of the last steps out of range."""
-    course: GapHistory
-    facts: HealthContext
+    """Metrics of the last steps that were out of range."""
+    history: GapHistory
+    context: HealthContext
 
     def __getitem__(self, name: str) -> float:
-        """The median of a symptom; nan where it was not measured: no comparison with that holds."""
+        """The median of a metric; nan if it was not measured, so that every comparison is False."""
         found = [m[f"mismatch/{name}"] for m in self.steps if f"mismatch/{name}" in m]
         return median(found) if found else math.nan
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the engine says that most tokens are of the trainer's weights, or says nothing."""
+        """Whether most tokens were sampled with the trainer's weights, or the engine does not tell."""
         return not self["lag_mean"] >= 0.5
 
     @property
     def grows_with_age(self) -> bool:
-        """Whether older tokens are further off."""
+        """Whether older tokens have larger gaps."""
         return self["lag_corr"] > 0.15
 
 
 @dataclass(frozen=True)
 class MismatchCause:
-    """One likely cause: how to recognise it, and what to say."""
+    """One likely cause: the condition that recognises it, and its message."""
 
     name: str
     holds: Callable[[Symptoms], bool]
@@ -109,15 +110,12 @@ class MismatchCause:
     remedy: str
 
 
-# --- what they look like -----------------------------------------------------------------------------------------------
-
-
 def _weights_never_arrived(s: Symptoms) -> bool:
-    return s.is_fresh and s.course.follows_updates and not s.grows_with_age
+    return s.is_fresh and s.history.follows_updates and not s.grows_with_age
 
 
 def _wrong_temperature(s: Symptoms) -> bool:
-    """One factor explains the gap, the likeliest token of every place leans the same way, and no tail is missing."""
+    """One factor explains the gap, the likeliest token leans the same way at every position, and no tail is missing."""
     one_way = s["sure_lean"] * math.copysign(1, s["heat"]) > 0.9
     return abs(s["heat_fit"]) > 0.8 and -4 < s["heat"] < 0.8 and one_way and s["balance"] > ONE_SIDED_BALANCE - 0.1
 
@@ -127,18 +125,18 @@ def _truncated(s: Symptoms) -> bool:
 
 
 def _not_drawn_as_reported(s: Symptoms) -> bool:
-    """Tokens are less or more surprising than they should be, beyond what the gap explains."""
+    """Tokens are less or more surprising than the trainer's entropy, beyond what the gap explains."""
     return abs(s["surprise"]) > 0
 
 
 def _reencoded(s: Symptoms) -> bool:
-    """All is well in a row until a token is far off, and nothing is behind it, if the row does not end there."""
+    """A row agrees until one token is far off; the tokens behind it, if any, have large gaps too."""
     return s["far_share"] > 0 and s["share_before"] < 0.05 and not s["share_behind"] < 5 * s["share_before"]
 
 
 def _stale(s: Symptoms) -> bool:
-    """Tokens are old, and the gap came with that or grows with their age."""
-    return s.grows_with_age or (not s.is_fresh and (s.course.start is None or s.course.has_risen))
+    """Tokens are old, and the gap came with their age or grows with it."""
+    return s.grows_with_age or (not s.is_fresh and (s.history.start is None or s.history.has_risen))
 
 
 def _largest_near_prompt(s: Symptoms) -> bool:
@@ -146,33 +144,30 @@ def _largest_near_prompt(s: Symptoms) -> bool:
     return s["first_share"] > 2.5 * s["late_share"] > 0 and s["first_share"] > 0.01
 
 
-# --- what is said of them ----------------------------------------------------------------------------------------------
-
-
 def _say_temperature(s: Symptoms) -> str:
     factor = 1 / (1 - s["heat"])
     way = "hotter" if factor > 1 else "colder"
-    said = "" if s.facts.temperature is None else f" (temperature={s.facts.temperature:g} is set)"
+    said = "" if s.context.temperature is None else f" (temperature={s.context.temperature:g} is set)"
     return (
         f"a wrong temperature{said}: the engine's log-probs are of a {way} policy than the trainer's, at about {factor:.2g} "
         "times its temperature"
     )
 
 
-def _truncation_settings(facts: HealthContext) -> str:
-    said = [f"top_p={facts.top_p:g}"] if facts.top_p is not None and facts.top_p < 1 else []
-    said += [f"top_k={facts.top_k}"] if facts.top_k else []
+def _truncation_settings(context: HealthContext) -> str:
+    said = [f"top_p={context.top_p:g}"] if context.top_p is not None and context.top_p < 1 else []
+    said += [f"top_k={context.top_k}"] if context.top_k else []
     return f" ({', '.join(said)} is set)" if said else ", by a default of its own"
 
 
 def _say_truncated(s: Symptoms) -> str:
-    return f"top-p or top-k is on{_truncation_settings(s.facts)}: the engine is surer than the trainer everywhere"
+    return f"top-p or top-k is on{_truncation_settings(s.context)}: the engine is surer than the trainer everywhere"
 
 
 def _say_not_as_reported(s: Symptoms) -> str:
     excess = s["surprise_excess"]
     if excess < 0:
-        what = f"top-p or top-k is on{_truncation_settings(s.facts)}, or tokens are drawn colder than asked for"
+        what = f"top-p or top-k is on{_truncation_settings(s.context)}, or tokens are drawn colder than asked for"
         seen = f"tokens are {-excess:.0%} less surprising than the trainer's entropy"
     else:
         what = "a wrong temperature: tokens are drawn hotter than asked for, or not from what is reported"
@@ -195,13 +190,13 @@ def _say_stale(s: Symptoms) -> str:
 
 def _say_never_arrived(s: Symptoms) -> str:
     return (
-        f"weights never arrived, or arrive late: the two policies were {s.course.start:.1g} apart at the first step and are "
-        f"{s.course.now:.2g} apart now, although the {s.facts.engine} says its version is fresh"
+        f"weights never arrived, or arrive late: the two policies were {s.history.start:.1g} apart at the first step and are "
+        f"{s.history.now:.2g} apart now, although the {s.context.engine} says its version is fresh"
     )
 
 
 def _say_precision(s: Symptoms) -> str:
-    e, t = s.facts.engine_dtype, s.facts.learner_dtype
+    e, t = s.context.engine_dtype, s.context.learner_dtype
     if e and t and e != t:
         what = f"precision of the engine ({e} against the trainer's {t})"
     else:
@@ -215,7 +210,7 @@ SAMPLING_REMEDY = (
 )
 PROMPT_REMEDY = "send token ids, not text, and turn off the server's add_special_tokens"
 MISMATCH_CAUSES: tuple[MismatchCause, ...] = (
-    # What came with the updates can look like anything: a policy that grows surer is a colder one.
+    # First, because a gap that grows with the updates can look like any other: a policy that gets surer looks colder.
     MismatchCause(
         "weights never arrived",
         _weights_never_arrived,
@@ -256,7 +251,7 @@ MISMATCH_CAUSES: tuple[MismatchCause, ...] = (
         ),
         PROMPT_REMEDY,
     ),
-    # Rounded weights and a changed prompt are both another function of the same text, from the first step to the last.
+    # Rounded weights and a changed prompt look the same: a steady gap from the first step to the last.
     MismatchCause(
         "a steady gap",
         lambda s: s["far_share"] > 0.01,
@@ -279,9 +274,9 @@ MISMATCH_CAUSES: tuple[MismatchCause, ...] = (
         "look at the worst tokens in the samples",
     ),
 )
-"""In the order they are asked: those with the most particular signs first. Those of one name are one cause."""
+"""The first cause whose condition holds is reported, so the most specific come first. Entries with one name are one cause."""
 
 
-def diagnose(signs: Symptoms) -> MismatchCause:
-    """The first cause whose signs are there."""
-    return next(cause for cause in MISMATCH_CAUSES if cause.holds(signs))
+def diagnose(symptoms: Symptoms) -> MismatchCause:
+    """Return the first cause whose condition holds."""
+    return next(cause for cause in MISMATCH_CAUSES if cause.holds(symptoms))

@@ -1,8 +1,9 @@
-"""What may be wrong with how the policy behaves: its entropy, its lengths, what its reward pays for, the signal that is left.
+"""Rules for a policy that degrades: entropy, length, reward hacking, and missing learning signal.
 
-Such failures are changes, not levels: an entropy of 0.1 is healthy for one model and a collapse for another. So a run is compared with its own first
-steps (`Past.start`), and medians over some steps speak, never one batch. What looks like a failure in one number is none where the
-others explain it: a policy that has solved its task is sure of itself, one that reasons longer and is right more often has not gone wild.
+Such failures are changes, not levels: an entropy of 0.1 is healthy for one model and a collapse for another. So a run is
+compared with its own first steps (`MetricHistory.start`), by medians over several steps, never by one batch. A change in
+one metric is no failure if others explain it: a policy that has solved its task has low entropy, and longer answers that
+are right more often are fine.
 """
 
 from __future__ import annotations
@@ -14,19 +15,16 @@ from dataclasses import dataclass
 from statistics import median
 
 NUM_FIRST_STEPS = 5
-"""First steps of a run, whose median is what later ones are compared with."""
+"""Number of first steps whose median is the baseline."""
 NUM_RECENT_STEPS = 5
-"""Last steps, whose median is where a run is now."""
+"""Number of last steps whose median is the current value."""
 NUM_REMEMBERED_STEPS = 25
-"""Steps that are remembered."""
-
-
 ACCURACY = "reward/accuracy"
-"""Only where a reward says what is correct; a graded reward has no value that means solved."""
+"""Exists only if the reward tells correct answers from wrong ones. A graded reward has no value that means solved."""
 
 
 class MetricHistory:
-    """The numbers of a run, as far back as a judgement needs them."""
+    """The metrics of a run, as far back as the rules need them."""
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
@@ -34,8 +32,8 @@ class MetricHistory:
         self._best: dict[str, float] = {}
         self._peak: dict[str, float] = {}
 
-    def see(self, metrics: Mapping[str, float]) -> None:
-        """Take in a step."""
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add a step."""
         for name, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 first = self._first.setdefault(name, [])
@@ -47,43 +45,43 @@ class MetricHistory:
             self._peak[self.goal] = max(self.now(self.goal), self._peak.get(self.goal, -math.inf))
 
     def start(self, name: str) -> float:
-        """Where a number was at first; nan where it was never measured: no comparison with that holds."""
+        """Median of the first steps; nan if the metric was never measured, so that every comparison is False."""
         return median(self._first[name]) if name in self._first else math.nan
 
     def top(self, name: str) -> float:
-        """The highest of the first steps, for what may begin to fall with the very first."""
+        """Maximum of the first steps, for metrics that may fall from the first step on."""
         return max(self._first[name]) if name in self._first else math.nan
 
     def bottom(self, name: str) -> float:
-        """The lowest of the first steps, for what may begin to rise with the very first."""
+        """Minimum of the first steps, for metrics that may rise from the first step on."""
         return min(self._first[name]) if name in self._first else math.nan
 
     def now(self, name: str, steps: int = NUM_RECENT_STEPS) -> float:
-        """Where it is."""
+        """Median of the last steps."""
         return median(list(self._last[name])[-steps:]) if name in self._last else math.nan
 
     def was(self, name: str) -> float:
-        """Where it was some steps ago; nan where the run is younger than that."""
+        """Median of some steps before the recent ones; nan if the run is too short."""
         before = list(self._last.get(name, ()))[: -2 * NUM_RECENT_STEPS]
         return median(before[-NUM_RECENT_STEPS:]) if len(before) >= NUM_RECENT_STEPS else math.nan
 
     def best(self, name: str) -> float:
-        """The highest of one step."""
+        """Maximum over all steps."""
         return self._best.get(name, math.nan)
 
     @property
     def peak(self) -> float:
-        """Where the goal was when it was highest, over some steps."""
+        """The highest median of the goal so far."""
         return self._peak.get(self.goal, math.nan)
 
     @property
     def goal(self) -> str:
-        """The number that is meant to rise: how often answers are right, or the reward where nothing says so."""
+        """The metric that should rise: accuracy, or the mean reward if there is no accuracy."""
         return ACCURACY if ACCURACY in self._first else "reward/mean"
 
     @property
     def scale(self) -> float:
-        """What a change of the goal is compared with: 1 for an accuracy, for graded rewards the largest that they were."""
+        """Unit for changes of the goal: 1 for accuracy, the largest absolute value so far for graded rewards."""
         return 1.0 if self.goal == ACCURACY else max(abs(self.start(self.goal)), abs(self.best(self.goal)))
 
     @property
@@ -93,121 +91,114 @@ class MetricHistory:
 
 @dataclass(frozen=True)
 class PolicyRule:
-    """A way to go wrong: what it looks like (None while it does not), what to call it, what to try."""
+    """A kind of failure: its symptom (`sees` returns None if it is absent), its likely cause, and a remedy."""
 
     name: str
     sees: Callable[[MetricHistory], str | None]
     cause: str
     remedy: str
     patience: int = 2
-    """Steps in a row it must be seen."""
+    """Number of steps in a row in which it must be seen."""
 
 
-# --- what they look like -----------------------------------------------------------------------------------------------
+def _from_to(history: MetricHistory, name: str) -> str:
+    return f"{name} went from {history.start(name):.2g} to {history.now(name, 3):.2g}"
 
 
-def _from_to(past: MetricHistory, name: str) -> str:
-    return f"{name} went from {past.start(name):.2g} to {past.now(name, 3):.2g}"
-
-
-def _entropy_collapse(past: MetricHistory) -> str | None:
-    """A fifth of the entropy is left, the task is not solved, and what was given up for it brought nothing lately."""
-    start, now = past.top("actor/entropy"), past.now("actor/entropy", 3)
-    solved = past.now(ACCURACY) >= 0.9
-    gains = past.now(past.goal) > past.was(past.goal) + 0.03 * past.scale
+def _entropy_collapse(history: MetricHistory) -> str | None:
+    """Less than a fifth of the entropy is left, the task is not solved, and the goal has not risen lately."""
+    start, now = history.top("actor/entropy"), history.now("actor/entropy", 3)
+    solved = history.now(ACCURACY) >= 0.9
+    gains = history.now(history.goal) > history.was(history.goal) + 0.03 * history.scale
     if start >= 0.02 and now < 0.2 * start and not solved and not gains:
-        unknown = "" if past.goal == ACCURACY else " (graded: fine if that is the most there is)"
-        return (
-            f"actor/entropy went from {start:.2g} to {now:.2g} while {past.goal} is {past.now(past.goal):.2g}{unknown}"
-        )
+        unknown = "" if history.goal == ACCURACY else " (graded: fine if that is the most there is)"
+        return f"actor/entropy went from {start:.2g} to {now:.2g} while {history.goal} is {history.now(history.goal):.2g}{unknown}"
     return None
 
 
-def _turning_into_noise(past: MetricHistory) -> str | None:
-    """Far more entropy than at first, and fewer right answers."""
-    start, now = past.start("actor/entropy"), past.now("actor/entropy", 3)
-    if now > 2.5 * start and now > start + 0.5 and _accuracy_falls(past):
-        return f"{_from_to(past, 'actor/entropy')} while {_from_to(past, past.goal)}"
+def _turning_into_noise(history: MetricHistory) -> str | None:
+    """Entropy is far above its start, and fewer answers are right."""
+    start, now = history.start("actor/entropy"), history.now("actor/entropy", 3)
+    if now > 2.5 * start and now > start + 0.5 and _accuracy_falls(history):
+        return f"{_from_to(history, 'actor/entropy')} while {_from_to(history, history.goal)}"
     return None
 
 
-def _accuracy_falls(past: MetricHistory) -> bool:
-    """Whether a fifth of the right answers of the first steps is lost."""
-    start = past.start(past.goal)
-    return past.now(past.goal) < start - max(0.2 * abs(start), 0.02)
+def _accuracy_falls(history: MetricHistory) -> bool:
+    """Whether the goal is a fifth below its start."""
+    start = history.start(history.goal)
+    return history.now(history.goal) < start - max(0.2 * abs(start), 0.02)
 
 
-def _length_explosion(past: MetricHistory) -> str | None:
-    """Twice as long as at first, and not better."""
-    start, now = past.bottom("rollout/length_mean"), past.now("rollout/length_mean", 3)
-    if now > 2 * start and not past.now(past.goal, 3) > past.start(past.goal) + 0.05 * past.scale:
-        return (
-            f"rollout/length_mean went from {start:.3g} to {now:.3g} while {past.goal} is {past.now(past.goal, 3):.2g}"
-        )
+def _length_explosion(history: MetricHistory) -> str | None:
+    """Answers are twice as long as at the start, and not better."""
+    start, now = history.bottom("rollout/length_mean"), history.now("rollout/length_mean", 3)
+    if now > 2 * start and not history.now(history.goal, 3) > history.start(history.goal) + 0.05 * history.scale:
+        return f"rollout/length_mean went from {start:.3g} to {now:.3g} while {history.goal} is {history.now(history.goal, 3):.2g}"
     return None
 
 
-def _format_hacking(past: MetricHistory) -> str | None:
-    """A part of the reward rises while right answers fall. Of length the other rule speaks."""
-    if past.goal != ACCURACY or not _accuracy_falls(past) or _length_explosion(past):
+def _format_hacking(history: MetricHistory) -> str | None:
+    """A part of the reward rises while accuracy falls. `_length_explosion` covers growing lengths."""
+    if history.goal != ACCURACY or not _accuracy_falls(history) or _length_explosion(history):
         return None
-    parts = [name for name in past.names if name.startswith("reward/part/")] or ["reward/mean"]
+    parts = [name for name in history.names if name.startswith("reward/part/")] or ["reward/mean"]
     for name in parts:
-        start, now = past.start(name), past.now(name, 3)
+        start, now = history.start(name), history.now(name, 3)
         if now - start > 0.2 * max(abs(start), abs(now), 0.5):
-            return f"{_from_to(past, name)} while {_from_to(past, 'reward/accuracy')}"
+            return f"{_from_to(history, name)} while {_from_to(history, 'reward/accuracy')}"
     return None
 
 
-def _all_solved(past: MetricHistory) -> str | None:
-    """Nearly all groups are all right."""
-    if past.now("rollout/zero_signal") >= 0.95 and past.now(ACCURACY) >= 0.95:
-        return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/accuracy {past.now('reward/accuracy'):.2g}"
+def _all_solved(history: MetricHistory) -> str | None:
+    """In nearly all groups, all samples are right."""
+    if history.now("rollout/zero_signal") >= 0.95 and history.now(ACCURACY) >= 0.95:
+        return f"rollout/zero_signal is {history.now('rollout/zero_signal'):.2g} and reward/accuracy {history.now('reward/accuracy'):.2g}"
     return None
 
 
-def _is_without_signal(past: MetricHistory) -> bool:
-    return past.now("rollout/zero_signal") >= 0.9 and not past.now(ACCURACY) >= 0.5
+def _is_without_signal(history: MetricHistory) -> bool:
+    return history.now("rollout/zero_signal") >= 0.9 and not history.now(ACCURACY) >= 0.5
 
 
-def _broken_policy(past: MetricHistory) -> str | None:
-    """No reward is left of what there was."""
-    best = past.best("reward/mean")
-    if _is_without_signal(past) and best > 0.05 and past.now("reward/mean") < 0.1 * best:
-        return f"reward/mean was {best:.2g} and is {past.now('reward/mean'):.2g}; rollout/zero_signal is {past.now('rollout/zero_signal'):.2g}"
+def _broken_policy(history: MetricHistory) -> str | None:
+    """Nearly all of the reward that the policy once had is gone."""
+    best = history.best("reward/mean")
+    if _is_without_signal(history) and best > 0.05 and history.now("reward/mean") < 0.1 * best:
+        return f"reward/mean was {best:.2g} and is {history.now('reward/mean'):.2g}; rollout/zero_signal is {history.now('rollout/zero_signal'):.2g}"
     return None
 
 
-def _nothing_solved(past: MetricHistory) -> str | None:
-    """Nearly all groups are all wrong, as they were."""
-    if _is_without_signal(past) and not _broken_policy(past) and past.best(ACCURACY) < 0.05:
-        return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/accuracy {past.now('reward/accuracy'):.2g}"
+def _nothing_solved(history: MetricHistory) -> str | None:
+    """In nearly all groups, all samples are wrong, and they always were."""
+    if _is_without_signal(history) and not _broken_policy(history) and history.best(ACCURACY) < 0.05:
+        return f"rollout/zero_signal is {history.now('rollout/zero_signal'):.2g} and reward/accuracy {history.now('reward/accuracy'):.2g}"
     return None
 
 
-def _equal_rewards(past: MetricHistory) -> str | None:
-    """Nearly all groups earn one reward each, where nothing says whether that is the highest or the lowest."""
-    if past.goal != ACCURACY and past.now("rollout/zero_signal") >= 0.95 and not _broken_policy(past):
-        return f"rollout/zero_signal is {past.now('rollout/zero_signal'):.2g} and reward/mean {past.now('reward/mean'):.2g}"
+def _equal_rewards(history: MetricHistory) -> str | None:
+    """In nearly all groups, all samples have the same graded reward, which may be the highest or the lowest."""
+    if history.goal != ACCURACY and history.now("rollout/zero_signal") >= 0.95 and not _broken_policy(history):
+        return f"rollout/zero_signal is {history.now('rollout/zero_signal'):.2g} and reward/mean {history.now('reward/mean'):.2g}"
     return None
 
 
-def _lost_ground(past: MetricHistory) -> str | None:
-    """Two fifths of what was once reached are gone, and nothing above says why."""
-    explained = _length_explosion(past) or _format_hacking(past) or _broken_policy(past)
-    if past.now(past.goal) < past.peak - 0.4 * abs(past.peak) and not explained:  # rewards may be negative
-        return f"{past.goal} was {past.peak:.2g} and is {past.now(past.goal):.2g}"
+def _lost_ground(history: MetricHistory) -> str | None:
+    """The goal is two fifths below its peak, and no other rule explains it."""
+    explained = _length_explosion(history) or _format_hacking(history) or _broken_policy(history)
+    if history.now(history.goal) < history.peak - 0.4 * abs(history.peak) and not explained:  # rewards may be negative
+        return f"{history.goal} was {history.peak:.2g} and is {history.now(history.goal):.2g}"
     return None
 
 
-def _large_steps(past: MetricHistory) -> str | None:
-    share = past.now("actor/pg_clipfrac", 3)
+def _large_steps(history: MetricHistory) -> str | None:
+    share = history.now("actor/pg_clipfrac", 3)
     return f"actor/pg_clipfrac is {share:.2g} (healthy 0 to 0.3)" if share > 0.3 else None
 
 
-def _gradient_jump(past: MetricHistory) -> str | None:
-    """Several steps in a row ten times the usual."""
-    usual, now = past.was("actor/grad_norm"), past.now("actor/grad_norm", 3)
+def _gradient_jump(history: MetricHistory) -> str | None:
+    """The gradient norm has been ten times its usual value for several steps."""
+    usual, now = history.was("actor/grad_norm"), history.now("actor/grad_norm", 3)
     if usual > 0 and now > 10 * usual:
         return f"actor/grad_norm went from {usual:.2g} to {now:.2g} in ten steps"
     return None
@@ -291,4 +282,4 @@ POLICY_RULES: tuple[PolicyRule, ...] = (
         "a lower learning rate, training.optimizer.clip_norm; look at the batch's longest samples and rewards",
     ),
 )
-"""Each is judged on its own; those that would say the same of one run exclude each other."""
+"""Each rule is checked independently. Rules that would report the same problem exclude each other."""
