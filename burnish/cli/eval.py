@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     printer = ResultPrinter(args, len(tests) > 1)
     for test in tests:
         printer.reuse(test)
-    left = [test for test in tests if test.place.name not in printer.results]
+    left = [test for test in tests if test.paths.name not in printer.results]
     if left:
         if subject.note is not None:
             print_note(
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
                 left, subject.path, args.best_by, print_note, progress, lambda m: printer.measured(m, progress)
             )
     if len(tests) > 1:
-        print(printable(printer.summary([test.place.name for test in tests])))
-        folder = tests[0].place.completions.parent
-        print(f"results      {write_combined(folder, [printer.files[t.place.name] for t in tests], model)}")
+        print(printable(printer.summary([test.paths.name for test in tests])))
+        folder = tests[0].paths.completions.parent
+        print(f"results      {write_combined(folder, [printer.files[t.paths.name] for t in tests], model)}")
     return int(any(result.num_failed == result.num_samples for result in printer.results.values()))
 
 
@@ -251,46 +251,45 @@ class ResultPrinter:
     def reuse(self, test: EvalJob) -> None:
         """A data set that was measured before, from its files."""
         from burnish.evaluation.completions import read_completions
-        from burnish.evaluation.result import summarise
-        from burnish.evaluation.result_table import result_json
+        from burnish.evaluation.result import result_json, summarise
 
-        found = test.place.finished(test.settings)
+        found = test.paths.finished(test.settings)
         if found is None:
             return
-        print_note(f"{test.place.completions} is complete; nothing is drawn again (--force would)")
-        result = summarise(read_completions(test.place.completions), self.best_by)
-        self.files[test.place.name] = {**found, **result_json(result)}
+        print_note(f"{test.paths.completions} is complete; nothing is drawn again (--force would)")
+        result = summarise(read_completions(test.paths.completions), self.best_by)
+        self.files[test.paths.name] = {**found, **result_json(result)}
         self._show(test, result)
 
     def measured(self, measured: MeasuredEval, progress: Progress) -> None:
         """A data set that has just been measured."""
-        from burnish.evaluation.result_table import seconds_text
+        from burnish.evaluation.evaluate import seconds_text
         from burnish.evaluation.session import result_record
 
         progress.clear()
-        self.files[measured.test.place.name] = result_record(measured)
-        self._show(measured.test, measured.result, seconds_text(measured.start_s, measured.work))
+        self.files[measured.job.paths.name] = result_record(measured)
+        self._show(measured.job, measured.result, seconds_text(measured.start_s, measured.work))
 
     def summary(self, names: list[str]) -> str:
         """All data sets, a line each."""
-        from burnish.evaluation.result_table import summary_table
+        from burnish.evaluation.result import summary_table
 
         return summary_table({name: self.results[name] for name in names})
 
     def _show(self, test: EvalJob, result: Any, seconds: str | None = None) -> None:
-        from burnish.evaluation.result_table import result_text
+        from burnish.evaluation.result import result_text
 
-        self.results[test.place.name] = result
-        print(printable("\n".join([f"{test.place.name}\n"] if self.is_many else []) + result_text(result)))
+        self.results[test.paths.name] = result
+        print(printable("\n".join([f"{test.paths.name}\n"] if self.is_many else []) + result_text(result)))
         if seconds is not None:
             print(f"seconds      {seconds}")
-        print(f"completions  {test.place.completions}" + ("\n" if self.is_many else ""))
+        print(f"completions  {test.paths.completions}" + ("\n" if self.is_many else ""))
         if result.num_failed:
             print_note(
                 f"{result.num_failed} of {result.num_samples} samples could not be scored; first: {result.first_error}"
             )
         if self.best_by is not None and not result.best_at:
-            print_note(f"--best-by {self.best_by}: no completion of {test.place.name} has that part of the reward")
+            print_note(f"--best-by {self.best_by}: no completion of {test.paths.name} has that part of the reward")
 
 
 def print_note(text: str) -> None:

@@ -1,1 +1,1 @@
-"""Accuracy with intervals, pass@k, completions kept."""
+"""Evaluation: accuracy with intervals, pass@k, maj@k, comparisons, and rejection sampling from completions."""

@@ -9,22 +9,17 @@ block or after `####`; for a choice, when a letter is found; for a program, when
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from burnish.config.consistency import may_give_verdict
 from burnish.config.data import RewardPart
-from burnish.data.curation.decontamination import word_ngrams
-from burnish.rewards.language_id import may_be_language
 from burnish.rewards.verifiers import (
     answer_block,
     answered_number,
     chosen_letter,
-    count_words_by_script,
     last_boxed,
-    strip_markup,
 )
 
 MAX_CHARS = 20_000  # of a completion's end that are looked at
@@ -126,48 +121,3 @@ ANSWER_READERS: dict[str, Callable[[str], Answer]] = {
     "ifeval": _read_none,
     "": _read_none,
 }
-
-
-# --- Whether a completion is good to read: one language, no loops, nothing broken.
-#
-# DeepSeek-R1 (2501.12948) left mixed languages, long paragraphs and code blocks out of the samples it fine-tuned on.
-
-REPEAT_WORDS = 8
-_MIXED_SCRIPTS = ({"CJK", "HIRAGANA", "KATAKANA"}, {"CJK", "HANGUL"})
-"""Scripts that one language mixes by itself."""
-_BROKEN_CHARACTERS = {"\ufffd", "\ufffe", "\uffff"}
-_ALLOWED_CONTROL = {"\n", "\t", "\r"}
-
-
-def script_purity(text: str) -> float:
-    """The share of words in the commonest script; 1 where there are no words. Formulas and code have no language."""
-    words = count_words_by_script(text)
-    total = sum(words.values())
-    groups = [*_MIXED_SCRIPTS, *({script} for script in words)]
-    return max(sum(words[script] for script in group) for group in groups) / total if total else 1.0
-
-
-def is_in_language(text: str, language: str) -> bool:
-    """Whether a text may be in a language, by its script and its small words."""
-    return may_be_language(strip_markup(text), language)
-
-
-def repeated_share(text: str, length: int = REPEAT_WORDS) -> float:
-    """The share of runs of so many words that stood in the text before: near 1 for a text that goes round in circles."""
-    runs = list(word_ngrams(text.split(), length))
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
-def longest_paragraph(text: str) -> int:
-    """Words of the longest paragraph."""
-    return max(len(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
-
-
-def has_code(text: str) -> bool:
-    """Whether there is a block of code."""
-    return "```" in text
-
-
-def is_broken(text: str) -> bool:
-    """Whether there are characters that are none: what a decoder writes for half a character, or control codes."""
-    return any(c in _BROKEN_CHARACTERS or (unicodedata.category(c) == "Cc" and c not in _ALLOWED_CONTROL) for c in text)

@@ -18,8 +18,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.evaluation.completions import SUFFIXES, read_completions
 from burnish.evaluation.output_paths import COMBINED_NAME, read_result
-from burnish.evaluation.result import Row, by_question
-from burnish.evaluation.result_table import aligned_lines, estimate_json, interval_text
+from burnish.evaluation.result import Row, aligned_lines, by_question, estimate_json, interval_text
 from burnish.evaluation.statistics import Z95, Estimate, mean_at_k, student_t95
 
 # --- Two models on the same questions: the difference, its interval and a test, from one difference a question.

@@ -47,6 +47,16 @@ class WorkStats:
     """Seconds spent waiting for scores after the last completion."""
 
 
+def seconds_text(start_s: float | None, work: WorkStats) -> str:
+    """Where the time went."""
+    start = "" if start_s is None else f"start-up {start_s:.1f} s, "
+    rate = work.num_tokens / work.generate_s if work.generate_s else 0.0
+    return (
+        f"{start}generation {work.generate_s:.1f} s ({work.num_tokens:,} tokens, {rate:,.0f} a second), "
+        f"scoring {work.score_s:.1f} s more"
+    )
+
+
 def make_driver(
     policy: PolicyModel,
     engine: Engine,

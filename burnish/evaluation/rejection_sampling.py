@@ -7,6 +7,7 @@ k1.5 (2501.12599) on the shortest right sample of each prompt (long2short).
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.core.random_keys import fold
+from burnish.data.curation.decontamination import word_ngrams
 from burnish.data.curation.output_files import KeptRows, ProgressReport, no_progress, with_progress, write_output
 from burnish.data.curation.pass_rates import (
     PassCount,
@@ -28,25 +30,20 @@ from burnish.data.curation.pass_rates import (
 from burnish.data.files import Record, find_files
 from burnish.data.row import Message
 from burnish.data.row_formats import source_name
-from burnish.evaluation.answers import (
-    has_code,
-    is_broken,
-    is_in_language,
-    longest_paragraph,
-    repeated_share,
-    script_purity,
-)
+from burnish.rewards.language_id import may_be_language
+from burnish.rewards.verifiers import count_words_by_script, strip_markup
 from burnish.run.durable_files import checksums
 from burnish.run.run_directory import RunDirectory
 from burnish.run.samples import read_table, sample_files
 
-# --- Samples with their scores and the prompts they answer: from the completions of an evaluation, or from a run's tables.
-#
-# A completions file has each prompt as the text the model was given. What is trained on next is rendered again, so the
-# prompts are taken from the rows that were asked: `--prompts`, or what a run's config names.
-
 TEMPLATE_TOKENS = re.compile(r"<\|[^|]+\|>|\[INST\]|<start_of_turn>|<｜")
 CORRECT = 1.0
+REPEAT_WORDS = 8
+"""Length of the word n-grams that `repeated_share` counts."""
+_MIXED_SCRIPTS = ({"CJK", "HIRAGANA", "KATAKANA"}, {"CJK", "HANGUL"})
+"""Scripts that one language mixes."""
+_BROKEN_CHARACTERS = {"\ufffd", "\ufffe", "\uffff"}
+_ALLOWED_CONTROL = {"\n", "\t", "\r"}
 
 
 @dataclass(frozen=True)
@@ -270,6 +267,43 @@ def _described(samples: Sequence[ScoredSample]) -> dict[str, Any]:
 
 def _collapse_spaces(text: str) -> str:
     return " ".join(text.split())
+
+
+# Quality of a completion as a demonstration. DeepSeek-R1 (2501.12948) left mixed languages, long paragraphs and code blocks out.
+
+
+def script_purity(text: str) -> float:
+    """Return the share of words in the most common script; 1 if there are no words. Formulas and code are not counted."""
+    words = count_words_by_script(text)
+    total = sum(words.values())
+    groups = [*_MIXED_SCRIPTS, *({script} for script in words)]
+    return max(sum(words[script] for script in group) for group in groups) / total if total else 1.0
+
+
+def is_in_language(text: str, language: str) -> bool:
+    """Whether a text may be in a language, by its script and its function words."""
+    return may_be_language(strip_markup(text), language)
+
+
+def repeated_share(text: str, length: int = REPEAT_WORDS) -> float:
+    """Return the share of n-grams of words that occurred before in the text: near 1 for a text that loops."""
+    ngrams = list(word_ngrams(text.split(), length))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def longest_paragraph(text: str) -> int:
+    """Return the number of words in the longest paragraph."""
+    return max(len(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+
+
+def has_code(text: str) -> bool:
+    """Whether the text has a code block."""
+    return "```" in text
+
+
+def is_broken(text: str) -> bool:
+    """Whether the text has control characters, or what a decoder writes for an incomplete character."""
+    return any(c in _BROKEN_CHARACTERS or (unicodedata.category(c) == "Cc" and c not in _ALLOWED_CONTROL) for c in text)
 
 
 # --- what is written ---------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""One command's evaluations: every data set on one model that is loaded once, each going on where it was interrupted."""
+"""All evaluations of one `burnish eval` command: the model is loaded once, and each data set resumes where it was interrupted."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +25,10 @@ from burnish.environments.registry import check_template_for_turns
 from burnish.evaluation.completions import PartialCompletions, write_completions
 from burnish.evaluation.evaluate import WorkStats, in_data_order, make_driver, sample_and_score
 from burnish.evaluation.model_source import fit_max_tokens, stored_dtype
-from burnish.evaluation.output_paths import COMBINED_NAME, CPU_ROWS, OutputPaths, plan_batch_size
-from burnish.evaluation.result import Result, summarise
-from burnish.evaluation.result_table import result_json
+from burnish.evaluation.output_paths import COMBINED_NAME, OutputPaths
+from burnish.evaluation.result import Result, result_json, summarise
 from burnish.evaluation.settings import EvalConfig
-from burnish.memory_plan.kv_cache import GIB, kv_token_bytes
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, kv_token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
 from burnish.rewards.reward_parts import check_parts
@@ -39,34 +37,45 @@ from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import Progress
 from burnish.rollout.validation import sampling_options
 from burnish.run.durable_files import atomic_write
+from burnish.run.supervisor.liveness import process_seconds
 
 Say = Callable[[str], None]
 MAX_WORKERS = 16
+MAX_ROWS = 2048
+"""More rows per step decode no faster per row, and their logits take gigabytes."""
+CPU_ROWS = 256
+"""Rows on a CPU, where the free memory is unknown."""
+ROW_MULTIPLE = 64
+"""Rows are a multiple of this: kernels are compiled for it, and matmuls then have whole tiles."""
+WORK_BYTES = 6 * GIB
+"""Memory left for activations and logits, if the device is large enough."""
+CACHE_SHARE = 0.85
+"""Largest share of the free memory that the KV cache takes."""
 
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One data set: its settings, what they come to, and where its files go."""
+    """The evaluation of one data set: its settings and the paths of its files."""
 
-    place: OutputPaths
+    paths: OutputPaths
     config: EvalConfig
     base: Path
     settings: dict[str, Any]
-    """What decides the completions (`burnish.evaluation.evaluate`)."""
+    """Everything that determines the completions (`burnish.evaluation.evaluate.fingerprint`)."""
 
 
 @dataclass(frozen=True)
 class PreparedEval:
-    """A test whose prompts are there."""
+    """A job with its prompts."""
 
-    test: EvalJob
+    job: EvalJob
     prompts: list[Prompt]
     sampling: SamplingOptions
 
     @property
     def num_requests(self) -> int:
-        """Completions wanted."""
-        return len(self.prompts) * self.test.config.sampling.n
+        """Number of completions to sample."""
+        return len(self.prompts) * self.job.config.sampling.n
 
     @property
     def longest_prompt(self) -> int:
@@ -74,68 +83,68 @@ class PreparedEval:
         return max(len(p.tokens) for p in self.prompts)
 
     @property
-    def most_written(self) -> int:
-        """Tokens that the model may put behind a prompt, in all its turns."""
-        return self.sampling.max_tokens * self.test.config.environment.max_turns
+    def max_new_tokens(self) -> int:
+        """Tokens that the model may write after a prompt, in all turns."""
+        return self.sampling.max_tokens * self.job.config.environment.max_turns
 
 
 @dataclass(frozen=True)
 class MeasuredEval:
-    """A test that is done."""
+    """A finished job."""
 
-    test: EvalJob
+    job: EvalJob
     result: Result
     work: WorkStats
     start_s: float
-    """Seconds from the start of the process until the model was ready; the same for all tests of a command."""
+    """Seconds from the start of the process until the model was ready. It is the same for all jobs of a command."""
     num_found: int
-    """Completions that were there already."""
+    """Completions that an interrupted evaluation had already sampled."""
 
 
 def choose_dtype(model: Model, path: Path) -> str:
-    """The type to compute in where nobody gave one: on a GPU the half precision the weights are stored in, else as set."""
+    """Return the default dtype: on a GPU the half precision that the weights are stored in, else that of the config."""
     stored = stored_dtype(path)
     return stored if resolve_device(model.device).type == "cuda" and stored in ("bfloat16", "float16") else model.dtype
 
 
 def default_workers() -> int:
-    """Scoring processes where nobody said how many: half of the cores, at least two. Their number changes no value."""
+    """Return the default number of scoring processes: half of the cores, at least two. It changes no result."""
     return max(Reward().workers, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
 
 
 def run_evaluations(
-    tests: Sequence[EvalJob],
+    jobs: Sequence[EvalJob],
     model: Path,
     best_by: str | None,
     say: Say,
     progress: Progress,
     show: Callable[[MeasuredEval], None],
 ) -> list[MeasuredEval]:
-    """Measure each test and hand it to `show` as soon as it is done; what is wrong with any is found before the first token."""
+    """Run each job and pass it to `show` when it is done. All settings are checked before the first token is sampled."""
     with ExitStack() as stack:
-        for test in tests:
-            check_best_by(best_by, [part.label for part in check_parts(test.config.reward.parts, test.base)])
-        journals = [stack.enter_context(_journal(test, stack)) for test in tests]
+        for job in jobs:
+            check_best_by(best_by, [part.label for part in check_parts(job.config.reward.parts, job.base)])
+        journals = [stack.enter_context(_journal(job, stack)) for job in jobs]
         first = stack.enter_context(
-            Rewards(tests[0].config.reward, tests[0].base)
+            Rewards(jobs[0].config.reward, jobs[0].base)
         )  # its processes start while the model loads
-        policy = load_policy(tests[0].config.model, model, None, tests[0].config.seed)
+        policy = load_policy(jobs[0].config.model, model, None, jobs[0].config.seed)
         check_finite(policy)
-        ready = [_prepare(test, policy, say) for test in tests]
-        first.attach_scorers(build_scorers(tests[0].config.reward, policy.tokenizer, tests[0].base))
+        ready = [_prepare(job, policy, say) for job in jobs]
+        first.attach_scorers(build_scorers(jobs[0].config.reward, policy.tokenizer, jobs[0].base))
         _check_rows(first, ready[0])
         engine = _engine(policy, ready, say)
-        start_s = seconds_since_start()
-        say(f"{model}: {policy.note}, {tests[0].config.model.dtype}; ready after {start_s:.1f} s{_warmup_note(engine)}")
+        start_s = process_seconds()
+        say(f"{model}: {policy.note}, {jobs[0].config.model.dtype}; ready after {start_s:.1f} s{_warmup_note(engine)}")
         found = []
         for i, (one, journal) in enumerate(zip(ready, journals, strict=True)):
             with ExitStack() as inner:
-                rewards = first if i == 0 else inner.enter_context(Rewards(one.test.config.reward, one.test.base))
+                rewards = first if i == 0 else inner.enter_context(Rewards(one.job.config.reward, one.job.base))
                 if i > 0:
-                    rewards.attach_scorers(build_scorers(one.test.config.reward, policy.tokenizer, one.test.base))
+                    rewards.attach_scorers(build_scorers(one.job.config.reward, policy.tokenizer, one.job.base))
                 _check_rows(rewards, one)
                 num_found = len(journal.rows)
-                config, base = one.test.config, one.test.base
+                config, base = one.job.config, one.job.base
                 driver = make_driver(policy, engine, config.seed, config.environment, base)
                 work = _measure(one, journal, driver, rewards, say, progress)
             found.append(_finish(one, journal, best_by, work, start_s, num_found))
@@ -145,43 +154,67 @@ def run_evaluations(
 
 
 def _check_rows(rewards: Rewards, one: PreparedEval) -> None:
-    if one.test.config.environment.name == SINGLE_TURN:  # any other may give the reward itself
+    if one.job.config.environment.name == SINGLE_TURN:  # other environments may give the reward themselves
         for prompt in one.prompts:
-            refuse_tools(prompt.row.extra, prompt.row.place, NO_TOOL_ENVIRONMENT)
+            refuse_tools(prompt.row.extra, prompt.row.paths, NO_TOOL_ENVIRONMENT)
         rewards.check((p.row for p in one.prompts), "--answer-key ")
 
 
-def _journal(test: EvalJob, stack: ExitStack) -> PartialCompletions:
-    folder = test.place.completions.parent
+def _journal(job: EvalJob, stack: ExitStack) -> PartialCompletions:
+    folder = job.paths.completions.parent
     if not folder.exists():
         try:
             folder.mkdir()
         except OSError as error:
             raise UserError(f"--out {folder}: cannot be made: {error.strerror or error}") from error
         stack.callback(lambda: None if any(folder.iterdir()) else folder.rmdir())
-    return PartialCompletions(test.place.journal, test.settings)
+    return PartialCompletions(job.paths.journal, job.settings)
 
 
-def _prepare(test: EvalJob, policy: PolicyModel, say: Say) -> PreparedEval:
-    """The prompts of a test, and how their completions are drawn."""
-    config, positions = test.config, policy.max_positions
-    check_template_for_turns(config.environment, policy.tokenizer, config.data.template, test.base)
+def _prepare(job: EvalJob, policy: PolicyModel, say: Say) -> PreparedEval:
+    """Read the prompts of a job and resolve its sampling options."""
+    config, positions = job.config, policy.max_positions
+    check_template_for_turns(config.environment, policy.tokenizer, config.data.template, job.base)
     data = config.prompts(positions)
-    prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, test.base)
+    prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, job.base)
     longest = max(len(p.tokens) for p in prompts)
     max_tokens, note = fit_max_tokens(config.sampling.max_tokens, longest, positions, config.environment)
     if note is not None:
-        say(f"{test.place.name}: {note}")
+        say(f"{job.paths.name}: {note}")
     sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
-    return PreparedEval(test, prompts, sampling_options(sampling, policy.tokenizer.eos_ids))
+    return PreparedEval(job, prompts, sampling_options(sampling, policy.tokenizer.eos_ids))
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
+class BatchPlan(NamedTuple):
+    """Number of rows that are decoded at once, and the bytes of their KV cache."""
+
+    rows: int
+    cache_bytes: int
+
+
+def plan_batch_size(
+    requests: int, longest_prompt: int, max_tokens: int, token_bytes: int, free_bytes: int
+) -> BatchPlan:
+    """Plan rows and KV cache for a number of requests on a device with `free_bytes` of free memory.
+
+    An evaluation has the device to itself. Decoding all completions at once is best if they fit: long ones start early.
+    The cache takes what all rows need at their longest, at most `CACHE_SHARE` of the free memory, and leaves `WORK_BYTES`.
+    On a small device it takes the share that a rollout takes. A row counts with half of its new tokens, because few
+    reach the limit. If rows outgrow the cache, the engine preempts the youngest.
+    """
+    longest = -(-(longest_prompt + max_tokens) // BLOCK_SIZE) * BLOCK_SIZE
+    typical = longest_prompt + max_tokens // 2
+    available = max(free_bytes * MAX_FREE_SHARE, min(free_bytes * CACHE_SHARE, free_bytes - WORK_BYTES))
+    rows_that_fit = int(available // (typical * token_bytes))
+    wanted_rows = -(-requests // ROW_MULTIPLE) * ROW_MULTIPLE if requests > ROW_MULTIPLE else requests
+    rows = max(1, min(wanted_rows, MAX_ROWS, rows_that_fit))
+    wanted = (rows * longest + BLOCK_SIZE) * token_bytes  # one block is never assigned to a row
+    return BatchPlan(rows, int(min(wanted, available)))
 
 
 def _engine(policy: PolicyModel, ready: Sequence[PreparedEval], say: Say) -> Engine:
-    """One engine for all tests, with room for the largest; on a GPU everything that takes seconds is made now."""
-    asked, module = ready[0].test.config.max_rows, policy.module
+    """Build one engine for all jobs, sized for the largest. On a GPU, kernels and graphs are compiled now."""
+    asked, module = ready[0].job.config.max_rows, policy.module
     if not isinstance(module, Decoder) or not module.embedding.weight.is_cuda:
         return build_engine(policy, Rollout(max_rows=asked or CPU_ROWS))
     arch, weight = module.arch, module.embedding.weight
@@ -189,15 +222,15 @@ def _engine(policy: PolicyModel, ready: Sequence[PreparedEval], say: Say) -> Eng
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(weight.device)
     wanted = [min(one.num_requests, asked or one.num_requests) for one in ready]
-    rooms = [
-        plan_batch_size(requests, one.longest_prompt, one.most_written, each, free)
+    plans = [
+        plan_batch_size(requests, one.longest_prompt, one.max_new_tokens, each, free)
         for requests, one in zip(wanted, ready, strict=True)
     ]
-    rows = asked or max(room.rows for room in rooms)
-    engine = build_engine(policy, Rollout(max_rows=rows, cache_gib=max(room.cache_bytes for room in rooms) / GIB))
+    rows = asked or max(plan.rows for plan in plans)
+    engine = build_engine(policy, Rollout(max_rows=rows, cache_gib=max(plan.cache_bytes for plan in plans) / GIB))
     paged = find_paged_engine(engine)
     assert paged is not None, "a decoder on a GPU has a paged cache"
-    longest = max(one.longest_prompt + one.most_written for one in ready)
+    longest = max(one.longest_prompt + one.max_new_tokens for one in ready)
     paged.prepare(longest, min(max(wanted), rows), ready[0].sampling)
     assert paged.stats.plan is not None, "made just now"
     say(paged.stats.plan.text)
@@ -211,21 +244,6 @@ def _warmup_note(engine: Engine) -> str:
     return f" (kernels {paged.stats.compile_s:.1f} s, {paged.stats.graphs} graphs {paged.stats.capture_s:.1f} s)"
 
 
-def seconds_since_start() -> float:
-    """Seconds since this process began, where the system tells (Linux); else since this module was loaded."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
-        return time.monotonic() - _LOADED
-
-
-_LOADED = time.monotonic()
-
-
-# --- one test --------------------------------------------------------------------------------------------------------
-
-
 def _measure(
     one: PreparedEval,
     journal: PartialCompletions,
@@ -234,7 +252,7 @@ def _measure(
     say: Say,
     progress: Progress,
 ) -> WorkStats:
-    config, name = one.test.config, one.test.place.name
+    config, name = one.job.config, one.job.paths.name
     done = {(row["id"], row["sample"]) for row in journal.rows}
     n, plural = config.sampling.n, "s" if config.sampling.n > 1 else ""
     goes_on = f"; {len(done):,} are there already" if done else ""
@@ -253,34 +271,34 @@ def _measure(
 def _finish(
     one: PreparedEval, journal: PartialCompletions, best_by: str | None, work: WorkStats, start_s: float, num_found: int
 ) -> MeasuredEval:
-    """Write the ordered completions, then the result: a kill between the two leaves the journal, from which both come again."""
+    """Write the ordered completions, then the result. After a kill in between, both are written again from the partial file."""
     rows = in_data_order(journal.rows, one.prompts)
     result = summarise(rows, best_by)
-    write_completions(one.test.place.completions, rows)
-    measured = MeasuredEval(one.test, result, work, start_s, num_found)
-    atomic_write(one.test.place.result, json.dumps(result_record(measured), indent=1) + "\n")
+    write_completions(one.job.paths.completions, rows)
+    measured = MeasuredEval(one.job, result, work, start_s, num_found)
+    atomic_write(one.job.paths.result, json.dumps(result_record(measured), indent=1) + "\n")
     return measured
 
 
 def check_best_by(part: str | None, known: Sequence[str]) -> None:
-    """Refuse to choose by a part that the reward does not have; `part/number` is a number that a part gives besides its value."""
+    """Raise a `UserError` for a part that the reward lacks. `part/number` is an additional number that a part reports."""
     if part is not None and part.partition("/")[0] not in known:
         raise UserError(f"--best-by {part}: the reward has no such part (it has: {', '.join(known)})")
 
 
 def result_record(measured: MeasuredEval) -> dict[str, Any]:
-    """What `<name>.json` holds."""
+    """Return the content of `<name>.json`."""
     work = measured.work
     return {
-        "name": measured.test.place.name,
+        "name": measured.job.paths.name,
         **result_json(measured.result),
         "seconds": {"start_up": measured.start_s, "generation": work.generate_s, "scoring": work.score_s},
         "resumed": measured.num_found,
         "tokens": work.num_tokens,
         "tokens_per_second": work.num_tokens / work.generate_s if work.generate_s else None,
-        "device": _device(measured.test.config.model),
-        "completions": measured.test.place.completions.name,
-        "settings": measured.test.settings,
+        "device": _device(measured.job.config.model),
+        "completions": measured.job.paths.completions.name,
+        "settings": measured.job.settings,
     }
 
 
@@ -290,7 +308,7 @@ def _device(model: Model) -> str:
 
 
 def write_combined(folder: Path, results: Sequence[dict[str, Any]], model: Path) -> Path:
-    """`results.json`: the results of one command by name, without their settings."""
+    """Write `results.json`: the results of one command by name, without their settings."""
     path = folder / f"{COMBINED_NAME}.json"
     by_name = {r["name"]: {k: v for k, v in r.items() if k != "settings"} for r in results}
     atomic_write(path, json.dumps({"model": str(model), "results": by_name}, indent=1) + "\n")

@@ -12,13 +12,17 @@ from burnish.cli.main import main
 from burnish.config.data import Source, Template
 from burnish.data.preference_pairs import EncodingOptions, load_pairs
 from burnish.data.row_formats import read_supervised_rows
-from burnish.evaluation.answers import has_code, is_broken, longest_paragraph, repeated_share, script_purity
 from burnish.evaluation.rejection_sampling import (
     PairingOptions,
     RejectionOptions,
     ScoredSample,
+    has_code,
+    is_broken,
+    longest_paragraph,
     pairs_of,
     rejection_reason,
+    repeated_share,
+    script_purity,
 )
 from burnish.models.tokenizer import Tokenizer
 from tests.trainers.tiny import TINY, WARM, run_of

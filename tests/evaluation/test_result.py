@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from burnish.evaluation.result import Lengths, TableEntry, summarise
-from burnish.evaluation.result_table import result_json, result_text, summary_table
+from burnish.evaluation.result import Lengths, TableEntry, result_json, result_text, summarise, summary_table
 from burnish.evaluation.statistics import wilson_interval
 from tests.evaluation.completion_rows import row
 

@@ -1,0 +1,36 @@
+"""Batch size and KV cache of an evaluation, from plain numbers."""
+
+from __future__ import annotations
+
+from burnish.evaluation.session import MAX_ROWS, WORK_BYTES, plan_batch_size
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB
+
+TOKEN = 28_672  # KV-cache bytes per token of a 1.5B model
+
+
+def test_a_large_device_takes_all_of_gsm8k_at_once() -> None:
+    rows, size = plan_batch_size(1319, 250, 1024, TOKEN, 130 * GIB)
+    assert rows == 1344  # whole tiles
+    assert size == (1344 * 1280 + BLOCK_SIZE) * TOKEN  # every row at its longest, and one block that no row has
+    assert size < 130 * GIB - WORK_BYTES
+
+
+def test_few_requests_take_no_more_than_they_need() -> None:
+    assert plan_batch_size(30, 250, 1024, TOKEN, 130 * GIB) == (30, (30 * 1280 + BLOCK_SIZE) * TOKEN)
+
+
+def test_more_requests_than_a_step_gains_from_wait_their_turn() -> None:
+    assert plan_batch_size(100_000, 50, 100, TOKEN, 130 * GIB).rows == MAX_ROWS
+
+
+def test_long_answers_share_the_cache_at_half_of_their_length() -> None:
+    rows, size = plan_batch_size(1319, 250, 8192, TOKEN, 130 * GIB)
+    assert size == int(130 * GIB * 0.85)
+    assert rows == int(130 * GIB * 0.85) // ((250 + 4096) * TOKEN)
+
+
+def test_a_small_device_keeps_room_to_work() -> None:
+    rows, size = plan_batch_size(1319, 250, 1024, TOKEN, 6 * GIB)
+    assert size == int(6 * GIB * 0.4)
+    assert rows == size // ((250 + 512) * TOKEN)
+    assert plan_batch_size(10, 250, 100_000, TOKEN, GIB).rows == 1  # the engine reports what does not fit
