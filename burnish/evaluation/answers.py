@@ -1,9 +1,9 @@
-r"""The answer in a completion, as the verifier that judges it would read it: for votes (maj@k) and for the format rate.
+r"""Extracts the answer of a completion as its verifier would, for majority votes (maj@k) and for the format rate.
 
-Votes need to know which completions answer alike. Right ones do, since the verifier found each equal to the expected
-answer; wrong ones do when their answers are written alike, after spelling is made plain (`\dfrac` and `\frac`, `0.50` and
-`1/2`, spaces). A completion is in format when its answer stands where it was asked for: in `\boxed{}`, in an `<answer>`
-block or after `####`; for a choice, when a letter is found; for a program, when there is a block of code.
+A vote counts completions with equal answers. All right completions are equal, because the verifier found each equal to the
+expected answer. Wrong ones are equal if their normalised answers are (`\dfrac` and `\frac`, `0.50` and `1/2`, spaces). A
+completion is in format if its answer is in `\boxed{}`, in an `<answer>` block or after `####`. A choice is in format if a
+letter is found; a program, if there is a code block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from burnish.rewards.verifiers import (
     last_boxed,
 )
 
-MAX_CHARS = 20_000  # of a completion's end that are looked at
+MAX_CHARS = 20_000
+"""Characters at the end of a completion that are searched for the answer."""
 _HASHES = "####"
 _SPELLING = (
     (re.compile(r"\\(?:left|right|[,;:! ])|[$\s]|\\%|%|\\\(|\\\)"), ""),
@@ -34,20 +35,21 @@ _CODE = re.compile(r"```.*?```", re.DOTALL)
 
 
 class Answer(NamedTuple):
-    """What a completion answers, spelled plainly; None where there is no answer to compare."""
+    """The answer of a completion."""
 
     text: str | None
+    """The normalised answer; None if there is no answer to compare."""
     is_marked: bool | None
-    """Whether it stands where it was asked for; None where nothing was asked."""
+    """Whether the answer is in the required format; None if no format is required."""
 
 
 def read_answer(kind: str, completion: str) -> Answer:
-    """The answer of a completion that the verifier `kind` judges."""
+    """Return the answer of a completion for the verifier `kind`."""
     return ANSWER_READERS.get(kind, _read_marked)(completion[-MAX_CHARS:])
 
 
 def verifier_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[str, Any]) -> str:
-    """The verifier that decides whether a row's answer is right: of the parts that apply to it the first that judges."""
+    """Return the verifier that decides whether a row's answer is right: the first applicable reward part with a verdict."""
     for part in parts:
         if not may_give_verdict(part) or (part.sources is not None and data_source not in part.sources):
             continue
@@ -58,7 +60,7 @@ def verifier_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[st
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The inside of the last `<answer>` block, of the last `\boxed{}` in it or anywhere, or what follows `####`."""
+    r"""Return the content of the last `\boxed{}` (in the last `<answer>` block if there is one), of the block, or after `####`."""
     block = answer_block(text)
     boxed = last_boxed(block or text)
     if boxed is not None:
@@ -67,9 +69,9 @@ def marked_answer(text: str) -> str | None:
 
 
 def normal_spelling(text: str) -> str:
-    """An answer in plain spelling; numbers that are written differently become the same."""
-    for pattern, instead in _SPELLING:
-        text = pattern.sub(instead, text)
+    """Normalise the spelling of an answer. Equal numbers in different notations become equal texts."""
+    for pattern, replacement in _SPELLING:
+        text = pattern.sub(replacement, text)
     text = text.rstrip(".")
     fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}", text)
     candidate = f"{fraction[1]}{fraction[2]}/{fraction[3]}" if fraction else re.sub(r"(?<=\d),(?=\d{3})", "", text)

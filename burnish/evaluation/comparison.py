@@ -1,7 +1,8 @@
-"""Two evaluations of the same questions, compared question by question: B against A.
+"""Compares two evaluations of the same questions, B against A, question by question.
 
-A question counts as right where more than half of its samples are; the difference and its test use the mean over samples.
-Questions that only one of the two has are counted and left out.
+The question is the unit: each has one difference, between two means over samples. So the interval and the test hold for one
+greedy sample per question and for many samples. In the table, a question counts as right if more than half of its samples
+are right. Questions that only one evaluation has are counted and left out. Nothing is random.
 """
 
 from __future__ import annotations
@@ -21,21 +22,17 @@ from burnish.evaluation.output_paths import COMBINED_NAME, read_result
 from burnish.evaluation.result import Row, aligned_lines, by_question, estimate_json, interval_text
 from burnish.evaluation.statistics import Z95, Estimate, mean_at_k, student_t95
 
-# --- Two models on the same questions: the difference, its interval and a test, from one difference a question.
-#
-# The question is the unit. Each question's difference is between two means over samples, so it holds for one greedy sample
-# a question and for many drawn ones. Pure functions; nothing is drawn at random.
-
-MAX_DENOMINATOR = (
-    1000  # finest grid of differences in the exact test; samples a question rarely have a larger common multiple
-)
+MAX_DENOMINATOR = 1000
+"""Finest grid of differences in the exact test. Sample counts rarely have a larger common multiple."""
+IGNORED_SETTINGS = ("model.content", "model.dtype")
+"""Settings that may differ between two models without a note."""
 
 
 def mean_difference(values: Sequence[float]) -> Estimate:
-    """The mean difference with its 95% interval.
+    """Return the mean difference with its 95% interval.
 
-    Where every difference is -1, 0 or 1 (one sample each) it is the adjusted interval of Bonett and Price (2012), which
-    adds a question gained and one lost and so holds when few changed; else Student's over the questions.
+    If every difference is -1, 0 or 1 (one sample each), this is the adjusted interval of Bonett and Price (2012). It adds one
+    gained and one lost question, and so is valid if few questions changed. Otherwise it is Student's interval over questions.
     """
     n = len(values)
     if not n:
@@ -47,18 +44,18 @@ def mean_difference(values: Sequence[float]) -> Estimate:
         half = Z95 * math.sqrt(variance / (n + 2))
         return Estimate(mean, max(-1.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
     if n == 1:
-        return Estimate(mean, -1.0, 1.0)  # one difference says nothing of how they vary
+        return Estimate(mean, -1.0, 1.0)  # one difference has no variance
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
     half = student_t95(n - 1) * math.sqrt(variance / n)
     return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half))
 
 
 def sign_flip_test(values: Sequence[float]) -> float:
-    """Two-sided p-value of the permutation test that swaps the two models on every question by a coin.
+    """Return the two-sided p-value of the permutation test that swaps the models on each question at random.
 
-    If the models are equally good, each difference may as well have the other sign. The chance that the sum with random
-    signs is at least as far from 0 is counted exactly, over all 2^n choices, by adding one question after the other to
-    the distribution of the sum. With one sample each it is McNemar's exact test.
+    If the models are equally good, each difference could have the other sign. The probability that the sum with random
+    signs is at least as far from 0 is exact over all 2^n choices: one question after the other is added to the
+    distribution of the sum. With one sample each, this is McNemar's exact test.
     """
     steps = _as_integer_steps([v for v in values if v])
     if not steps:
@@ -79,18 +76,15 @@ def sign_flip_test(values: Sequence[float]) -> float:
 
 
 def _as_integer_steps(values: Sequence[float]) -> list[int]:
-    """The values as whole multiples of their common step, or of 1/MAX_STEPS where that is finer still."""
+    """Return the values as integer multiples of 1/d, with d their common denominator, at most `MAX_DENOMINATOR`."""
     exact = [Fraction(v).limit_denominator(MAX_DENOMINATOR) for v in values]
     common = math.lcm(*(f.denominator for f in exact)) if exact else 1
     scale = min(common, MAX_DENOMINATOR)
     return [round(f * scale) for f in exact]
 
 
-IGNORED_SETTINGS = ("model.content", "model.dtype")  # of two models these may differ without a word
-
-
 class CompletionsPair(NamedTuple):
-    """The completions of one data set in both evaluations."""
+    """The files of completions of one data set in both evaluations."""
 
     name: str
     a: Path
@@ -99,55 +93,55 @@ class CompletionsPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from A to B."""
+    """The differences between A and B."""
 
     num_questions: int
-    """In both, with a score in both."""
+    """Questions with a score in both evaluations."""
     num_left_out: int
     a: Estimate
     b: Estimate
     difference: Estimate
     """B - A, paired by question."""
     p_value: float
-    """Of the sign-flip test, two-sided; with one sample each it is McNemar's exact test."""
+    """Two-sided p-value of the sign-flip test; with one sample each, of McNemar's exact test."""
     both: int
     only_a: int
     only_b: int
     neither: int
     is_sampled: bool
-    """Whether a question has several samples in either."""
+    """Whether a question has several samples in either evaluation."""
     changed: list[Row] = field(default_factory=list)
-    """The questions whose mean differs, the largest differences first."""
+    """Questions whose mean differs, largest difference first."""
 
 
 def find_pairs(a: Path, b: Path) -> list[CompletionsPair]:
-    """The data sets two results have in common; each is a folder of an evaluation, a file of completions or a result file."""
-    there, here = _completion_files(a), _completion_files(b)
-    if len(there) == len(here) == 1 and a.is_file() and b.is_file():
-        return [CompletionsPair(next(iter(here)), *there.values(), *here.values())]
-    names = [name for name in there if name in here]
+    """Return the data sets that two results share. A result is an evaluation's folder, a file of completions or a result file."""
+    files_a, files_b = _completion_files(a), _completion_files(b)
+    if len(files_a) == len(files_b) == 1 and a.is_file() and b.is_file():
+        return [CompletionsPair(next(iter(files_b)), *files_a.values(), *files_b.values())]
+    names = [name for name in files_a if name in files_b]
     if not names:
         raise UserError(
-            f"{a} has {', '.join(there)} and {b} has {', '.join(here)}: no data set in common; name two files of completions to compare them anyway"
+            f"{a} has {', '.join(files_a)} and {b} has {', '.join(files_b)}: no data set in common; name two files of completions to compare them anyway"
         )
-    return [CompletionsPair(name, there[name], here[name]) for name in names]
+    return [CompletionsPair(name, files_a[name], files_b[name]) for name in names]
 
 
 def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     """Compare two lists of completions of the same questions."""
-    there, here = _scored_by_question(a), _scored_by_question(b)
-    ids = [question for question in there if question in here]
-    _refuse_other_questions(there, here, ids)
+    groups_a, groups_b = _scored_by_question(a), _scored_by_question(b)
+    ids = [question for question in groups_a if question in groups_b]
+    _refuse_other_questions(groups_a, groups_b, ids)
     if not ids:
         raise UserError(
             "the two results have no question in common with an accuracy in both (graded rewards have one with --correct-at VALUE)"
         )
-    groups = [[[row["accuracy"] for row in side[question]] for question in ids] for side in (there, here)]
+    groups = [[[row["accuracy"] for row in side[question]] for question in ids] for side in (groups_a, groups_b)]
     means = [[sum(group) / len(group) for group in side] for side in groups]
     changes = [y - x for x, y in zip(*means, strict=True)]
     right = [(x > 0.5, y > 0.5) for x, y in zip(*means, strict=True)]
     changed = [
-        _changed_question(there[question], here[question], x, y)
+        _changed_question(groups_a[question], groups_b[question], x, y)
         for question, x, y in zip(ids, *means, strict=True)
         if x != y
     ]
@@ -168,7 +162,7 @@ def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
 
 
 def comparison_table(found: Comparison, pair: CompletionsPair) -> str:
-    """The comparison for people."""
+    """Return the comparison as text."""
     d = found.difference
     test = "sign-flip test over questions" if found.is_sampled else "McNemar's exact test"
     rows = [
@@ -185,7 +179,7 @@ def comparison_table(found: Comparison, pair: CompletionsPair) -> str:
 
 
 def comparison_json(found: Comparison, pair: CompletionsPair) -> dict[str, Any]:
-    """The comparison for machines."""
+    """Return the comparison as plain values for JSON."""
     return {
         "a": {"completions": str(pair.a), **estimate_json(found.a)},
         "b": {"completions": str(pair.b), **estimate_json(found.b)},
@@ -202,20 +196,17 @@ def comparison_json(found: Comparison, pair: CompletionsPair) -> dict[str, Any]:
 
 
 def differing_settings(pair: CompletionsPair) -> list[str]:
-    """Settings besides the model in which the two evaluations differ, as far as their result files tell."""
+    """Return the settings other than the model in which the two evaluations differ, if they have result files."""
     a, b = (read_result(path.with_suffix(".json")) for path in (pair.a, pair.b))
     if a is None or b is None:
         return []
-    then, now = a["settings"], b["settings"]
-    names = [k for k in sorted(then.keys() | now.keys()) if then.get(k) != now.get(k) and k not in IGNORED_SETTINGS]
-    return [f"{name}: {then.get(name)!r} in A, {now.get(name)!r} in B" for name in names]
-
-
-# --- details ---------------------------------------------------------------------------------------------------------
+    in_a, in_b = a["settings"], b["settings"]
+    names = [k for k in sorted(in_a.keys() | in_b.keys()) if in_a.get(k) != in_b.get(k) and k not in IGNORED_SETTINGS]
+    return [f"{name}: {in_a.get(name)!r} in A, {in_b.get(name)!r} in B" for name in names]
 
 
 def _completion_files(path: Path) -> dict[str, Path]:
-    """The files of completions a path stands for, by data set."""
+    """Return the files of completions of a path, by data set."""
     if path.is_dir():
         found = {p.stem: r for p in sorted(path.glob("*.json")) if p.stem != COMBINED_NAME and (r := read_result(p))}
         files = {name: path / result["completions"] for name, result in found.items()}
@@ -232,7 +223,7 @@ def _completion_files(path: Path) -> dict[str, Path]:
 
 
 def read_pair(pair: CompletionsPair) -> tuple[list[Row], list[Row]]:
-    """The completions of both."""
+    """Read the completions of both evaluations."""
     return read_completions(pair.a), read_completions(pair.b)
 
 
@@ -242,15 +233,15 @@ def _scored_by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _refuse_other_questions(a: dict[str, list[Row]], b: dict[str, list[Row]], ids: Sequence[str]) -> None:
     for question in ids:
-        there, here = a[question][0]["answer"], b[question][0]["answer"]
-        if there != here:
+        answer_a, answer_b = a[question][0]["answer"], b[question][0]["answer"]
+        if answer_a != answer_b:
             raise UserError(
-                f"question {question} has the answer {there!r} in A and {here!r} in B: these are not the same questions"
+                f"question {question} has the answer {answer_a!r} in A and {answer_b!r} in B: these are not the same questions"
             )
 
 
 def _changed_question(a: list[Row], b: list[Row], mean_a: float, mean_b: float) -> Row:
-    """A question that changed, with a completion of each side that shows it."""
+    """Return a question whose mean changed, with a typical completion of each side."""
 
     def example(rows: list[Row], wanted: bool) -> str:
         return str(next((row for row in rows if (row["accuracy"] >= 1) is wanted), rows[0])["completion"])

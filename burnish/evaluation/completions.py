@@ -1,6 +1,9 @@
-"""The completions an evaluation keeps: one row a sample, as jsonl or parquet by the ending of the file, and back.
+"""The completions of an evaluation: one row per sample in a jsonl or parquet file, and the partial file while it runs.
 
-A file is whole or not there at all; what is there while an evaluation runs is `burnish.evaluation.completions`'s.
+A finished file is written atomically. While an evaluation runs, `<name>.partial.jsonl` holds the settings in its first line and
+one scored completion in each further line. So a kill loses seconds, and no completion is sampled twice. A line that a kill
+tore is removed when the command is repeated. Other settings are an error that names the differences, because completions
+that were sampled in two ways are no measurement. The partial file is deleted when the result is written.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from burnish.run.durable_files import append, atomic_write
 
 SUFFIXES = (".jsonl", ".parquet")
 TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "language")
-"""Columns of a data set that divide its questions into kinds."""
+"""Columns of a data set by which results are broken down."""
+SYNC_INTERVAL_S = 1.0
+"""A loss of power costs at most this many seconds of completions. A kill costs only those that are being scored."""
+MAX_SHOWN_SETTINGS = 8
 _OBJECTS = ("tags", "parts")  # JSON text in parquet, where a column has one type
 _COLUMNS = ("id", "sample", "completion", "accuracy", "reward", "length", "answer")
 
 
 def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
-    """A completion with its question and its score, as plain values; `kind` is the verifier that judged it."""
-    is_played = "environment" in t.parts or len(t.turns) > 1  # what was said in a dialogue is no answer to vote on
+    """Return a completion with its question and score as plain values. `kind` is the verifier that judged it."""
+    is_played = "environment" in t.parts or len(t.turns) > 1  # a dialogue has no answer to vote on
     answer, question = read_answer("" if is_played else kind, t.completion), prompt.row
     tags = {name: question.extra[name] for name in TAGS if isinstance(question.extra.get(name), str | int | float)}
     return {
@@ -55,12 +61,12 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
 
 
 def encode_row(row: Row) -> bytes:
-    """A row as a line. A lone surrogate from a data file has no UTF-8 form; it must not cost the whole evaluation."""
+    """Return the line of a row. A lone surrogate from a data file has no UTF-8 form and is replaced."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
 def write_completions(path: Path, rows: list[Row]) -> None:
-    """Write the rows; `tags` and `parts` are objects in jsonl and JSON text in parquet."""
+    """Write the rows. `tags` and `parts` are objects in jsonl and JSON text in parquet."""
     if path.suffix == ".jsonl":
         atomic_write(path, b"".join(map(encode_row, rows)))
         return
@@ -79,7 +85,7 @@ def write_completions(path: Path, rows: list[Row]) -> None:
 
 
 def read_completions(path: Path) -> list[Row]:
-    """The rows of a file that `write_completions` wrote."""
+    """Read a file that `write_completions` wrote."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -108,19 +114,8 @@ def _encodable(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-# --- What an evaluation has so far, so that a kill at any moment loses seconds and no completion is there twice.
-#
-# `<name>.partial.jsonl`: the first line holds the settings, each further one a scored completion. Lines are only appended;
-# one cut short by a kill is cut off when the same command goes on. Other settings are refused with the names of those that
-# differ, since completions drawn in two ways are no measurement. When all completions are there the result and the ordered
-# file are written and the journal goes.
-
-SYNC_INTERVAL_S = 1.0  # seconds of completions that a loss of power may cost; a kill costs those being scored
-MAX_SHOWN_SETTINGS = 8
-
-
 class PartialCompletions:
-    """The open journal of one evaluation: `rows` are those it already has; `add` appends."""
+    """The open partial file of one evaluation. `rows` holds the completions so far; `add` appends."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.rows = path, list[Row]()
@@ -137,14 +132,14 @@ class PartialCompletions:
             raise
 
     def add(self, rows: list[Row]) -> None:
-        """Keep completions; forced to disk about every second."""
+        """Append completions. They are synced to disk about every second."""
         is_due = time.monotonic() - self._synced > SYNC_INTERVAL_S
         append(self.path, b"".join(map(encode_row, rows)), durable=is_due)
         self._synced = time.monotonic() if is_due else self._synced
         self.rows += rows
 
     def close(self, remove: bool = False) -> None:
-        """Let it go; `remove` when everything in it has been written elsewhere. Safe to call twice."""
+        """Close the file; with `remove`, delete it. Safe to call twice."""
         if self._lock is None:
             return
         if remove:
@@ -163,7 +158,7 @@ class PartialCompletions:
     def _begin(self, lock: int, settings: dict[str, Any]) -> None:
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        if not whole:  # new, or killed before its first line was out
+        if not whole:  # new, or killed before its first line was written
             os.ftruncate(lock, 0)
             append(self.path, json.dumps({"settings": settings}).encode() + b"\n", durable=True)
             return
@@ -177,7 +172,7 @@ class PartialCompletions:
 
 
 def refuse_other_settings(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Raise when the completions in a file were made with other settings, naming those that differ."""
+    """Raise a `UserError` if the completions in a file were made with other settings; it names the differences."""
     names = [name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name)]
     if names:
         shown = [f"  {name}: {then.get(name)!r} there, {now.get(name)!r} now" for name in names[:MAX_SHOWN_SETTINGS]]

@@ -1,7 +1,6 @@
-"""One measurement of a policy: prompts in, every completion scored and kept as it comes, a result with its intervals out.
+"""One evaluation of a policy: sample completions of prompts, score them, and summarise them with intervals.
 
-Scoring runs in other processes while the engine goes on drawing; nothing here waits for a score before the last completion
-is there.
+Scoring runs in other processes while the engine samples. Nothing waits for a score before the last completion has finished.
 """
 
 from __future__ import annotations
@@ -33,22 +32,25 @@ from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import SUBMIT_CHUNK, Progress, RoundBuilder, apply_score
 from burnish.run.run_directory import flatten_keys
 
-SEND_EVERY_S = 0.25  # completions go to the scorers this often even where few have ended
+SEND_EVERY_S = 0.25
+"""Completions are sent to the scorers this often, even if few have finished."""
+IGNORED_KEYS = ("max_rows", "reward.workers", "model.device", "data.source.path")
+"""Settings that do not change the completions."""
 
 
 @dataclass(frozen=True)
 class WorkStats:
-    """What a measurement took."""
+    """Tokens and time of an evaluation."""
 
     num_tokens: int
-    """Tokens that were drawn."""
+    """Tokens that were sampled."""
     generate_s: float
     score_s: float
     """Seconds spent waiting for scores after the last completion."""
 
 
 def seconds_text(start_s: float | None, work: WorkStats) -> str:
-    """Where the time went."""
+    """Describe where the time went."""
     start = "" if start_s is None else f"start-up {start_s:.1f} s, "
     rate = work.num_tokens / work.generate_s if work.generate_s else 0.0
     return (
@@ -64,7 +66,7 @@ def make_driver(
     environment: Environment = Environment(),  # noqa: B008 (a frozen record)
     base: Path | None = None,
 ) -> RolloutRunner:
-    """The driver of an environment; of single-turn questions unless one is given."""
+    """Return the rollout runner of an environment; by default, of single-turn questions."""
     return build_environment_driver(environment, policy, engine, seed, base)
 
 
@@ -79,30 +81,30 @@ def sample_and_score(
     parts: Sequence[RewardPart] = (),
     done: Container[tuple[str, int]] = frozenset(),
 ) -> WorkStats:
-    """`n` completions of each prompt, each handed to `keep` once when it is scored; those `done` are not drawn again.
+    """Sample and score `n` completions of each prompt, except those in `done`. `keep` gets each completion once it is scored.
 
-    The noise is that of the `eval` stream and of the prompt's id and sample alone, so a measurement that was interrupted
-    ends with the completions it would have had. `parts` tell how answers are to be read.
+    The noise depends on the `eval` stream, the prompt's id and the sample index alone. So an interrupted evaluation ends
+    with the same completions. `parts` are the reward parts; they determine how answers are extracted.
     """
     scoring = RoundBuilder(driver, rewards, [PromptSample(p, 0) for p in prompts], progress)
     kinds = {p.row.id: (p, verifier_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
-    desk = _ScoringQueue(scoring, kinds, keep)
+    queue = _ScoringQueue(scoring, kinds, keep)
     total = sum((p.row.id, sample) not in done for p in prompts for sample in range(n))
     num_tokens, started = 0, time.perf_counter()
     for i, trajectory in enumerate(driver.run(scoring.draws, n, sampling, "eval", done), start=1):
         num_tokens += trajectory.num_actions
-        desk.add(trajectory)
+        queue.add(trajectory)
         progress(f"{i}/{total} completions, {num_tokens / (time.perf_counter() - started):,.0f} tokens/s")
-    desk.send()
+    queue.send()
     generated = time.perf_counter()
     while rewards.pending:
-        desk.take(None)
+        queue.take(None)
         progress(f"scoring, {rewards.pending} left")
     return WorkStats(num_tokens, generated - started, time.perf_counter() - generated)
 
 
 class _ScoringQueue:
-    """Completions on their way through scoring: many at once to the scorers, and kept as their scores come back."""
+    """Sends completions to the scorers in batches, and keeps them as their scores return."""
 
     def __init__(
         self, scoring: RoundBuilder, kinds: dict[str, tuple[Prompt, str]], keep: Callable[[list[Row]], None]
@@ -113,14 +115,14 @@ class _ScoringQueue:
         self.sent = time.perf_counter()
 
     def add(self, trajectory: Trajectory) -> None:
-        """One more; when there are enough, or it has been a while, they go out, and what is scored meanwhile is kept."""
+        """Add a completion. If there are enough, or enough time has passed, send the batch and keep what has been scored."""
         self.fresh.append(trajectory)
         if len(self.fresh) >= SUBMIT_CHUNK or time.perf_counter() - self.sent > SEND_EVERY_S:
             self.send()
             self.take(0.0)
 
     def send(self) -> None:
-        """Everything that has ended to the scorers; what its environment has judged, or lost, needs none."""
+        """Send finished completions to the scorers, except those that their environment scored or that failed."""
         self._keep([t for t in self.fresh if t.reward is not None or t.error is not None])
         self.waiting.update((t.id, t) for t in self.fresh if t.reward is None and t.error is None)
         self.scoring.submit(self.fresh)
@@ -128,7 +130,7 @@ class _ScoringQueue:
         self.sent = time.perf_counter()
 
     def take(self, timeout_s: float | None) -> None:
-        """Keep what has been scored, waiting so long for the first."""
+        """Keep what has been scored; wait at most `timeout_s` for the first score."""
         scored = []
         for score in self.scoring.rewards.poll(timeout_s):
             scored.append(self.waiting.pop(score.id))
@@ -141,7 +143,7 @@ class _ScoringQueue:
 
 
 def in_data_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:
-    """Rows by question as in the data, then by sample."""
+    """Sort rows by question, in the order of the data, then by sample."""
     order = {p.row.id: i for i, p in enumerate(prompts)}
     return sorted(rows, key=lambda row: (order[row["id"]], row["sample"]))
 
@@ -157,26 +159,22 @@ def evaluate(
     max_rows: int = 256,
     parts: Sequence[RewardPart] = (),
 ) -> Result:
-    """`n` scored completions of each prompt, summed up. The same arguments give the same result."""
+    """Sample, score and summarise `n` completions of each prompt. The same arguments give the same result."""
     driver = make_driver(policy, build_engine(policy, Rollout(max_rows=max_rows)), seed)
     rows: list[Row] = []
     sample_and_score(driver, rewards, prompts, n, sampling, progress, rows.extend, parts)
     return summarise(in_data_order(rows, prompts))
 
 
-# --- What an evaluation was made with, as a flat dictionary: two with the same one have the same completions.
-#
-# Files count by their content and not by their place, so a data set or a model may be moved or copied between a kill and
-# the command that goes on. What leaves completions as they are (rows at once, worker processes, the device) does not count.
-
-IGNORED_KEYS = ("max_rows", "reward.workers", "model.device", "data.source.path")
-
-
 def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, Any]:
-    """The settings that decide the completions, by dotted key; `resolved` is the checked configuration as plain values."""
+    """Return the settings that determine the completions, by dotted key. Equal fingerprints mean equal completions.
+
+    `resolved` is the checked configuration as plain values. Files count by content, not by path, so that a data set or model
+    may be moved before an interrupted evaluation resumes.
+    """
     flat = {key: value for key, value in flatten_keys(resolved).items() if key not in IGNORED_KEYS}
     environment = resolved["environment"]["name"]
-    if environment == SINGLE_TURN:  # has no settings that decide anything
+    if environment == SINGLE_TURN:  # its settings have no effect
         flat = {key: value for key, value in flat.items() if not key.startswith("environment")}
     flat["model.content"] = model_digest(model)
     path = resolved["data"]["source"]["path"]

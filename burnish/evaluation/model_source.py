@@ -1,4 +1,4 @@
-"""The model a command is pointed at: a Hugging Face directory, or a run, which stands for its best checkpoint."""
+"""Finds the model of a command: a Hugging Face directory, or the best checkpoint of a run. Also its dtype and token limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from burnish.run.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the weights are; for a run also its config, and a note that says what was chosen."""
+    """The directory of the weights; for a run also its config, and a note about the chosen checkpoint."""
 
     path: Path
     note: str | None = None
@@ -25,22 +25,21 @@ class ModelSource:
 
 
 def find_model(path: Path) -> ModelSource:
-    """The model in a directory: a Hugging Face or PEFT one as it is, of a run the best checkpoint (the newest if none is scored)."""
+    """Return a Hugging Face or PEFT directory as it is; for a run, its best checkpoint, or the newest if none has a score."""
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return ModelSource(path)
     if (path / "config.yaml").is_file():
         return _best_of_run(RunDirectory.open(path))
     if not path.is_dir():
-        beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        raise UserError(f"{path} is not a directory{did_you_mean(path.name, beside) or hub_hint(str(path))}")
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        raise UserError(f"{path} is not a directory{did_you_mean(path.name, siblings) or hub_hint(str(path))}")
     raise UserError(
         f"{path} is neither a Hugging Face model directory (it has no config.json or adapter_config.json) nor a run (it has no config.yaml)"
     )
 
 
 def stored_dtype(path: Path) -> str | None:
-    """The type the weights of a directory are stored in, of an adapter those of its base, as its config says; None where it
-    does not."""
+    """Return the dtype that the config of a directory names for its weights, for an adapter those of its base; None if none."""
     if not (path / "config.json").is_file():
         from burnish.models.lora.peft_files import base_model_of
 
@@ -50,20 +49,20 @@ def stored_dtype(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def compute_dtype(subject: ModelSource, on_gpu: bool) -> str:
-    """The type to sample in where the command gives none: that of the run the model comes from.
+def compute_dtype(source: ModelSource, on_gpu: bool) -> str:
+    """Return the default dtype for sampling: that of the run that the model comes from.
 
-    Without a run it is, on a GPU, the half precision that the weights are stored in, else bfloat16. A CPU samples in float32, and in
-    float64 where the run did: half precision saves no time there.
+    Without a run, a GPU samples in the half precision that the weights are stored in, else in bfloat16. A CPU samples in
+    float32, because half precision saves no time there, or in float64 if the run did.
     """
-    beside = subject.path.parent.parent / "config.yaml" if subject.path.parent.name == "checkpoints" else None
-    config = subject.config
-    if not config and beside is not None and beside.is_file():  # a checkpoint that was named itself
-        config = parse_yaml(beside.read_text(encoding="utf-8"), str(beside)) or {}
+    run_config = source.path.parent.parent / "config.yaml" if source.path.parent.name == "checkpoints" else None
+    config = source.config
+    if not config and run_config is not None and run_config.is_file():  # the command named a checkpoint
+        config = parse_yaml(run_config.read_text(encoding="utf-8"), str(run_config)) or {}
     ran_in = (config.get("model") or {}).get("dtype", Model().dtype) if config else None
     if not on_gpu:
         return "float64" if ran_in == "float64" else "float32"
-    stored = stored_dtype(subject.path)
+    stored = stored_dtype(source.path)
     return ran_in or (stored if stored in ("bfloat16", "float16") else "bfloat16")
 
 
@@ -86,9 +85,9 @@ def fit_max_tokens(
     positions: int | None,
     environment: Environment = Environment(),  # noqa: B008 (a frozen record)
 ) -> tuple[int, str | None]:
-    """`max_tokens` cut to what the model's positions and environment.max_tokens leave after the longest prompt, and a note if it was.
+    """Reduce `max_tokens` to what the model's positions and environment.max_tokens leave after the longest prompt.
 
-    Several turns share what is left: a turn that might not fit is not begun, so one that may take all of it would be the only one.
+    Returns a note if it was reduced. Several turns share what is left, because a turn that might not fit is not started.
     """
     limits = [limit for limit in (positions, environment.max_tokens) if limit is not None]
     longest, turns = min(limits, default=None), environment.max_turns
@@ -106,25 +105,22 @@ def fit_max_tokens(
     return left, f"max_tokens cut from {max_tokens} to {left}: {of}, {longest_prompt} of them prompt{rest}"
 
 
-# --- Text from tokens as they come: only what no later token can change.
-
-
 class TextStream:
-    """Decodes one completion token by token; what `push` and `finish` give, joined, is the decoded whole.
+    """Decodes one completion token by token. The outputs of `push` and `finish`, joined, are the decoded completion.
 
-    A character whose bytes are spread over several tokens waits for its last one. Tokens are decoded behind the last
-    ones shown, because decoders drop the space before a text's first word.
+    A character that spans several tokens is shown with its last token. New tokens are decoded together with the last ones
+    shown, because decoders drop the space before the first word of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._tokens: list[int] = []  # those shown last, then those not shown yet
+        self._tokens: list[int] = []  # the last tokens shown, then those not shown yet
         self._num_shown = 0
         self._shown = ""
 
     def push(self, token: int) -> str:
-        """The text this token completes, perhaps none."""
-        if self.tokenizer.is_special(token):  # decoding leaves it out
+        """Return the text that this token completes; it may be empty."""
+        if self.tokenizer.is_special(token):  # decoding skips it
             return ""
         self._tokens.append(token)
         text = self.tokenizer.decode(self._tokens)
@@ -139,13 +135,13 @@ class TextStream:
         return ""
 
     def finish(self) -> str:
-        """What is left: the bytes of a character that never came to its end, as the decoder writes them."""
+        """Return the rest: an incomplete character, as the decoder writes it."""
         return self._show(self.tokenizer.decode(self._tokens), len(self._tokens))
 
     def _show(self, text: str, count: int) -> str:
-        """What is new in the text of the first `count` tokens."""
+        """Return the new part of the text of the first `count` tokens."""
         new = text[len(self._shown) :]
-        if new:  # a token without text is no context: the next word would lose its space behind it
+        if new:  # a token without text is no context: the next word would lose its leading space
             context = self._tokens[self._num_shown : count]
             self._tokens = context + self._tokens[count:]
             self._num_shown = len(context)

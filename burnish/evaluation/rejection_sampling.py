@@ -1,7 +1,12 @@
-"""`burnish data reject`: rejection sampling, completions that were judged right become demonstrations for `burnish sft`.
+"""Training data from scored samples: `burnish data reject` writes demonstrations, `burnish data pairs` writes preferences.
 
-DeepSeek-R1 (2501.12948) fine-tunes its base again on right, readable, single-language samples of its first RL stage; Kimi
-k1.5 (2501.12599) on the shortest right sample of each prompt (long2short).
+Rejection sampling turns right completions into demonstrations for `burnish sft`. DeepSeek-R1 (2501.12948) fine-tunes on
+right, readable, single-language samples of its first RL stage; Kimi k1.5 (2501.12599) on the shortest right sample of each
+prompt. Pairs are preferences for `burnish prefer`: the shortest right sample is chosen; rejected are longer wrong samples, and
+right ones at least `ratio` times as long (long2short DPO of Kimi k1.5).
+
+Samples come from the completions of an evaluation or from a run's tables. A completions file has each prompt as the
+rendered text. Training renders prompts again, so they are read from the original rows: `--prompts`, or the run's data.
 """
 
 from __future__ import annotations
@@ -53,33 +58,33 @@ class ScoredSample:
     where: str
     prompt_id: str
     prompt: str
-    """The text the model was given."""
+    """The rendered text that the model got."""
     completion: str
     accuracy: float | None
     length: int
     is_whole: bool
-    """It ended by itself, and nothing went wrong with scoring it."""
+    """Whether it is not truncated and its scoring did not fail."""
     answer: str | None
 
 
 def is_right(sample: ScoredSample) -> bool:
-    """Whether the verifier found it wholly right."""
+    """Whether the verifier found the sample fully right."""
     return sample.accuracy is not None and sample.accuracy >= CORRECT
 
 
 def source_checksums(source: Path, prompts: Path | None) -> dict[str, Any]:
-    """The checksums of everything that is read, as a manifest holds them."""
+    """Return the checksums of all input files for a manifest."""
     files = [path for _, _, path in _train_tables(source)] if source.is_dir() else [completions_file(source)]
     return {"source": checksums(files), "prompts": checksums([] if prompts is None else find_files(str(prompts)))}
 
 
 def read_samples_of(source: Path) -> list[ScoredSample]:
-    """The samples of a run's folder or of a file of completions."""
+    """Read the samples of a run's folder or of a file of completions."""
     return run_samples(source) if source.is_dir() else file_samples(source)
 
 
 def file_samples(path: Path) -> list[ScoredSample]:
-    """The completions of an evaluation."""
+    """Read the completions of an evaluation."""
     found = []
     for where, record in completions(path):
         whole = not (record.get("truncated") or record.get("timed_out") or record.get("error"))
@@ -101,7 +106,7 @@ def file_samples(path: Path) -> list[ScoredSample]:
 
 
 def run_samples(run: Path) -> list[ScoredSample]:
-    """The samples a run kept in its tables (`run.samples_every`)."""
+    """Read the training samples in a run's tables (`run.samples_every`)."""
     found = []
     for _, _, path in _train_tables(run):
         for number, row in enumerate(read_table(path), 1):
@@ -123,7 +128,7 @@ def _train_tables(run: Path) -> list[tuple[int, str, Path]]:
 
 
 def prompts_of(samples: Sequence[ScoredSample], source: Path, prompts: Path | None) -> dict[str, str | list[Message]]:
-    """What each prompt id asks, as its row has it; without rows, the text the model was given."""
+    """Return the prompt of each id as its data row has it; without rows, the rendered text."""
     if source.is_dir():
         sources, seed = run_sources(source, prompts, "--prompts")
         asked = {
@@ -159,7 +164,7 @@ def prompts_of(samples: Sequence[ScoredSample], source: Path, prompts: Path | No
 
 
 def _with_limit(source: Source, samples: Sequence[ScoredSample]) -> Source:
-    """A source with an end: of an endless task as many rows as the samples reach into."""
+    """Limit an endless task to the rows that the samples use."""
     if source.task is None or source.limit is not None:
         return source
     prefix = f"{source_name(source)}/"
@@ -169,17 +174,17 @@ def _with_limit(source: Source, samples: Sequence[ScoredSample]) -> Source:
 
 @dataclass(frozen=True)
 class RejectionOptions:
-    """Which completions are good enough."""
+    """Which completions become demonstrations."""
 
     most: int = 1
-    """Of one prompt."""
+    """Completions per prompt."""
     pick: str = "shortest"
     seed: int = 0
     language: str | None = None
     purity: float = 0.98
-    """Share of words that must be of one script."""
+    """Smallest share of words in one script."""
     max_repeat: float = 0.2
-    """Share of runs of words that may stand there twice."""
+    """Largest share of repeated word n-grams."""
     max_paragraph: int | None = None
     no_code: bool = False
 
@@ -192,7 +197,7 @@ def write_demonstrations(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Write the demonstrations; `prompts` is the file that was answered. The manifest, and whether anything was written."""
+    """Write the demonstrations. `prompts` is the file of the prompts. Returns the manifest, and whether anything was written."""
     if options.most < 1:
         raise UserError(f"--most {options.most}: expected 1 or more")
     asked = {"command": "reject", **asdict(options), **source_checksums(source, prompts)}
@@ -222,7 +227,7 @@ def _demonstrations(source: Path, options: RejectionOptions, prompts: Path | Non
 
 
 def rejection_reason(sample: ScoredSample, options: RejectionOptions) -> str | None:
-    """Why a completion is no demonstration, or None."""
+    """Return why a completion is rejected, or None."""
     text = sample.completion
     if not is_right(sample):
         return "not judged" if sample.accuracy is None else "wrong"
@@ -244,7 +249,7 @@ def rejection_reason(sample: ScoredSample, options: RejectionOptions) -> str | N
 
 
 def _picked(samples: Sequence[ScoredSample], options: RejectionOptions, kept: KeptRows) -> list[ScoredSample]:
-    """At most so many of one prompt; of equally short ones the earlier."""
+    """Return at most `options.most` samples of one prompt. Of equally short ones, the earlier wins."""
 
     def rank(index: int) -> tuple[int, int]:
         sample = samples[index]
@@ -306,11 +311,8 @@ def is_broken(text: str) -> bool:
     return any(c in _BROKEN_CHARACTERS or (unicodedata.category(c) == "Cc" and c not in _ALLOWED_CONTROL) for c in text)
 
 
-# --- what is written ---------------------------------------------------------------------------------------------------
-
-
 def _records(samples: Sequence[ScoredSample], asked: dict[str, str | list[Message]]) -> list[Record]:
-    """Conversations as `messages`; prompts that are text, or have an assistant in them already, as prompt and completion."""
+    """Return records with `messages`; if a prompt is text or contains an assistant message, with `prompt` and `completion`."""
     as_messages = all(_is_question(asked[sample.prompt_id]) for sample in samples)
     records: list[Record] = []
     for sample in samples:
@@ -324,23 +326,17 @@ def _records(samples: Sequence[ScoredSample], asked: dict[str, str | list[Messag
 
 
 def _is_question(prompt: str | Iterable[Message]) -> bool:
-    """Whether a prompt is messages none of which would be learnt."""
+    """Whether a prompt is a list of messages without an assistant message, which would be trained on."""
     return not isinstance(prompt, str) and all(message["role"] != "assistant" for message in prompt)
-
-
-# --- `burnish data pairs`: samples of one prompt as preferences for `burnish prefer`, the shortest right one before longer ones.
-#
-# Chosen is the shortest right sample; rejected are wrong ones longer than it, and right ones at least `ratio` times as
-# long. Kimi k1.5 (2501.12599), long2short DPO.
 
 
 @dataclass(frozen=True)
 class PairingOptions:
-    """Which samples are paired."""
+    """How samples are paired."""
 
     ratio: float = 1.5
     most: int | None = None
-    """Pairs of one prompt; the longest rejected ones come first."""
+    """Pairs per prompt; those with the longest rejected sample come first."""
 
 
 def write_pairs(
@@ -351,7 +347,7 @@ def write_pairs(
     force: bool = False,
     report: ProgressReport = no_progress,
 ) -> tuple[dict[str, Any], bool]:
-    """Write rows with `prompt`, `chosen` and `rejected`; the manifest, and whether anything was written."""
+    """Write rows with `prompt`, `chosen` and `rejected`. Returns the manifest, and whether anything was written."""
     if options.ratio < 1 or (options.most is not None and options.most < 1):
         raise UserError(f"--ratio {options.ratio:g} and --most {options.most}: expected 1 or more")
     asked = {"command": "pairs", **asdict(options), **source_checksums(source, prompts)}
@@ -378,7 +374,7 @@ def _paired(source: Path, options: PairingOptions, prompts: Path | None, report:
 
 
 def pairs_of(samples: Sequence[ScoredSample], options: PairingOptions) -> list[tuple[ScoredSample, ScoredSample]]:
-    """(chosen, rejected), prompt by prompt; a sample that was cut off is never chosen, and texts that are alike are no pair."""
+    """Return (chosen, rejected) pairs, prompt by prompt. A truncated sample is never chosen; equal texts are no pair."""
     import torch
 
     from burnish.algorithms.curriculum.prompt_selection import long2short_pairs

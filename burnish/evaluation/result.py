@@ -1,7 +1,7 @@
-"""The numbers of an evaluation, from its completions alone: a row a sample in, every estimate with its interval out.
+"""The result of an evaluation: every estimate with its interval, computed from the completions alone, as text and as JSON.
 
-Rows are plain dictionaries (`burnish.evaluation.completions`), so what was measured can be summed up again from the file.
-Samples whose scorer failed are counted in `num_failed` and in no score.
+Rows are plain dictionaries (`burnish.evaluation.completions`), so a result can be computed again from the file. Samples
+whose scoring failed count in `num_failed` and in no score.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from burnish.evaluation.statistics import (
 )
 
 Row = dict[str, Any]
-MAX_TABLE_ROWS = 40  # of a column that divides the questions; one with more is no table a person reads
+MAX_TABLE_ROWS = 40
+"""A column with more values than this gets no table."""
+MIN_WIDTH = 11
+CORRECT_VOTE = ("right",)
+"""The common vote of all right answers, whatever their spelling. No answer text equals it."""
+NO_ACCURACY = "- (the rewards are graded: --correct-at VALUE says from which on an answer counts as right)"
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the completions."""
+    """Lengths of the completions in tokens."""
 
     mean: float
     median: float
     p95: float
     longest: int
     right: float | None
-    """Mean of the right ones."""
+    """Mean length of the right completions."""
     wrong: float | None
 
 
@@ -48,43 +53,43 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured."""
+    """The summary of an evaluation."""
 
     num_prompts: int
     num_samples: int
     n: int
     """Samples a question."""
     accuracy: Estimate | None
-    """mean@n; None where no sample has an accuracy: every scorer failed, or the reward is graded (`format`, a function that gives numbers)."""
+    """mean@n; None if no sample has an accuracy, because all scoring failed or the reward is graded."""
     reward: Estimate | None
     pass_at: dict[int, Estimate]
     maj_at: dict[int, Estimate]
-    """Empty where no answer can be read out of a completion to vote with."""
+    """Empty if no answer can be extracted from the completions."""
     best_at: dict[int, Estimate]
-    """Of the sample scored highest by `best_by`: how often it is right, or, by the reward itself, its reward."""
+    """Accuracy of the sample with the highest `best_by` part; if `best_by` is the reward itself, its reward."""
     best_by: str
     parts: dict[str, float]
-    """Mean of each part of the reward, where there are several."""
+    """Mean of each part of the reward, if there are several."""
     lengths: Lengths
     truncated: Estimate
     """Share of the samples that hit max_tokens."""
     formatted: Estimate | None
-    """Share of the samples whose answer stands where it was asked for."""
+    """Share of the samples whose answer is in the required format."""
     num_failed: int
     num_timed_out: int
     tables: dict[str, dict[str, TableEntry]] = field(default_factory=dict)
-    """Accuracy by subject, level, ..., where the questions have several."""
+    """Accuracy by subject, level and so on, if the questions have several."""
     rows: list[Row] = field(default_factory=list)
-    """One a sample, in the order of the questions."""
+    """One row per sample, in the order of the questions."""
 
     @property
     def first_error(self) -> str | None:
-        """What the first failed scorer said."""
+        """The error of the first sample whose scoring failed."""
         return next((row["error"] for row in self.rows if row["error"]), None)
 
 
 def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
-    """The result of completions, all samples of all questions. `best_by` is a part of the reward that chooses for best@k."""
+    """Summarise all samples of all questions. `best_by` is the reward part by which best@k chooses."""
     if not rows:
         raise ValueError("no completions")
     groups = by_question(rows)
@@ -117,7 +122,7 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
 
 
 def by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each question, questions in the order in which they come."""
+    """Group rows by question, in order of appearance."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["id"], []).append(row)
@@ -125,18 +130,15 @@ def by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def judged_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows whose reward tells correct from wrong. A call that timed out counts as wrong, unless no other row has an accuracy: then rewards are graded."""
+    """Return the rows with an accuracy. A reward call that timed out counts as wrong; if only such rows have one, return none."""
     found = [row for row in rows if row["accuracy"] is not None]
     return found if any(not row["timed_out"] for row in found) else []
-
-
-# --- what choosing among k gives -------------------------------------------------------------------------------------
 
 
 def _at_each_k(
     groups: Sequence[list[Row]], n: int, value: Callable[[list[Row], int], float | None]
 ) -> dict[int, Estimate]:
-    """A value of each question that has k samples, averaged, for k = 2, 4, ... n (one sample leaves nothing to choose)."""
+    """Average a value over the questions with at least k samples, for k = 2, 4, ..., n."""
     found = {}
     for k in powers_up_to(n):
         usable = [group for group in groups if len(group) >= k > 1]
@@ -150,15 +152,12 @@ def _majority(group: list[Row], k: int) -> float:
     return maj_at_k([CORRECT_VOTE if row["accuracy"] >= 1 else row["answered"] for row in group], CORRECT_VOTE, k)
 
 
-CORRECT_VOTE = ("right",)  # the one vote of all right answers, whatever their spelling; no text is equal to it
-
-
 def _best(groups: Sequence[list[Row]], n: int, part: str | None) -> dict[int, Estimate]:
-    """best@k: by the reward its expected highest value, where rewards are graded; by a part how often its choice is right."""
+    """Return best@k: the expected highest reward if rewards are graded; by a part, the accuracy of its choice."""
     if part is not None:
         return _at_each_k(groups, n, lambda group, k: _chosen(group, part, k))
     if all(row["reward"] in (0, 1) for group in groups for row in group):
-        return {}  # that is pass@k
+        return {}  # with rewards 0 and 1, best@k equals pass@k
     return _at_each_k(groups, n, _highest)
 
 
@@ -172,9 +171,6 @@ def _chosen(group: list[Row], part: str, k: int) -> float | None:
     if len(usable) < k:
         return None
     return best_at_k([row["parts"][part] for row in usable], [row["accuracy"] for row in usable], k)
-
-
-# --- rates, lengths, tables ------------------------------------------------------------------------------------------
 
 
 def _share(groups: dict[str, list[Row]], column: str) -> Estimate:
@@ -208,7 +204,7 @@ def _lengths(rows: Sequence[Row]) -> Lengths:
 
 
 def _tables(scored: dict[str, list[Row]]) -> dict[str, dict[str, TableEntry]]:
-    """Accuracy by each column that divides the questions into several kinds, and by data source where there are several."""
+    """Return accuracy by each tag column, and by data source, that has several values."""
     columns = dict.fromkeys(name for group in scored.values() for name in group[0]["tags"])
     tables: dict[str, dict[str, TableEntry]] = {}
     for column in ["data_source", *columns]:
@@ -230,11 +226,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-MIN_WIDTH = 11
-
-
 def result_text(result: Result) -> str:
-    """The numbers a person wants, a line each."""
+    """Return the main numbers as text, one per line."""
     n = result.n
     rows = [("prompts", f"{result.num_prompts:,}" + (f" x {n} samples" if n > 1 else ""))]
     rows.append((accuracy_name(n), interval_text(result.accuracy) if result.accuracy else NO_ACCURACY))
@@ -257,27 +250,24 @@ def _table_text(column: str, shares: Mapping[str, TableEntry]) -> str:
     return f"by {column}\n{aligned_lines(rows)}"
 
 
-NO_ACCURACY = "- (the rewards are graded: --correct-at VALUE says from which on an answer counts as right)"
-
-
 def aligned_lines(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values, aligned."""
+    """Return names and values in two aligned columns."""
     width = max(MIN_WIDTH, *(len(name) for name, _ in rows))
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
 
 
 def interval_text(estimate: Estimate) -> str:
-    """`0.402  (95% interval 0.372 to 0.433)`."""
+    """Format an estimate as `0.402  (95% interval 0.372 to 0.433)`."""
     return f"{estimate.mean:.3f}  (95% interval {estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def accuracy_name(n: int) -> str:
-    """What the mean over n samples is called."""
+    """Return the name of the mean over n samples."""
     return f"mean@{n}" if n > 1 else "accuracy"
 
 
 def length_text(result: Result) -> str:
-    """Mean and spread of the lengths."""
+    """Describe the lengths."""
     sizes = result.lengths
     parts = [
         f"{sizes.mean:.1f} tokens (median {sizes.median:.0f}, 95% up to {sizes.p95:.0f}, longest {sizes.longest:,}"
@@ -288,7 +278,7 @@ def length_text(result: Result) -> str:
 
 
 def summary_table(results: Mapping[str, Result]) -> str:
-    """Several data sets in one table; what not all of them have is `-`."""
+    """Return one table of several data sets. A missing value is `-`."""
     head = ["", "prompts", "n", "mean@n", "95% interval", "pass@n", "maj@n", "truncated", "in format", "length"]
     body = [head, *(_summary_row(name, result) for name, result in results.items())]
     widths = [max(len(row[i]) for row in body) for i in range(len(head))]
@@ -315,7 +305,7 @@ def _summary_row(name: str, result: Result) -> list[str]:
 
 
 def result_json(result: Result) -> dict[str, Any]:
-    """The numbers as plain values; an estimate is `{"value", "low", "high"}`."""
+    """Return the numbers as plain values. An estimate is `{"value", "low", "high"}`."""
 
     def each(estimates: Mapping[int, Estimate], name: str) -> dict[str, Any]:
         return {f"{name}@{k}": estimate_json(e) for k, e in estimates.items()}
@@ -351,5 +341,5 @@ def result_json(result: Result) -> dict[str, Any]:
 
 
 def estimate_json(estimate: Estimate) -> dict[str, float]:
-    """An estimate for JSON."""
+    """Return an estimate as plain values."""
     return {"value": estimate.mean, "low": estimate.low, "high": estimate.high}

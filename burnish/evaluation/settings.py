@@ -1,8 +1,8 @@
-"""The settings of one evaluation, with the names a training recipe uses: `burnish eval DIR DATA reward.timeout_s=30`.
+"""The settings of one evaluation, with the same keys as a training recipe: `burnish eval DIR DATA reward.timeout_s=30`.
 
-A benchmark named by its name brings its file, its reward and its max_tokens, the same for every model. A run brings its own
-template and dtype, and for any other data its reward, environment, seed and max_tokens, so that its checkpoint is asked the way it
-was trained. Whatever the command says wins. No torch here.
+A benchmark sets its file, reward and max_tokens, the same for every model. A run sets its template and dtype. For data that
+is no benchmark, it also sets its reward, environment, seed and max_tokens, so that a checkpoint is evaluated the way it was
+trained. The command line overrides all of these. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from burnish.rewards.verifiers import VERIFIERS
 
 TASK_PREFIX = "task:"
 TASK_LIMIT = 1000
-"""Problems of a generated task, which has no end, when no limit is given."""
+"""Number of problems of a generated task, which is endless, if no limit is given."""
 
 
 class EvalData(Record):
@@ -84,12 +84,12 @@ class EvalConfig(Record):
         return self
 
     def prompts(self, positions: int | None) -> Data:
-        """The data section as the prompt reader wants it; one position at least is left to answer in."""
-        room = sys.maxsize if positions is None else positions - 1
+        """Return the data section for the prompt reader. At least one position is left for the answer."""
+        longest = sys.maxsize if positions is None else positions - 1
         return Data(
             validation=[self.data.source],
             template=self.data.template,
-            max_prompt_tokens=min(self.data.max_prompt_tokens or room, room),
+            max_prompt_tokens=min(self.data.max_prompt_tokens or longest, longest),
             overlong_prompts=self.data.overlong_prompts,
         )
 
@@ -97,8 +97,10 @@ class EvalConfig(Record):
 def load_settings(
     data: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any], folder: Path | None = None
 ) -> Loaded[EvalConfig]:
-    """The checked settings: defaults, then the run's and the benchmark's own, then flags (by dotted key; None is not given),
-    then overrides. `folder` holds the benchmarks' files."""
+    """Return the checked settings: defaults, then those of the run and the benchmark, then flags, then overrides.
+
+    Flags are by dotted key; None means not given. `folder` holds the files of the benchmarks.
+    """
     source = _source(data, folder)
     given = {key: value for key, value in flags.items() if value is not None}
     brought = {**_from_run(run, source.get("task"), data in BENCHMARKS), **_from_benchmark(data)}
@@ -111,14 +113,14 @@ def load_settings(
 
 
 def is_given(key: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any]) -> bool:
-    """Whether the command or the run sets a key; what nobody set may be chosen by the machine."""
+    """Whether the command or the run sets a key. A key that is not set may get a default that depends on the machine."""
     section, _, name = key.partition(".")
     named = {text.partition("=")[0] for text in overrides} | {k for k, value in flags.items() if value is not None}
     return bool({key, section} & named) or name in run.get(section, {})
 
 
 def _source(data: str, folder: Path | None) -> dict[str, Any]:
-    """What the command's word for data means: a task, a benchmark (a word in their table), or files."""
+    """Resolve the data argument of the command: a task, the name of a benchmark, or files."""
     if data.startswith(TASK_PREFIX):
         return {"task": data.removeprefix(TASK_PREFIX)}
     if data in BENCHMARKS:
@@ -134,7 +136,7 @@ def _from_benchmark(data: str) -> dict[str, Any]:
 
 
 def _from_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict[str, Any]:
-    """What a run's config says that holds for an evaluation too; its reward and environment only where they fit this data."""
+    """Return the settings of a run that apply to an evaluation; its reward and environment only if they fit the data."""
     found: dict[str, Any] = {}
     template = run.get("template") or run.get("data", {}).get("template")
     if template:
@@ -165,7 +167,7 @@ def _sets_reward(laid: dict[str, Any], overrides: Sequence[str]) -> bool:
 
 
 def _reward_of_rows(data: str) -> list[dict[str, Any]]:
-    """Rows that `burnish data prepare` wrote name their verifier; what counts as right in another file only its user knows."""
+    """Return the reward for rows that name their verifier, as `burnish data prepare` writes them; else raise a `UserError`."""
     find_files(data)
     _, first = next(read_records(data), ("", {}))
     info = first.get("extra_info")

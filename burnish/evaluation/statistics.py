@@ -1,10 +1,12 @@
-"""What n samples of each question say about a policy, and how sure it is: one value a question, an interval over questions.
+"""Estimates from n samples of each question, with 95% intervals over questions: mean@k, pass@k, maj@k and best@k.
 
-Pure Python. `groups` is one sequence of accuracies a question. Questions are the independent draws and the samples of one
-question are not, so every interval here is over questions. All shares use one interval: Wilson's, at the number of
-independent trials that would vary as the questions' values do. With one greedy sample a question that is Wilson's own
-interval; with many samples it is as narrow as the questions allow; near 0 and 1 it stays inside, where a normal one does not.
-Nothing is drawn at random, so the same completions give the same digits on any machine.
+`groups` has one sequence of accuracies per question. Questions are independent and the samples of one question are not,
+so every interval is over questions. All shares use Wilson's interval, with the effective number of independent trials that
+matches the variance between questions. With one greedy sample per question, this is Wilson's own interval. Unlike a
+normal interval, it stays inside 0..1.
+
+maj@k and best@k are exact expectations over every choice of k among the n samples, like pass@k. Nothing is random, so the
+same completions give the same digits on any machine.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import numpy as np
 
 Z95 = 1.959963984540054  # two-sided 95% point of the normal distribution
 Groups = Sequence[Sequence[float]]
+MAX_EXACT_BINOMIAL = 500
+"""Largest n for which C(n, n/2) is computed as a float; beyond it, logarithms are used."""
 
 
 class Estimate(NamedTuple):
@@ -30,7 +34,7 @@ class Estimate(NamedTuple):
 
 
 def wilson_interval(mean: float, n: float) -> Estimate:
-    """Wilson's score interval for a share of n independent trials (Wilson, 1927): never empty, never outside 0..1."""
+    """Return Wilson's score interval for a share of n independent trials (Wilson, 1927). It is never outside 0..1."""
     z2 = Z95 * Z95
     centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
@@ -38,7 +42,7 @@ def wilson_interval(mean: float, n: float) -> Estimate:
 
 
 def student_t95(freedom: int) -> float:
-    """Two-sided 95% point of Student's distribution: a table for few degrees, the Cornish-Fisher series from ten."""
+    """Return the two-sided 95% point of Student's t: from a table up to 9 degrees of freedom, then the Cornish-Fisher series."""
     small = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 9: 2.2622}
     if freedom in small:
         return small[freedom]
@@ -52,13 +56,12 @@ def student_t95(freedom: int) -> float:
 
 
 def clustered_interval(values: Sequence[float], trials: float) -> Estimate:
-    """The mean of one value a question, with its interval; `trials` is the most independent trials there can have been.
+    """Return the mean of one value per question, with its interval. `trials` is the largest possible number of independent trials.
 
-    For values in 0..1 Wilson's interval at the effective number of trials (Kish, 1965): as many independent ones as would
-    give the variance seen between questions, at least a trial a question (values in 0..1 cannot vary more) and at most
-    `trials`. The variance of few questions is itself uncertain, so it counts as Student's interval would have it. Where
-    every value is 1, or every one 0, only the questions count. Values outside 0..1, which graded rewards may be, get
-    a normal interval.
+    For values in 0..1, this is Wilson's interval with the effective number of trials (Kish, 1965): the number of independent
+    trials with the variance seen between questions. It is at least the number of questions, because values in 0..1 cannot
+    vary more, and at most `trials`. A Student factor accounts for the uncertain variance of few questions. If all values are
+    0 or all are 1, the number of questions is used. Values outside 0..1 (graded rewards) get a normal interval.
     """
     if not values:
         raise ValueError("no samples")
@@ -77,21 +80,18 @@ def clustered_interval(values: Sequence[float], trials: float) -> Estimate:
 
 
 def mean_at_k(groups: Groups) -> Estimate:
-    """The mean over questions of each question's mean over its samples (mean@k).
+    """Return the mean over questions of each question's mean over its samples (mean@k).
 
-    k is the samples there are: fewer would have the same expectation and a wider interval.
+    All samples are used: fewer would have the same expectation and a wider interval.
     """
     groups = [g for g in groups if g]
     return clustered_interval([math.fsum(g) / len(g) for g in groups], sum(map(len, groups)))
 
 
-# --- pass@k ----------------------------------------------------------------------------------------------------------
-
-
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn without replacement from n of which `correct` are right, is right.
+    """Return the probability that at least one of k samples is right, drawn without replacement from n with `correct` right ones.
 
-    Unbiased: 1 - C(n-c, k) / C(n, k), as the product that does not overflow (Chen et al., 2107.03374).
+    The unbiased estimate is 1 - C(n-c, k) / C(n, k), computed as a product that does not overflow (Chen et al., 2107.03374).
     """
     if not (0 <= correct <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= correct <= n and 1 <= k <= n, got n={n}, correct={correct}, k={k}")
@@ -101,9 +101,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(groups: Groups, k: int) -> Estimate | None:
-    """pass@k over the questions that have k samples or more, None where none has; an accuracy of 1 is right.
+    """Return pass@k over the questions with at least k samples; None if there are none. An accuracy of 1 is right.
 
-    n samples hold n/k independent draws of k, so that many trials a question at most.
+    n samples contain n/k independent draws of k samples, so a question counts as at most n/k trials.
     """
     usable = [g for g in groups if len(g) >= k]
     if not usable:
@@ -114,25 +114,16 @@ def mean_pass_at_k(groups: Groups, k: int) -> Estimate | None:
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... and n itself."""
+    """Return 1, 2, 4, ... and n itself."""
     powers = [1 << i for i in range(n.bit_length())]
     return powers if powers[-1] == n else [*powers, n]
 
 
-# --- What choosing one of k samples gives, by a vote (maj@k) or by a score (best@k), exactly.
-#
-# n samples of a question are drawn and k of them are put to the choice. Both functions give the expectation over every
-# k of the n samples, as pass@k does: by counting, not by drawing subsets at random, so there is no seed and no noise
-# besides that of the samples themselves.
-
-MAX_EXACT_BINOMIAL = 500  # C(n, n/2) of many more is no float; then logarithms
-
-
 def maj_at_k(votes: Sequence[Hashable | None], right: Hashable, k: int) -> float:
-    """Chance that the answer `right` wins the vote of k of the samples; a None has no vote.
+    """Return the probability that the answer `right` wins the vote of k random samples. None is no vote.
 
-    The answer with most votes wins; of several with as many, each wins equally often (which is what taking the first
-    one drawn comes to). k samples without a single vote are wrong. Self-consistency: Wang et al., 2203.11171.
+    The answer with most votes wins. Tied answers win equally often, which is the same as taking the first one sampled. k
+    samples without any vote count as wrong. Self-consistency: Wang et al., 2203.11171.
     """
     n = len(votes)
     if not 1 <= k <= n:
@@ -144,10 +135,10 @@ def maj_at_k(votes: Sequence[Hashable | None], right: Hashable, k: int) -> float
 
 @functools.lru_cache(maxsize=1 << 14)
 def _majority_chance(right: int, wrong: tuple[int, ...], silent: int, k: int) -> float:
-    """The same of counts: samples that are right, that gave each wrong answer, and that gave none.
+    """`maj_at_k` from counts: right samples, samples of each wrong answer, and samples without an answer.
 
-    Drawing k of n is drawing each with the chance k/n, given that k were drawn. So the numbers drawn of each answer are
-    independent binomials, divided by the chance of k in all: sums of products of chances, which no n makes overflow.
+    Choosing k of n samples equals choosing each with probability k/n, given that k were chosen. So the numbers chosen of each
+    answer are independent binomials, divided by the probability of k in total. These sums of products never overflow.
     """
     n = right + sum(wrong) + silent
     if right == 0:
@@ -159,10 +150,10 @@ def _majority_chance(right: int, wrong: tuple[int, ...], silent: int, k: int) ->
 
 
 def _not_beaten(wrong: tuple[int, ...], silent: int, size: int, votes: int, p: float) -> float:
-    """Chance that `size` samples besides the right ones are drawn and no wrong answer has more than `votes` votes.
+    """Return the probability that `size` other samples are chosen and no wrong answer has more than `votes` votes.
 
-    Each case counts 1 / (1 + answers that have exactly `votes`), the share of its ties that the right answer wins. A
-    table over (samples drawn, answers tied) is filled answer by answer.
+    Each case is weighted with 1 / (1 + number of answers with exactly `votes`), the share of ties that the right answer
+    wins. A table over (samples chosen, answers tied) is filled answer by answer.
     """
     chance = np.zeros((size + 1, size // votes + 1))
     for drawn in range(min(silent, size) + 1):
@@ -178,7 +169,7 @@ def _not_beaten(wrong: tuple[int, ...], silent: int, size: int, votes: int, p: f
 
 @functools.lru_cache(maxsize=1 << 16)
 def _binomial(n: int, k: int, p: float) -> float:
-    """Chance of k successes in n trials."""
+    """Return the probability of k successes in n trials."""
     if n > MAX_EXACT_BINOMIAL and 0 < p < 1:
         ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
         return math.exp(ways + k * math.log(p) + (n - k) * math.log1p(-p))
@@ -186,10 +177,10 @@ def _binomial(n: int, k: int, p: float) -> float:
 
 
 def best_at_k(scores: Sequence[float], values: Sequence[float], k: int) -> float:
-    """Expected value of the sample with the highest score among k of the samples; ties are broken evenly.
+    """Return the expected value of the sample with the highest score among k random samples. Ties are broken evenly.
 
-    With the scores themselves as values this is the expected highest score; with accuracies, how often the choice of
-    that scorer is right. A sample is chosen when no better-scored one is among the k.
+    If the values are the scores, this is the expected highest score. If they are accuracies, it is the accuracy of the
+    scorer's choice.
     """
     n = len(scores)
     if not 1 <= k <= n or len(values) != n:
@@ -200,7 +191,7 @@ def best_at_k(scores: Sequence[float], values: Sequence[float], k: int) -> float
     total, not_better = 0.0, n
     for score in sorted(by_score, reverse=True):
         level = by_score[score]
-        # All k among those not better, less all k among those worse: the best of the k is of this level.
+        # P(all k are not better than this level) - P(all k are worse) = P(the best of the k has this level).
         chance = (math.comb(not_better, k) - math.comb(not_better - len(level), k)) / math.comb(n, k)
         total += chance * math.fsum(level) / len(level)
         not_better -= len(level)

@@ -55,6 +55,20 @@ SAMPLE_COLUMNS = {
     "extra": "string",
     "error": "string",
 }
+WORST_TOKEN_COLUMNS = (
+    "step",
+    "group",
+    "sample",
+    "position",
+    "token",
+    "before",
+    "text",
+    "after",
+    "behaviour_logp",
+    "trainer_logp",
+    "gap",
+    "weight",
+)
 
 
 def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]) -> Path:
@@ -152,28 +166,6 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, list) and value and isinstance(value[0], str):
         return [_encodable(piece) for piece in value]
     return value
-
-
-# --- samples/worst_tokens.jsonl: the tokens of each step on which sampler and trainer disagree most, one JSON line a token.
-#
-# A line has all of `COLUMNS`, in their order; what does not exist is null. It is written in every step, so it costs a
-# fraction of a millisecond: a step is appended at once and not waited for until it is on the disk. A kill does not
-# harm it; what a loss of power may take away are steps after the last checkpoint, which are made again.
-
-WORST_TOKEN_COLUMNS = (
-    "step",
-    "group",
-    "sample",
-    "position",
-    "token",
-    "before",
-    "text",
-    "after",
-    "behaviour_logp",
-    "trainer_logp",
-    "gap",
-    "weight",
-)
 
 
 def read_worst_tokens(path: Path) -> list[dict[str, Any]]:

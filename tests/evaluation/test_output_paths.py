@@ -83,6 +83,6 @@ def test_force_removes_an_evaluation_and_nothing_else() -> None:
     place.clear()
     assert list(Path.cwd().iterdir()) == []
     place.result.write_text('{"mine": 1}')
-    with pytest.raises(UserError, match=r"a\.json is no result of"):
+    with pytest.raises(UserError, match=r"a\.json exists and is no result of"):
         place.clear()
     assert place.result.exists()
