@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from burnish.distributed.ray_roles import freeze_garbage_collector
 from burnish.distributed.role_proxies import ControllerMetrics, ForwardColumns, RemoteLearner, RemoteReference
 from burnish.distributed.role_workers import RolloutWorker, TrainingWorker
 from burnish.distributed.worker_group import RankCall, Traffic, WorkerGroup
-from burnish.inference.native.engine_common import check_requests
+from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
 from burnish.inference.request_arrays import PackedCompletions, PackedRequests
 from burnish.inference.weight_sync import Bucket, EngineReport, Entry, Publication, TrainerClient, digest, probe_request
@@ -310,7 +311,7 @@ class Simulation:
         )  # what is asked of it
 
         def check(requests: Sequence[Request]) -> None:
-            check_requests(requests, frozenset(), model, None)
+            check_requests(requests, frozenset(), partial(check_native_request, model=model, decode=None))
 
         self.engine = RemoteEngine(rollout, trainer, probe_request(VOCAB, None), 1e9, check, ledger.count, print)
         self.learner = RemoteLearner(actor, ACTOR, ledger, torch.bfloat16, slim, lambda: None)

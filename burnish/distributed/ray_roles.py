@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from burnish.distributed.role_proxies import (
 )
 from burnish.distributed.role_workers import PROCESS, TRAINING_ROLES, RolloutWorker, TrainingWorker
 from burnish.distributed.worker_group import WorkerGroup
-from burnish.inference.native.engine_common import check_requests
+from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
 from burnish.inference.weight_sync import TrainerClient, probe_request
 from burnish.models.decoder import Decoder
@@ -202,7 +203,7 @@ def build_remote_engine(
 
     def check(requests: Sequence[Request]) -> None:
         if isinstance(module, Decoder):  # any other engine says so itself
-            check_requests(requests, frozenset(), module, decode)
+            check_requests(requests, frozenset(), partial(check_native_request, model=module, decode=decode))
 
     trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
     asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)

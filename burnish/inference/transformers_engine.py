@@ -19,7 +19,8 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.core.random_keys import to_int64, uniforms
-from burnish.inference.native.engine_common import add_bias, check_bias, sample
+from burnish.inference.engine_common import check_bias
+from burnish.inference.native.sampler import add_bias, sample
 from burnish.models.kernels.exact import log_softmax_at_temperature
 from burnish.models.transformers_model import TransformersPolicy
 
@@ -32,14 +33,14 @@ class TransformersEngine:
     ) -> None:
         self.model, self.max_rows, self.decode, self.pad_id = model.inner, max_rows, decode, pad_id
         self.device = next(model.parameters()).device
-        self.queue: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()
         self.ready: deque[Completion] = deque()  # finished, not handed over yet
         self.version = 0
         self._interrupted = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        ids = {r.id for r in self.queue} | {completion.id for completion in self.ready}
+        ids = {r.id for r in self.waiting} | {completion.id for completion in self.ready}
         for request in requests:
             if request.id in ids:
                 raise ValueError(f"request {request.id} is already waiting")
@@ -52,15 +53,15 @@ class TransformersEngine:
                 raise UserError(
                     f"request {request.id} may need {longest} positions, but the model has {limit}; lower max_tokens"
                 )
-        self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
+        self.waiting = deque(sorted([*self.waiting, *requests], key=lambda r: -r.priority))
 
     def stream(self) -> Iterator[Completion]:
-        while self.ready or (self.queue and not self._interrupted):
+        while self.ready or (self.waiting and not self._interrupted):
             if not self.ready:
-                options = self.queue[0].sampling
-                batch = [r for r in self.queue if r.sampling == options][: self.max_rows]
+                options = self.waiting[0].sampling
+                batch = [r for r in self.waiting if r.sampling == options][: self.max_rows]
                 chosen = {r.id for r in batch}
-                self.queue = deque(r for r in self.queue if r.id not in chosen)
+                self.waiting = deque(r for r in self.waiting if r.id not in chosen)
                 self.ready.extend(self._generate(batch))
             while self.ready:
                 yield self.ready.popleft()
@@ -73,8 +74,8 @@ class TransformersEngine:
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
         """Only what waits, before `generate` or behind it, can be stopped: that gives nothing back before it ends."""
         wanted = set(ids)
-        stopped = [r for r in self.queue if r.id in wanted]
-        self.queue = deque(r for r in self.queue if r.id not in wanted)
+        stopped = [r for r in self.waiting if r.id in wanted]
+        self.waiting = deque(r for r in self.waiting if r.id not in wanted)
         kept = [completion for completion in self.ready if completion.id in wanted]
         self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
         return kept + [_empty_completion(r, self.version) for r in stopped] if keep else []

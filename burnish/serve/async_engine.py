@@ -122,7 +122,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Requests in the engine's queue."""
-        queue: Sized = getattr(self.engine, "queue", ())  # an engine that starts everything at once has none
+        queue: Sized = getattr(self.engine, "waiting", ())  # engines without a queue start every request at once
         return min(len(queue), self.num_unfinished)
 
     @property

@@ -15,7 +15,8 @@ from torch import Tensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
-from burnish.inference.native.engine_common import MAX_BIASES, add_bias, truncate
+from burnish.inference.engine_common import MAX_BIASES
+from burnish.inference.native.sampler import add_bias, truncate
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy

@@ -26,7 +26,7 @@ def test_a_stream_interrupted_at_every_step_gives_the_same_completions(tools: An
     engine.submit(wanted(tools))
     found: dict[str, Any] = {}
     streams = 0
-    while engine.queue or len(engine.rows):
+    while engine.waiting or len(engine.rows):
         found |= {c.id: c for c in engine.stream()}
         streams += 1
     assert streams > 20

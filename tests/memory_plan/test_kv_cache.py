@@ -29,38 +29,38 @@ def test_the_numbers_of_a_known_shape() -> None:
     assert LARGE == 28_672
     assert kv_token_bytes(28, 2, 128, 1, scale_bytes=4) == 28 * 2 * 2 * (128 + 4)
     plan = plan_cache(token_bytes=LARGE, max_rows=256, longest=384, free_bytes=130 * GIB)
-    assert (plan.width, plan.num_pages, plan.tokens, plan.rows) == (24, 256 * 24 + 1, 98_304, 256)
+    assert (plan.blocks_per_row, plan.num_blocks, plan.tokens, plan.rows) == (24, 256 * 24 + 1, 98_304, 256)
     assert plan.bytes == (256 * 24 + 1) * 16 * LARGE
     assert plan.graphs == len((1, 2, 4, 8, 16, 32, 64, 128, 192, 256))
 
 
-def test_little_free_memory_bounds_the_pages_and_a_size_fixes_them() -> None:
+def test_little_free_memory_bounds_the_blocks_and_a_size_fixes_them() -> None:
     asked: dict[str, Any] = {"token_bytes": LARGE, "max_rows": 256, "longest": 4000}
     bounded = plan_cache(**asked, free_bytes=10 * GIB)
-    assert bounded.num_pages == int(10 * GIB * MAX_FREE_SHARE) // (16 * LARGE)
-    assert bounded.rows == (bounded.num_pages - 1) // 250 < 256
+    assert bounded.num_blocks == int(10 * GIB * MAX_FREE_SHARE) // (16 * LARGE)
+    assert bounded.rows == (bounded.num_blocks - 1) // 250 < 256
     for size in (1, 3, 60):
         fixed = plan_cache(**asked, free_bytes=10 * GIB, cache_bytes=size * GIB)
-        assert fixed.num_pages == size * GIB // (16 * LARGE)
+        assert fixed.num_blocks == size * GIB // (16 * LARGE)
         assert size * GIB - 16 * LARGE < fixed.bytes <= size * GIB
     assert plan_cache(**asked).rows == 256, "without a GPU nothing bounds it"
-    assert plan_cache(**asked, cache_bytes=60 * GIB).rows == 256, "more pages than rows need, but no more rows"
+    assert plan_cache(**asked, cache_bytes=60 * GIB).rows == 256, "more blocks than rows need, but no more rows"
 
 
 def test_a_person_is_told_the_numbers() -> None:
     text = plan_cache(token_bytes=LARGE, max_rows=256, longest=384, free_bytes=130 * GIB).text
-    for part in ("2.63 GiB of 130.0 GiB free", "6,144 pages of 16", "28,672 bytes a token", "98,304 tokens", "256 of 256 rows", "384 tokens", "10 graphs"):  # fmt: skip
+    for part in ("2.63 GiB of 130.0 GiB free", "6,144 blocks of 16", "28,672 bytes a token", "98,304 tokens", "256 of 256 rows", "384 tokens", "10 graphs"):  # fmt: skip
         assert part in text
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_numbers() -> None:
     plan = plan_cache(token_bytes=LARGE, max_rows=4, longest=4000, cache_bytes=GIB // 16)
     with pytest.raises(
-        UserError, match=r"rollout.cache_gib: .* hold 145 pages of 16 .* needs 250 \(4,000 tokens, 0.107 GiB\)"
+        UserError, match=r"rollout.cache_gib: .* hold 145 blocks of 16 .* needs 250 \(4,000 tokens, 0.107 GiB\)"
     ):
         plan.require_one("rollout.cache_gib")
     plan_cache(token_bytes=LARGE, max_rows=4, longest=4000, cache_bytes=251 * 16 * LARGE).require_one("x")
-    with pytest.raises(UserError, match="hold 0 pages"):
+    with pytest.raises(UserError, match="hold 0 blocks"):
         plan_cache(token_bytes=LARGE, max_rows=4, longest=4000, cache_bytes=5).require_one("x")
 
 
@@ -78,9 +78,9 @@ def test_the_engine_makes_the_cache_it_plans_and_says_so(tools: Any) -> None:
     assert heard == [engine.plan(40)] == [engine.stats.plan]
     cache = engine.runner.cache
     assert heard[0].bytes == cache.numel() * cache.element_size()
-    assert heard[0].num_pages == cache.shape[2] == 3 * 3 + 1
+    assert heard[0].num_blocks == cache.shape[2] == 3 * 3 + 1
     tools.run(engine, tools.requests([(3,) * 200], max_tokens=20))
-    assert [plan.width for plan in heard] == [3, 14]
+    assert [plan.blocks_per_row for plan in heard] == [3, 14]
 
 
 def test_a_prepared_engine_makes_nothing_on_the_way(tools: Any, native: Any) -> None:
@@ -94,7 +94,7 @@ def test_a_prepared_engine_makes_nothing_on_the_way(tools: Any, native: Any) -> 
     assert len(heard) == 1
     assert engine.runner.cache.data_ptr() == address
     with pytest.raises(UserError, match="the KV cache"):
-        PagedEngine(model, max_rows=2, num_pages=3).prepare(100, 2, wanted[0].sampling)
+        PagedEngine(model, max_rows=2, num_blocks=3).prepare(100, 2, wanted[0].sampling)
 
 
 def test_a_reserved_cache_is_made_at_once_and_stays(tools: Any, native: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_reserved_cache_is_made_at_once_and_stays(tools: Any, native: Any) -> 
     assert len(heard) == 1
     assert engine.runner.cache.data_ptr() == address
     with pytest.raises(UserError, match=r"the KV cache: .* needs 7"):
-        PagedEngine(model, max_rows=2, num_pages=7).reserve(100)
+        PagedEngine(model, max_rows=2, num_blocks=7).reserve(100)
 
 
 def test_rows_are_cut_where_they_are_few_or_where_one_is_much_longer_than_most() -> None:

@@ -161,7 +161,7 @@ def test_an_answer_continued_does_not_depend_on_who_else_is(
 def test_samples_that_will_be_continued_leave_their_cache_to_those_that_do(
     model: Decoder, tokenizer: Tokenizer, draws: list[PromptSample]
 ) -> None:
-    engine = PagedEngine(model, 16, num_pages=500)
+    engine = PagedEngine(model, 16, num_blocks=500)
     engine.reserve(300)
     runner, sampling = runner_of(engine, tokenizer), SamplingOptions(max_tokens=120)
     samples = list(runner.run(draws, 2, sampling, "train", branching=CHAIN))

@@ -128,7 +128,7 @@ class Running:
             time.sleep(0.005)
 
     def is_idle(self) -> bool:
-        return not (self.loop.num_unfinished or self.engine.queue or len(self.engine.rows) or self.engine.prefilled)
+        return not (self.loop.num_unfinished or self.engine.waiting or len(self.engine.rows) or self.engine.prefilled)
 
 
 Start = Callable[..., Running]

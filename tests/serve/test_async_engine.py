@@ -56,9 +56,11 @@ def run(request: pytest.FixtureRequest, model: Decoder) -> Run:
         engine = loop.engine
         assert loop.failure is None
         if isinstance(engine, DenseEngine):
-            assert [len(engine.rows), len(engine.queue), len(engine.prefilled), len(engine.waiting)] == [0] * 4
+            assert [len(engine.rows), len(engine.waiting), len(engine.prefilled), len(engine.waiting_by_prompt)] == [
+                0
+            ] * 4
         if isinstance(engine, PagedEngine):
-            assert [engine.seats.taken, len(engine.queue), len(engine.ready)] == [0] * 3
+            assert [engine.scheduler.num_running, len(engine.waiting), len(engine.ready)] == [0] * 3
         return engine
 
     return build

@@ -49,10 +49,10 @@ def test_a_request_that_waits_can_be_left_too(start_server: Any) -> None:
     running = start_server(max_rows=1)
     stream = running.client().completions.create(**LONG, stream=True)
     next(iter(stream))
-    ask_and_leave(running, lambda: len(running.engine.queue) == 1, **SHORT)
+    ask_and_leave(running, lambda: len(running.engine.waiting) == 1, **SHORT)
     running.wait_until(lambda: running.loop.num_unfinished == 1)
     assert len(running.engine.rows) == 1
-    assert not running.engine.queue
+    assert not running.engine.waiting
     stream.close()
     running.wait_until(running.is_idle)
 

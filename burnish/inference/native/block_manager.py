@@ -1,9 +1,9 @@
-"""Who holds which page of the KV cache, and which pages hold the start of a prompt someone asks for again.
+"""Allocation of KV-cache blocks, with a prefix cache.
 
-A page holds the keys and values of `size` consecutive tokens. Full pages of prompts are *published* under their tokens
-and the page before them, so a later prompt that begins alike holds the same pages instead of computing them. A
-published page that nobody holds stays findable until its room is needed, the longest unused first. Page 0 is never
-given out: rows that are not there write to it.
+A block holds the keys and values of `block_size` consecutive tokens. Full blocks of a prompt are added to the prefix cache
+under their tokens and the block before them. A later prompt with the same beginning shares these blocks and does not compute
+them again. A cached block without references can be found until its memory is needed; the least recently used is evicted first.
+Block 0 is never allocated: rows without a request write to it.
 """
 
 from __future__ import annotations
@@ -14,90 +14,91 @@ from itertools import count
 
 
 class BlockManager:
-    """The accounts of pages 1 to `num_pages` - 1."""
+    """Reference counts and prefix cache of blocks 1 to `num_blocks` - 1."""
 
-    def __init__(self, num_pages: int, size: int) -> None:
-        self.size = size
-        self.total = num_pages - 1
-        self.free = list(range(num_pages - 1, 0, -1))
-        self.holders = [0] * num_pages
-        self.idle: OrderedDict[int, None] = OrderedDict()  # published, held by nobody; longest unused first
-        # The page before is named by a number that is never used twice: a page's own number may come back with other content.
-        self._found: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_usable = num_blocks - 1
+        self.free = list(range(num_blocks - 1, 0, -1))
+        self.ref_counts = [0] * num_blocks
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks without references, the least recently used first."""
+        # A prefix key is (serial number of the block before, tokens). Serial numbers are never reused; a block id may come
+        # back with other content.
+        self._block_of: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._serials: dict[int, int] = {}
-        self._next = count(1)
+        self._next_serial = count(1)
 
     @property
-    def available(self) -> int:
-        """Pages that can be taken now."""
-        return len(self.free) + len(self.idle)
+    def num_available(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self.free) + len(self.evictable)
 
-    def needed(self, tokens: int) -> int:
-        """Pages that so many tokens fill."""
-        return -(-tokens // self.size)
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The published pages this context begins with; they end before its last token, whose logits are wanted."""
-        pages: list[int] = []
+    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Return the cached blocks that a context begins with. They end before its last token, whose logits are needed."""
+        blocks: list[int] = []
         serial = 0
-        for k in range((len(tokens) - 1) // self.size):
-            page = self._found.get((serial, tuple(tokens[k * self.size : (k + 1) * self.size])))
-            if page is None:
+        for k in range((len(tokens) - 1) // self.block_size):
+            block = self._block_of.get((serial, tuple(tokens[k * self.block_size : (k + 1) * self.block_size])))
+            if block is None:
                 break
-            pages.append(page)
-            serial = self._serials[page]
-        return pages
+            blocks.append(block)
+            serial = self._serials[block]
+        return blocks
 
-    def take(self, number: int) -> list[int]:
-        """So many pages, held once; the caller has seen that they are `available`."""
-        taken = []
-        for _ in range(number):
-            page = self.free.pop() if self.free else self._evict()
-            self.holders[page] = 1
-            taken.append(page)
-        return taken
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Allocate blocks with one reference each. The caller has checked `num_available`."""
+        allocated = []
+        for _ in range(num_blocks):
+            block = self.free.pop() if self.free else self._evict()
+            self.ref_counts[block] = 1
+            allocated.append(block)
+        return allocated
 
-    def hold(self, pages: Sequence[int]) -> None:
-        """One holder more for each of the pages."""
-        for page in pages:
-            self.holders[page] += 1
-            self.idle.pop(page, None)
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            self.ref_counts[block] += 1
+            self.evictable.pop(block, None)
 
-    def drop(self, pages: Sequence[int]) -> None:
-        """One holder fewer; what nobody holds can be taken, or found again if it was published."""
-        for page in reversed(pages):  # the end of a prompt loses its room before its beginning, which finds it
-            self.holders[page] -= 1
-            assert self.holders[page] >= 0, f"page {page} was dropped more often than held"
-            if self.holders[page] == 0:
-                if page in self._names:
-                    self.idle[page] = None
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block. A block without references becomes free, or evictable if it is cached."""
+        for block in reversed(blocks):  # evict the end of a prompt first: a prefix is found from its beginning
+            self.ref_counts[block] -= 1
+            assert self.ref_counts[block] >= 0, f"block {block} was released more often than acquired"
+            if self.ref_counts[block] == 0:
+                if block in self._key_of:
+                    self.evictable[block] = None
                 else:
-                    self.free.append(page)
+                    self.free.append(block)
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the full pages of this context findable; those found already stay as they are."""
+    def cache_prefix(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Add the full blocks of a context to the prefix cache. Blocks that are cached already stay."""
         serial = 0
-        for k in range(len(tokens) // self.size):
-            name = (serial, tuple(tokens[k * self.size : (k + 1) * self.size]))
-            page = self._found.get(name)
-            if page is None:
-                page = pages[k]
-                if page in self._names:
+        for k in range(len(tokens) // self.block_size):
+            key = (serial, tuple(tokens[k * self.block_size : (k + 1) * self.block_size]))
+            block = self._block_of.get(key)
+            if block is None:
+                block = blocks[k]
+                if block in self._key_of:
                     return
-                self._found[name], self._names[page], self._serials[page] = page, name, next(self._next)
-            serial = self._serials[page]
+                self._block_of[key], self._key_of[block], self._serials[block] = block, key, next(self._next_serial)
+            serial = self._serials[block]
 
-    def forget(self) -> None:
-        """Nothing published is found any more: the weights have changed."""
-        self.free.extend(self.idle)
-        self.idle.clear()
-        self._found.clear()
-        self._names.clear()
+    def clear_prefix_cache(self) -> None:
+        """Empty the prefix cache, as new weights require."""
+        self.free.extend(self.evictable)
+        self.evictable.clear()
+        self._block_of.clear()
+        self._key_of.clear()
         self._serials.clear()
 
     def _evict(self) -> int:
-        page, _ = self.idle.popitem(last=False)
-        del self._found[self._names.pop(page)]
-        del self._serials[page]
-        return page
+        block, _ = self.evictable.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        del self._serials[block]
+        return block

@@ -1,11 +1,11 @@
-"""The key/value cache of the native engine: one row a running sequence, rows kept dense.
+"""Dense KV cache and row state of the dense engine: one row for each running sequence.
 
-Rows 0..n-1 are always the running ones: when a sequence ends, the last row moves into its place, so every decode
-step works on plain slices and no row-step is spent on a finished sequence. Capacity along time grows by doubling
-with the sequences that are really there, not with the longest they might become.
+Rows 0..n-1 are always the running ones. When a sequence ends, the last row moves into its place, so every decode step works on
+plain slices and never on finished sequences. Capacity along time doubles as the present sequences grow; it does not start at
+the longest they may become.
 
-Keys stand with time last: a few queries times a matrix that lies as the product reads it take two thirds of the time they take
-against its transpose, half of it for some hundred tokens.
+Keys are stored with time last. The product of a few queries with keys in this layout takes two thirds of the time that their
+transpose takes, and half for some hundred tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.kernels.attention import PackedAttention, window_of
 
 CAPACITY_MULTIPLE = 16
-"""A capacity is an odd multiple of this: rows a power of two apart would share the same few places of a processor's cache."""
+"""A capacity is an odd multiple of this. Rows a power of two apart would fall into the same few sets of a processor's cache."""
 
 
 class DenseKVCache:
@@ -36,22 +36,22 @@ class DenseKVCache:
 
     def _empty(self, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
         arch = self.arch
-        # Zeros, not empty: what a mask hides must still be finite, or 0 * NaN would leak into the sum.
+        # Zeros, not empty: masked values must be finite, since 0 * NaN is NaN.
         zeros = torch.zeros(
             2, arch.num_layers, rows, arch.num_kv_heads, capacity * arch.head_dim, dtype=self.dtype, device=self.device
         )
         return zeros[0].unflatten(-1, (arch.head_dim, capacity)), zeros[1].unflatten(-1, (capacity, arch.head_dim))
 
     def reserve(self, rows: int, length: int, running: int = 0) -> None:
-        """Room for `rows` rows of `length` tokens, of which the first `running` keep what they have.
+        """Make room for `rows` rows of `length` tokens. The first `running` rows keep their content.
 
-        What must be made anew is as large as is needed now: the many short rows of an earlier time, each as long as the one of now, may
-        be more memory than there is.
+        A new cache has the rows needed now, not the most there ever were: many earlier rows at the present length may not fit into
+        memory.
         """
         if rows <= self.rows and length <= self.capacity:
             return
         if not running:
-            self.release()  # its memory first
+            self.release()  # free the old memory first
         old = self.capacity
         capacity = old if length <= old else _odd_multiple(max(64, length, 2 * old))
         keys, values = self._empty(rows, capacity)
@@ -60,12 +60,12 @@ class DenseKVCache:
         self.keys, self.values, self.rows, self.capacity = keys, values, rows, capacity
 
     def clear(self, row: int) -> None:
-        """Forget all that a row holds: what a mask hides must be finite."""
+        """Set a row to zero: masked values must be finite."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.rows = self.capacity = 0
         self.keys, self.values = self._empty(0, 0)
 
@@ -86,7 +86,7 @@ def _odd_multiple(capacity: int) -> int:
 
 
 class DensePrefillAttention:
-    """Packed attention that keeps the keys and values it saw, for the cache."""
+    """Packed attention that records keys and values for the cache."""
 
     def __init__(self, packed: PackedAttention, num_layers: int) -> None:
         self.packed = packed
@@ -99,11 +99,11 @@ class DensePrefillAttention:
 
 
 class DenseDecodeAttention:
-    """One query a row against its cached past, which it first extends by the query's own key and value.
+    """Attention of one query for each row to its cached past, after its own key and value are appended.
 
-    The query heads that share a key head stand as so many queries of that head: no key is repeated. In float32 and
-    float64 the scores are explicit, which for a few queries is faster than the fused kernel; in half types the fused
-    kernel keeps them in float32. What all layers need is made once.
+    The query heads that share a key head become several queries of that head, so no key is repeated. In float32 and float64 the
+    scores are explicit, which is faster for a few queries than the fused kernel. In half precision the fused kernel keeps them in
+    float32. Indices and masks are computed once for all layers.
     """
 
     def __init__(self, cache: DenseKVCache, positions: Tensor, longest: int, shortest: int) -> None:
@@ -111,7 +111,7 @@ class DenseDecodeAttention:
         self.dtype, self.num_kv_heads, self.windows = cache.dtype, arch.num_kv_heads, arch.windows
         heads = torch.arange(rows * arch.num_kv_heads, device=positions.device).view(rows, -1, 1)
         dims = torch.arange(0, arch.head_dim * cache.capacity, cache.capacity, device=positions.device)
-        first = heads * cache.capacity + positions[:, None, None]  # of a head that is one number wide
+        first = heads * cache.capacity + positions[:, None, None]  # for a head of width 1
         self.value_slots = first.view(-1)
         self.key_slots = (heads * (cache.capacity * arch.head_dim) + positions[:, None, None] + dims).view(-1)
         self.key_stores = cache.keys.flatten(1).unbind()
@@ -121,44 +121,38 @@ class DenseDecodeAttention:
         self.values = cache.values.flatten(1, 2)[:, :stop, :width].unbind()
         self.scale = arch.head_dim**-0.5
         kinds = set(self.windows) if isinstance(self.windows, tuple) else {self.windows}
-        self.hidden = {window: self._hidden(positions, longest, shortest, window) for window in kinds}
+        self.masks = {window: self._mask(positions, longest, shortest, window) for window in kinds}
 
-    def _hidden(self, positions: Tensor, longest: int, shortest: int, window: int | None) -> Tensor | None:
-        """[rows * kv_heads, 1, width]: -inf where a query must not look; None where all look at everything."""
+    def _mask(self, positions: Tensor, longest: int, shortest: int, window: int | None) -> Tensor | None:
+        """Mask [rows * kv_heads, 1, width] with -inf where a query must not attend; None if nothing is masked."""
         if shortest == longest and (window is None or longest < window):
             return None
         column = torch.arange(longest + 1, device=positions.device)
-        hidden = column > positions[:, None]
+        is_masked = column > positions[:, None]
         if window is not None:
-            hidden |= column <= positions[:, None] - window
-        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=positions.device)
-        return bias.masked_fill_(hidden, -torch.inf).repeat_interleave(self.num_kv_heads, 0)[:, None]
+            is_masked |= column <= positions[:, None] - window
+        bias = torch.zeros(is_masked.shape, dtype=self.dtype, device=positions.device)
+        return bias.masked_fill_(is_masked, -torch.inf).repeat_interleave(self.num_kv_heads, 0)[:, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dim = q.shape[-1]
         self.key_stores[layer].put_(self.key_slots, k)
         self.value_stores[layer].index_copy_(0, self.value_slots, v.reshape(-1, dim))
         queries, keys, values = q.reshape(self.values[layer].shape[0], -1, dim), self.keys[layer], self.values[layer]
-        hidden = self.hidden[window_of(self.windows, layer)]
+        mask = self.masks[window_of(self.windows, layer)]
         if self.dtype in (torch.float32, torch.float64):
             shape = (*queries.shape[:2], keys.shape[2])
-            # Where nothing is hidden what stands there is not read.
-            bias, share = (queries.new_empty(1).expand(shape), 0) if hidden is None else (hidden, 1)
-            scores = torch.baddbmm(bias, queries, keys, beta=share, alpha=self.scale)
+            # With beta=0 baddbmm does not read its first argument.
+            bias, beta = (queries.new_empty(1).expand(shape), 0) if mask is None else (mask, 1)
+            scores = torch.baddbmm(bias, queries, keys, beta=beta, alpha=self.scale)
             out = torch.bmm(scores.softmax(-1), values)
         else:
-            out = functional.scaled_dot_product_attention(queries, keys.transpose(1, 2), values, hidden)
+            out = functional.scaled_dot_product_attention(queries, keys.transpose(1, 2), values, mask)
         return out.view(q.shape)
 
 
-# --- The running rows of the native engine: everything a decode step needs to know about each, as arrays.
-#
-# Row i of every array belongs to `requests[i]`; rows stay dense, like the cache's. A hundred numbers are added to or compared
-# faster by numpy than by torch, so the columns are arrays; what the model and the sampler read is also a tensor on the same memory.
-
-
 class OptionsInUse(NamedTuple):
-    """What any of the rows asks of a draw beside a token at temperature 1."""
+    """Sampling options that any of the rows uses."""
 
     temperature: bool
     top_k: bool
@@ -167,21 +161,25 @@ class OptionsInUse(NamedTuple):
     bias: bool
     raw_logprobs: bool
     stops: bool
-    """Whether a token or a string may end a row before its limit."""
+    """Stop tokens or stop strings."""
 
 
 class RunningRows:
-    """State of up to `size` running requests."""
+    """State of up to `size` running requests, as arrays. Row i of every array belongs to `requests[i]`.
+
+    The columns are numpy arrays, which are faster than tensors for a hundred numbers. Those that the model reads are also tensors
+    on the same memory.
+    """
 
     def __init__(self, size: int) -> None:
         self.requests: list[Request] = []
         self.versions: list[int] = []
         self.last_token = np.zeros(size, dtype=np.int64)
-        self.position = np.zeros(size, dtype=np.int64)  # where the last token stands in its sequence
+        self.position = np.zeros(size, dtype=np.int64)  # position of the last token in its sequence
         self.produced = np.zeros(size, dtype=np.int64)
         self.limit = np.zeros(size, dtype=np.int64)
         self.key = np.zeros(size, dtype=np.int64)
-        self.drawn = np.zeros(size, dtype=np.int64)  # tokens drawn for this sample, earlier requests included
+        self.drawn = np.zeros(size, dtype=np.int64)  # tokens drawn for this sample, also by earlier requests
         self.temperature = np.zeros(size, dtype=np.float64)
         self.top_k = np.zeros(size, dtype=np.int64)
         self.top_p = np.zeros(size, dtype=np.float64)
@@ -191,17 +189,17 @@ class RunningRows:
         self.raw_logp = np.zeros((size, 0), dtype=np.float32)  # of rows whose requests ask for it
         self.index = np.arange(size)
         self.tokens_in, self.positions = torch.from_numpy(self.last_token), torch.from_numpy(self.position)
-        self._wants: OptionsInUse | None = None
+        self._in_use: OptionsInUse | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
 
     @property
-    def wants(self) -> OptionsInUse:
-        """Of all rows; looked at again when they are others."""
-        if self._wants is None:
+    def options_in_use(self) -> OptionsInUse:
+        """The options that any row uses; cached until the rows change."""
+        if self._in_use is None:
             options = {id(request.sampling): request.sampling for request in self.requests}.values()
-            self._wants = OptionsInUse(
+            self._in_use = OptionsInUse(
                 any(o.temperature != 1 for o in options),
                 any(o.top_k for o in options),
                 any(o.top_p < 1 for o in options),
@@ -210,10 +208,10 @@ class RunningRows:
                 any(o.raw_logprobs for o in options),
                 any(o.stop_tokens or o.stop for o in options),
             )
-        return self._wants
+        return self._in_use
 
     def add(self, request: Request, version: int) -> int:
-        """A new row at the end; its prompt is in the cache, its first token not yet drawn."""
+        """Append a row whose prompt is in the cache and whose first token is not drawn yet."""
         i, options = len(self.requests), request.sampling
         self.requests.append(request)
         self.versions.append(version)
@@ -226,7 +224,7 @@ class RunningRows:
         self.top_k[i] = options.top_k
         self.top_p[i] = options.top_p
         self.min_p[i] = options.min_p
-        self._wants = None
+        self._in_use = None
         return i
 
     def record(self, rows: slice, tokens: np.ndarray, logp: np.ndarray, raw_logp: np.ndarray | None) -> None:
@@ -249,7 +247,7 @@ class RunningRows:
             setattr(self, name, np.pad(old, ((0, 0), (0, capacity - old.shape[1]))))
 
     def completion(self, row: int, finish: str) -> Completion:
-        """What a row has produced."""
+        """The tokens of a row as a completion."""
         count, raw = int(self.produced[row]), self.requests[row].sampling.raw_logprobs
         return Completion(
             id=self.requests[row].id,
@@ -261,11 +259,11 @@ class RunningRows:
         )
 
     def is_nan(self, row: int) -> bool:
-        """Whether the model has given a row no number, so that its keys and values may be none either."""
+        """Whether a row has NaN log-probs, and so perhaps NaN keys and values."""
         return bool(np.isnan(self.logp[row, : self.produced[row]]).any())
 
     def remove(self, row: int) -> int:
-        """Take a row out by moving the last one into its place; returns which row that was."""
+        """Remove a row by moving the last one into its place; return the index of the last one."""
         last = len(self.requests) - 1
         if row != last:
             self.requests[row], self.versions[row] = self.requests[last], self.versions[last]
@@ -276,5 +274,5 @@ class RunningRows:
                 column[row] = column[last]
         self.requests.pop()
         self.versions.pop()
-        self._wants = None
+        self._in_use = None
         return last

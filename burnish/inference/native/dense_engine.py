@@ -1,9 +1,8 @@
-"""The native engine: continuous batching on the learner's own weights.
+"""Native engine with a dense KV cache: continuous batching on the learner's own weights, made for a CPU.
 
-One loop: admit waiting requests into free rows (each distinct prompt is prefilled once, whatever the number of its
-samples), decode one token for every running row, take finished rows out at once. The model handed in is the module
-the learner trains; nothing is copied, so new weights need no transfer. What a request yields depends on its key and
-on the weights, not on its neighbours (to rounding; exactly so in float64 for any practical purpose).
+Each iteration admits waiting requests into free rows, decodes one token for every running row, and removes finished rows. A
+prompt is prefilled once for all of its samples. The model is the module that the learner trains, so new weights need no
+transfer. The tokens of a request depend on its key and on the weights, and on other requests only by rounding.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +19,16 @@ from torch import Tensor
 from burnish.core.engine import Completion, Request
 from burnish.core.random_keys import uniforms
 from burnish.core.segments import offsets_from_lengths
+from burnish.inference.engine_common import (
+    EngineStats,
+    check_native_request,
+    check_requests,
+    copy_weights,
+    empty_completion,
+    has_stop_string,
+)
 from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache, DensePrefillAttention, RunningRows
-from burnish.inference.native.engine_common import EngineStats, add_bias, check_requests, copy_weights, sample
+from burnish.inference.native.sampler import add_bias, sample
 from burnish.models.cached_forward import CDecodeStep, c_decode_step, decode_step_of
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import PackedAttention
@@ -28,20 +36,21 @@ from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.exact import log_softmax_at_temperature
 
-PREFILL_CHUNK_TOKENS = 8192  # prompts packed into one forward, at most (a longer prompt goes alone)
+PREFILL_CHUNK_TOKENS = 8192
+"""Most tokens of the prompts in one prefill forward. A longer prompt is computed alone."""
 
 
 @dataclass
 class PrefilledPrompt:
-    """A prompt whose keys and values are known and whose samples are not all admitted yet."""
+    """A prompt with its keys and values, kept until all of its samples are admitted."""
 
     keys: Tensor  # [layers, length, kv_heads, head_dim]
     values: Tensor
-    logits: Tensor  # [vocab], of the first new token
+    logits: Tensor  # [vocab], for the first new token
 
 
 class DenseEngine:
-    """Samples from a decoder. `listener(request_id, token)` hears every token as it is drawn."""
+    """Samples from a decoder. `listener(request_id, token)` is called with every token when it is drawn."""
 
     def __init__(
         self,
@@ -56,12 +65,13 @@ class DenseEngine:
         self.max_rows = max_rows
         self.cache = DenseKVCache(model.arch, weight.dtype, weight.device)
         self.rows = RunningRows(max_rows)
-        self.queue: deque[Request] = deque()
-        self.waiting: Counter[tuple[int, ...]] = Counter()  # requests in the queue, by prompt
+        self.waiting: deque[Request] = deque()
+        self.waiting_by_prompt: Counter[tuple[int, ...]] = Counter()  # number of waiting requests
         self.prefilled: dict[tuple[int, ...], PrefilledPrompt] = {}
         self.version = 0
         self.stats = EngineStats()
-        self.ready: deque[Completion] = deque()  # finished, not handed over yet
+        self.ready: deque[Completion] = deque()
+        """Finished completions that `stream` has not yielded yet."""
         self._ids: set[str] = set()
         self._step = decode_step_of(model)
         self._fused: CDecodeStep | None = None
@@ -71,19 +81,19 @@ class DenseEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         known = self._ids | {completion.id for completion in self.ready}
-        fresh = check_requests(requests, known, self.model, self.decode)
-        self.waiting.update(request.tokens for request in requests)
-        self.queue = deque(sorted([*self.queue, *requests], key=lambda r: -r.priority))
+        fresh = check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
+        self.waiting_by_prompt.update(request.tokens for request in requests)
+        self.waiting = deque(sorted([*self.waiting, *requests], key=lambda r: -r.priority))
         self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:
         self._step = decode_step_of(self.model)
         if self._fused is None or not self._fused.is_current:
             self._fused = c_decode_step(self.model)
-        while self.ready or ((self.queue or len(self.rows)) and not self._interrupted):
+        while self.ready or ((self.waiting or len(self.rows)) and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
-                    finished = self._admit() if self.queue and len(self.rows) < self.max_rows else []
+                    finished = self._admit() if self.waiting and len(self.rows) < self.max_rows else []
                     if not finished and len(self.rows):
                         finished = self._decode_step()
                 self.ready.extend(finished)
@@ -100,16 +110,15 @@ class DenseEngine:
         if unknown:
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
         running = [i for i, request in enumerate(self.rows.requests) if request.id in wanted]
-        with torch.inference_mode():  # the cache was made in it, and may only be written in it
-            kept = [self._take(i, "aborted") for i in reversed(running)]
+        with torch.inference_mode():  # the cache is an inference tensor, which only this mode may write
+            kept = [self._remove(i, "aborted") for i in reversed(running)]
         kept += [completion for completion in self.ready if completion.id in wanted]
         self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
-        for request in [r for r in self.queue if r.id in wanted]:
-            self.queue.remove(request)
+        for request in [r for r in self.waiting if r.id in wanted]:
+            self.waiting.remove(request)
             self._ids.discard(request.id)
-            self._forget(request)
-            raw = _no_logp() if request.sampling.raw_logprobs else None
-            kept.append(Completion(request.id, _no_tokens(), _no_logp(), "aborted", self.version, raw_logp=raw))
+            self._release_prompt(request)
+            kept.append(empty_completion(request, self.version))
         return kept if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -121,23 +130,23 @@ class DenseEngine:
         self.version, self._fused = version, None
 
     def sleep(self) -> None:
-        if self.queue or len(self.rows):
-            raise RuntimeError(f"the engine cannot sleep with {len(self.queue) + len(self.rows)} requests unfinished")
+        if self.waiting or len(self.rows):
+            raise RuntimeError(f"the engine cannot sleep with {len(self.waiting) + len(self.rows)} requests unfinished")
         self.cache.release()
         self._fused = None
 
     def wake(self) -> None:
-        """Nothing to do: the cache grows back with the first requests."""
+        """Nothing to do: the cache grows with the first requests."""
 
     # --- one iteration -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Completion]:
-        """Fill free rows from the queue; prefill the prompts that are new; draw each new row's first token."""
+        """Fill free rows from the waiting queue, prefill new prompts, and draw the first token of each new row."""
         first = len(self.rows)
-        admitted = [self.queue.popleft() for _ in range(min(self.max_rows - first, len(self.queue)))]
+        admitted = [self.waiting.popleft() for _ in range(min(self.max_rows - first, len(self.waiting)))]
         self._prefill([r.tokens for r in admitted])
         self.cache.reserve(
-            self.max_rows if len(self.queue) else len(self.rows) + len(admitted),
+            self.max_rows if len(self.waiting) else len(self.rows) + len(admitted),
             max(len(r.tokens) for r in admitted) + 1,
             running=first,
         )
@@ -153,7 +162,7 @@ class DenseEngine:
             self.cache.put_prompt(slice(start, stop), prompt.keys, prompt.values)
             logits.append(prompt.logits.expand(stop - start, -1))
             for k in range(start, stop):
-                self._forget(admitted[k - first])
+                self._release_prompt(admitted[k - first])
             start = stop
         return self._draw(slice(first, len(self.rows)), torch.cat(logits))
 
@@ -185,11 +194,11 @@ class DenseEngine:
             self.prefilled[prompt] = PrefilledPrompt(keys[:, part], values[:, part], logits[i])
         self.stats.prefilled_tokens += tokens.shape[0]
 
-    def _forget(self, request: Request) -> None:
-        """One sample fewer waits for this prompt; the last one lets it go."""
-        self.waiting[request.tokens] -= 1
-        if self.waiting[request.tokens] == 0:
-            del self.waiting[request.tokens]
+    def _release_prompt(self, request: Request) -> None:
+        """Count one waiting sample of the prompt less; drop the prefilled prompt after the last."""
+        self.waiting_by_prompt[request.tokens] -= 1
+        if self.waiting_by_prompt[request.tokens] == 0:
+            del self.waiting_by_prompt[request.tokens]
             self.prefilled.pop(request.tokens, None)
 
     def _decode_step(self) -> list[Completion]:
@@ -207,25 +216,29 @@ class DenseEngine:
         return self._draw(slice(0, n), self.model.logits(hidden))
 
     def _draw(self, rows: slice, logits: Tensor) -> list[Completion]:
-        """Sample one token for each of the rows; returns the completions that this ended."""
-        state, wants = self.rows, self.rows.wants
-        biases = [request.sampling.logit_bias for request in state.requests[rows]] if wants.bias else []
+        """Draw one token for each of the rows; return the completions that ended."""
+        state, in_use = self.rows, self.rows.options_in_use
+        biases = [request.sampling.logit_bias for request in state.requests[rows]] if in_use.bias else []
 
-        def column(wanted: bool, values: np.ndarray) -> Tensor | None:
-            return torch.from_numpy(values[rows]) if wanted else None
+        def column(is_used: bool, values: np.ndarray) -> Tensor | None:
+            return torch.from_numpy(values[rows]) if is_used else None
 
         biased = add_bias(logits, biases) if any(biases) else logits
         uniform = uniforms(torch.from_numpy(state.key[rows]), torch.from_numpy(state.drawn[rows]))
-        temperature = column(wants.temperature, state.temperature)
-        library = None if wants.top_k or wants.top_p or wants.min_p else c_kernels(biased)
+        temperature = column(in_use.temperature, state.temperature)
+        library = None if in_use.top_k or in_use.top_p or in_use.min_p else c_kernels(biased)
         if library is not None:
             tokens, logp = draw(library, biased, uniform, temperature)
         else:
-            tails = column(wants.top_k, state.top_k), column(wants.top_p, state.top_p), column(wants.min_p, state.min_p)
-            tokens, logp = sample(biased, uniform, temperature, *tails)
+            truncation = (
+                column(in_use.top_k, state.top_k),
+                column(in_use.top_p, state.top_p),
+                column(in_use.min_p, state.min_p),
+            )
+            tokens, logp = sample(biased, uniform, temperature, *truncation)
         raw = (
             log_softmax_at_temperature(logits, 1.0).gather(1, tokens[:, None])[:, 0].numpy()
-            if wants.raw_logprobs
+            if in_use.raw_logprobs
             else None
         )
         drawn = tokens.numpy()
@@ -234,34 +247,30 @@ class DenseEngine:
         if self.listener is not None:
             for request, token in zip(state.requests[rows], drawn.tolist(), strict=True):
                 self.listener(request.id, token)
-        # From the last row down, so that a row that moves into a hole has been looked at already.
-        return [self._take(row, finish) for row, finish in reversed(self._ended(rows))][::-1]
+        # From the last row down: removing a row moves the last one, which must have been checked before.
+        return [self._remove(row, finish) for row, finish in reversed(self._ended(rows))][::-1]
 
     def _ended(self, rows: slice) -> list[tuple[int, str]]:
-        """Which of the rows their last token ended, and how."""
+        """The rows that ended with their last token, with the finish reason."""
         state = self.rows
-        full = state.produced[rows] >= state.limit[rows]
-        if not state.wants.stops:
-            return [(rows.start + int(k), "length") for k in full.nonzero()[0]]
+        is_full = state.produced[rows] >= state.limit[rows]
+        if not state.options_in_use.stops:
+            return [(rows.start + int(k), "length") for k in is_full.nonzero()[0]]
         ended = []
         drawn = state.last_token[rows].tolist()
         for k, request in enumerate(state.requests[rows]):
             options = request.sampling
-            if drawn[k] in options.stop_tokens or (options.stop and self._hits_stop(rows.start + k)):
+            if drawn[k] in options.stop_tokens or (options.stop and self._has_stop_string(rows.start + k)):
                 ended.append((rows.start + k, "stop"))
-            elif full[k]:
+            elif is_full[k]:
                 ended.append((rows.start + k, "length"))
         return ended
 
-    def _hits_stop(self, row: int) -> bool:
-        stop, count = self.rows.requests[row].sampling.stop, int(self.rows.produced[row])
-        # A string of k bytes spans at most k tokens that show text, and a few that show none.
-        tail = max(len(s.encode()) for s in stop) + 8
-        assert self.decode is not None
-        text = self.decode(self.rows.tokens[row, max(0, count - tail) : count].tolist())
-        return any(s in text for s in stop)
+    def _has_stop_string(self, row: int) -> bool:
+        stop, count, tokens = self.rows.requests[row].sampling.stop, int(self.rows.produced[row]), self.rows.tokens
+        return has_stop_string(lambda size: tokens[row, max(0, count - size) : count].tolist(), stop, self.decode)
 
-    def _take(self, row: int, finish: str) -> Completion:
+    def _remove(self, row: int, finish: str) -> Completion:
         completion = self.rows.completion(row, finish)
         self._ids.discard(completion.id)
         if self.rows.is_nan(row):
@@ -272,11 +281,3 @@ class DenseEngine:
             if self.rows.is_nan(row):
                 self.cache.clear(last)
         return completion
-
-
-def _no_tokens() -> np.ndarray:
-    return np.empty(0, dtype=np.int64)
-
-
-def _no_logp() -> np.ndarray:
-    return np.empty(0, dtype=np.float32)

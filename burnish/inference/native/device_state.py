@@ -1,8 +1,8 @@
-"""What the device knows of each running row: a decode step reads it and writes it, without asking the host.
+"""State of the running rows on the device. A decode step reads and writes it without the host.
 
-A row is live until it draws one of its stop tokens or reaches its limit; then its position becomes -1 and it sees, writes
-and draws nothing until the host gives the row to another request. What a row drew stands in a ring that the host reads
-every few steps.
+A row is live until it draws one of its stop tokens or reaches its limit. Its position then becomes -1: it attends to nothing,
+writes nothing and draws nothing until the host assigns the row to another request. Drawn tokens go to a ring buffer for each
+row, which the host reads every few steps.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import torch
 from torch import Tensor
 
 from burnish.core.random_keys import to_int64, uniforms
-from burnish.inference.native.engine_common import MAX_BIASES, Bias, sample
+from burnish.inference.engine_common import MAX_BIASES
+from burnish.inference.native.sampler import Bias, sample
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import log_softmax_at_temperature
 
 LIVE, PRODUCED, LAST_TOKEN, POSITION, LIMIT, KEY, DRAWN = range(7)
-MAX_STOP_TOKENS = 8  # stop tokens the device looks for; the host finds any further ones
-RING_SIZE = 32  # tokens a row may draw between two looks of the host
+"""Rows of `DeviceRows.ints`; the sampling kernel has the same order."""
+MAX_STOP_TOKENS = 8
+"""Stop tokens of a row that the device checks. The host checks any further ones."""
+RING_SIZE = 32
+"""Tokens that a row may draw before the host must read its ring."""
 
 
 class SamplerFlags(NamedTuple):
-    """What a draw must do because some row asks for it; a decode step is captured for each combination that occurs."""
+    """Sampling features that some row uses. Each combination that occurs has CUDA graphs of its own."""
 
     truncated: bool = False
-    """A row draws from less than the whole distribution."""
+    """A row uses top-k, top-p or min-p."""
     biased: bool = False
-    """A row adds to logits."""
+    """A row has a logit bias."""
     raw: bool = False
     """A row asks for log-probs of the model itself."""
 
@@ -41,13 +45,16 @@ class SamplerFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class NewRow:
-    """What a row starts with, before its first token is drawn."""
+    """State of a row before its first token is drawn."""
 
     row: int
-    position: int  # of the last token of its context
+    position: int
+    """Position of the last token of the context."""
     limit: int
+    """Most tokens to draw."""
     key: int
     drawn: int
+    """Tokens drawn for this sample before; the random stream continues after them."""
     temperature: float
     top_k: int
     top_p: float
@@ -58,28 +65,28 @@ class NewRow:
 
 @dataclass(frozen=True)
 class RingSnapshot:
-    """The rings as they were after a step; on a GPU `ready` says when they have arrived."""
+    """Host copy of the rings after a step. On a GPU it is complete after the event `ready`."""
 
     ints: Tensor  # [2, rows]: live, produced
     tokens: Tensor  # [rows, RING]
-    logp: Tensor
-    raw: Tensor | None  # where some row asks for it
+    logp: Tensor  # [rows, RING_SIZE]
+    raw: Tensor | None  # [rows, RING_SIZE] if some row asks for raw log-probs
     ready: torch.cuda.Event | None
 
 
 class DeviceRows:
-    """State of `size` rows."""
+    """State of `size` rows, each with a block table of up to `max_blocks` entries."""
 
-    def __init__(self, size: int, width: int, device: torch.device) -> None:
+    def __init__(self, size: int, max_blocks: int, device: torch.device) -> None:
         self.size, self.device = size, device
         self.ints = torch.zeros(7, size, dtype=torch.int64, device=device)
         self.ints[POSITION] = -1
         self.temperature = torch.ones(size, dtype=torch.float64, device=device)
-        self.counts = torch.zeros(2, size, dtype=torch.int64, device=device)  # top_k, how many biases
-        self.tails = torch.zeros(2, size, dtype=torch.float64, device=device)  # top_p, min_p
-        self.tails[0] = 1.0
+        self.counts = torch.zeros(2, size, dtype=torch.int64, device=device)  # top_k, number of biases
+        self.thresholds = torch.zeros(2, size, dtype=torch.float64, device=device)  # top_p, min_p
+        self.thresholds[0] = 1.0
         self.stop = torch.full((size, MAX_STOP_TOKENS), -1, dtype=torch.int64, device=device)
-        self.table = torch.zeros(size, width, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(size, max_blocks, dtype=torch.int32, device=device)
         self.ring_token = torch.zeros(size, RING_SIZE, dtype=torch.int32, device=device)
         self.ring_logp = torch.zeros(size, RING_SIZE, dtype=torch.float32, device=device)
         self.ring_raw = torch.zeros(size, RING_SIZE, dtype=torch.float32, device=device)
@@ -87,18 +94,18 @@ class DeviceRows:
         self.bias_value = torch.zeros(size, MAX_BIASES, dtype=torch.float64, device=device)
 
     def start(self, rows: Sequence[NewRow]) -> None:
-        """Take new rows in."""
+        """Write the state of new rows."""
         index = self._send(np.array([r.row for r in rows]))
         ints = [(1, 0, 0, r.position, r.limit, to_int64(r.key), r.drawn) for r in rows]
         self.ints.index_copy_(1, index, self._send(np.array(ints, dtype=np.int64).T.copy()))
         self.temperature.index_copy_(0, index, self._send(np.array([r.temperature for r in rows], dtype=np.float64)))
         self.counts.index_copy_(1, index, self._send(np.array([(r.top_k, len(r.bias)) for r in rows]).T.copy()))
-        tails = np.array([(r.top_p, r.min_p) for r in rows], dtype=np.float64).T.copy()
-        self.tails.index_copy_(1, index, self._send(tails))
+        thresholds = np.array([(r.top_p, r.min_p) for r in rows], dtype=np.float64).T.copy()
+        self.thresholds.index_copy_(1, index, self._send(thresholds))
         stops = np.full((len(rows), MAX_STOP_TOKENS), -1)
         for k, row in enumerate(rows):
-            known = list(row.stop_tokens)[:MAX_STOP_TOKENS]
-            stops[k, : len(known)] = known
+            checked = list(row.stop_tokens)[:MAX_STOP_TOKENS]
+            stops[k, : len(checked)] = checked
         self.stop.index_copy_(0, index, self._send(stops))
         if any(row.bias for row in rows):
             self._start_biases(rows, index)
@@ -113,16 +120,16 @@ class DeviceRows:
         self.bias_value.index_copy_(0, index, self._send(values))
 
     def stop_rows(self, rows: Sequence[int]) -> None:
-        """These rows are not there any more."""
+        """Make rows inactive."""
         index = self._send(np.array(rows, dtype=np.int64))
         self.ints[LIVE].index_fill_(0, index, 0)
         self.ints[POSITION].index_fill_(0, index, -1)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Row i becomes what row `order[i]` was; the rows after those given are not there any more."""
+        """Move row `order[i]` to row i. The rows after the last one become inactive."""
         index = self._send(np.array(order, dtype=np.int64))
         count = len(order)
-        for tensor in (self.ints, self.counts, self.tails):
+        for tensor in (self.ints, self.counts, self.thresholds):
             tensor[:, :count] = tensor[:, index]
         rings = (self.ring_token, self.ring_logp, self.ring_raw)
         for tensor in (self.temperature, self.stop, *rings, self.bias_token, self.bias_value):
@@ -130,66 +137,66 @@ class DeviceRows:
         self.ints[LIVE, count:] = 0
         self.ints[POSITION, count:] = -1
 
-    def set_table(self, table: np.ndarray) -> None:
-        """The first pages of the first rows, [rows, up to width] int32."""
-        self.table[: table.shape[0], : table.shape[1]].copy_(self._send(table), non_blocking=True)
+    def set_block_table(self, table: np.ndarray) -> None:
+        """Write the upper left part of the block table: int32 [rows, blocks]."""
+        self.block_table[: table.shape[0], : table.shape[1]].copy_(self._send(table), non_blocking=True)
 
-    def draw(self, logits: Tensor, source: Tensor, row: Tensor, wants: SamplerFlags) -> None:
-        """Each live row of `row` [n] draws from `logits[source]`: token and log-prob to its ring, then it goes on or ends."""
+    def draw(self, logits: Tensor, source: Tensor, row: Tensor, flags: SamplerFlags) -> None:
+        """Draw a token for each live row of `row` [n] from `logits[source]`, append it to the ring, and advance or end the row."""
         if use_triton(logits):
-            self._draw_by_kernels(logits, source, row, wants)
+            self._draw_with_triton(logits, source, row, flags)
             return
-        lines = logits[source]
-        biased = self._add_bias(lines, row) if wants.biased else lines
+        own = logits[source]
+        biased = self._add_bias(own, row) if flags.biased else own
         live, produced, _, position, limit, key, drawn = self.ints[:, row]
-        tails = (self.counts[0, row], *self.tails[:, row]) if wants.truncated else ()
-        tokens, logp = sample(biased, uniforms(key, drawn), self.temperature[row], *tails)
-        on = live.bool()
-        slot = (row * RING_SIZE + produced % RING_SIZE)[on]
-        self.ring_token.view(-1)[slot] = tokens[on].int()
-        self.ring_logp.view(-1)[slot] = logp[on].float()
-        if wants.raw:
+        truncation = (self.counts[0, row], *self.thresholds[:, row]) if flags.truncated else ()
+        tokens, logp = sample(biased, uniforms(key, drawn), self.temperature[row], *truncation)
+        is_live = live.bool()
+        slot = (row * RING_SIZE + produced % RING_SIZE)[is_live]
+        self.ring_token.view(-1)[slot] = tokens[is_live].int()
+        self.ring_logp.view(-1)[slot] = logp[is_live].float()
+        if flags.raw:
             self.ring_raw.view(-1)[slot] = (
-                log_softmax_at_temperature(lines, 1.0).gather(1, tokens[:, None])[on, 0].float()
+                log_softmax_at_temperature(own, 1.0).gather(1, tokens[:, None])[is_live, 0].float()
             )
         stopped = (self.stop[row] == tokens[:, None]).any(1)
-        goes_on = on & ~stopped & (produced + 1 < limit)
+        stays_live = is_live & ~stopped & (produced + 1 < limit)
         after = torch.stack(
-            [goes_on.long(), produced + 1, tokens, torch.where(goes_on, position + 1, -1), limit, key, drawn + 1]
+            [stays_live.long(), produced + 1, tokens, torch.where(stays_live, position + 1, -1), limit, key, drawn + 1]
         )
-        self.ints[:, row] = torch.where(on, after, self.ints[:, row])
+        self.ints[:, row] = torch.where(is_live, after, self.ints[:, row])
 
-    def _add_bias(self, lines: Tensor, row: Tensor) -> Tensor:
-        wide = lines.to(torch.promote_types(lines.dtype, torch.float32), copy=True)
+    def _add_bias(self, logits: Tensor, row: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         given = torch.arange(MAX_BIASES, device=self.device) < self.counts[1, row, None]
         values = torch.where(given, self.bias_value[row], 0.0).to(wide.dtype)
         return wide.scatter_add_(1, torch.where(given, self.bias_token[row], 0).long(), values)
 
-    def _draw_by_kernels(self, logits: Tensor, source: Tensor, row: Tensor, wants: SamplerFlags) -> None:
+    def _draw_with_triton(self, logits: Tensor, source: Tensor, row: Tensor, flags: SamplerFlags) -> None:
         from burnish.models.kernels.triton import sampling, truncation
 
-        bias = (self.bias_token, self.bias_value, self.counts[1]) if wants.biased else None
+        bias = (self.bias_token, self.bias_value, self.counts[1]) if flags.biased else None
         cut = None
-        if wants.truncated:
-            options = self.temperature, self.counts[0], self.tails[0], self.tails[1]
+        if flags.truncated:
+            options = self.temperature, self.counts[0], self.thresholds[0], self.thresholds[1]
             cut = truncation.find_cut(logits, source, row, *options, bias)
         rings = self.ring_token, self.ring_logp
-        raw = self.ring_raw if wants.raw else None
+        raw = self.ring_raw if flags.raw else None
         sampling.draw(logits, source, row, self.temperature, self.ints, self.stop, *rings, cut, bias, raw)
 
-    def snapshot(self, rows: int, wants: SamplerFlags) -> RingSnapshot:
-        """What the first rows have drawn, on its way to the host."""
+    def snapshot(self, rows: int, flags: SamplerFlags) -> RingSnapshot:
+        """Start to copy the rings of the first rows to the host."""
         parts = [self.ints[:2, :rows], self.ring_token[:rows], self.ring_logp[:rows]]
-        parts += [self.ring_raw[:rows]] if wants.raw else []
+        parts += [self.ring_raw[:rows]] if flags.raw else []
         if self.device.type != "cuda":
-            there, ready = [part.clone() for part in parts], None
+            copies, ready = [part.clone() for part in parts], None
         else:
-            there = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
-            for host, part in zip(there, parts, strict=True):
+            copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+            for host, part in zip(copies, parts, strict=True):
                 host.copy_(part, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return RingSnapshot(there[0], there[1], there[2], there[3] if wants.raw else None, ready)
+        return RingSnapshot(copies[0], copies[1], copies[2], copies[3] if flags.raw else None, ready)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)

@@ -1,9 +1,8 @@
-"""Compiling the kernels of an engine side by side, before the first of them is needed.
+"""Parallel compilation of an engine's kernels before their first use.
 
-A kernel takes a second or more to compile the first time on a machine, most of it in other programs (the assembler, the C
-compiler of the launcher). One after the other, as they are first called, that adds up; in threads they take about as long
-as the slowest. Found on disk, as every later time, they are only read. The libraries of matmuls and of prefill attention
-are loaded meanwhile.
+A kernel takes a second or more to compile for the first time on a machine, mostly in other programs (the assembler, the C
+compiler of the launcher). In threads all kernels together take about as long as the slowest. Later starts only read them from
+disk. The libraries of matmuls and of prefill attention are loaded at the same time.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def warm_up_kernels(
     rotations: tuple[Tensor, Tensor],
     state: DeviceRows,
     place: Placement,
-    wants: SamplerFlags,
+    flags: SamplerFlags,
     exact: bool,
 ) -> None:
-    """Call every operation of a decode step on the rows of `place`, which are not there (`state` has nobody), at once."""
+    """Call every operation of a decode step on the inactive rows of `state` and `place`, in parallel threads."""
     from triton.runtime import driver
 
     arch, layer = model.arch, cast(Layer, model.layers[0])
@@ -69,8 +68,8 @@ def warm_up_kernels(
     def rotate(in_place: bool) -> None:
         rotate_store(projection(), *rotations, place, head_norms(layer), keys, values, in_place)
 
-    def attend_exactly() -> None:
-        assert isinstance(cache, Tensor), "exactness is not for 8 bits"
+    def attend_exact() -> None:
+        assert isinstance(cache, Tensor), "exact mode has no 8-bit cache"
         for window in windows:
             exact_attention(zeros(rows, arch.num_heads, arch.head_dim), cache[0, 0], cache[0, 1], place, window)
 
@@ -78,14 +77,8 @@ def warm_up_kernels(
         for window in windows:
             decode_attention(projection(), *rotations, place, head_norms(layer), keys, values, window, splits)
 
-    def attend_whole() -> None:
-        attend(1)
-
-    def attend_in_stretches() -> None:  # the same kernel for any number of them, and the one that joins them
-        attend(2)
-
     def draw() -> None:
-        state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, wants)
+        state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)
 
     def matmuls() -> None:
         for module in (layer.qkv, layer.gate_up) if exact else (layer.qkv,):
@@ -108,34 +101,36 @@ def warm_up_kernels(
         else:
             gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated_activation)
 
-    def tiles() -> list[Callable[[], None]]:  # of all numbers of rows: others come later
+    def gate_kernels() -> list[Callable[[], None]]:  # for all batch sizes, not only the first
         with torch.inference_mode():
             if exact or not has_gated_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation):
                 return []
         processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-        found = all_tiles(max(MAX_PREFILL_TOKENS, state.size), arch.mlp_size, processors)
-        return [partial(compile_gated_kernel, tile, arch.activation, weight.device) for tile in found]
+        tiles = all_tiles(max(MAX_PREFILL_TOKENS, state.size), arch.mlp_size, processors)
+        return [partial(compile_gated_kernel, tile, arch.activation, weight.device) for tile in tiles]
 
-    def all_matmuls() -> None:  # where one kernel is for all, no two threads should compile it
+    def all_matmuls() -> None:  # in one thread: they use the same kernel, which two threads would both compile
         matmuls()
         norm()
         gate()
 
     is_one_kernel = exact or bool(quantised_weights(model))
-    products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(tiles() or [gate])]
-    attention = [attend_exactly] if exact else [attend_whole, attend_in_stretches, prefill]
-    rotations_of: list[Callable[[], None]] = [
+    products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(gate_kernels() or [gate])]
+    attention = (
+        [attend_exact] if exact else [partial(attend, 1), partial(attend, 2), prefill]
+    )  # 2: any number of splits
+    rotate_kernels: list[Callable[[], None]] = [
         partial(rotate, in_place)
         for in_place in ((False,) if exact or not isinstance(cache, Tensor) else (True, False))
     ]
-    work = [draw, *attention, *rotations_of, *products]
-    driver.active.get_current_device()  # Triton's own library first: all kernels need it
+    work = [draw, *attention, *rotate_kernels, *products]
+    driver.active.get_current_device()  # load Triton's driver library first: all kernels need it
     _run_in_threads(work, weight.device)
 
 
 def _run_in_threads(work: list[Callable[[], None]], device: torch.device) -> None:
     def run(one: Callable[[], None]) -> None:
-        with torch.cuda.device(device), torch.inference_mode():  # both are a thread's own
+        with torch.cuda.device(device), torch.inference_mode():  # both are local to a thread
             one()
 
     with ThreadPoolExecutor(min(len(work), os.cpu_count() or 1)) as threads:

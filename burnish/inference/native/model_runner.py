@@ -1,8 +1,8 @@
-"""Runs the model on a device for the paged engine: prefill in packed chunks, decode steps as whole graphs.
+"""Model execution for the paged engine: prefill in packed chunks, decode steps as CUDA graphs.
 
-On a GPU a decode step, from the embedding to the drawn token and the row's bookkeeping, is captured once for each number
-of rows (and of stretches that long ones are cut into) and replayed; the host only says how many steps. Elsewhere the same
-step runs operation by operation.
+On a GPU a decode step is captured once and replayed, from the embedding to the drawn token and the state of the rows. There is a
+graph for each batch size and each number of splits that long rows are cut into. Without kernels the same step runs operation by
+operation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import LAST_TOKEN, POSITION, DeviceRows, SamplerFlags
-from burnish.inference.native.engine_common import EngineStats
 from burnish.inference.native.kernel_warmup import warm_up_kernels
 from burnish.inference.native.vmm_arena import VmmArena
 from burnish.memory_plan.kv_cache import CachePlan, graph_batch_size, min_split_keys, num_splits
@@ -32,7 +32,7 @@ from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Consecutive tokens of one row that a prefill computes: those of `tokens` from position `start` on."""
+    """Consecutive tokens of one row to prefill: `tokens[start:]`."""
 
     row: int
     tokens: Sequence[int]
@@ -40,41 +40,43 @@ class PrefillChunk:
 
 
 class ModelRunner:
-    """A model, its cache and the state of its rows on one device."""
+    """A model, its paged cache and the state of its rows on one device."""
 
     def __init__(
         self, model: Decoder, plan: CachePlan, stats: EngineStats, exact: bool = False, quantised: bool = False
     ) -> None:
         weight = model.embedding.weight
-        self.model, self.device, self.page, self.exact, self.stats = model, weight.device, plan.page, exact, stats
+        self.model, self.device, self.exact, self.stats = model, weight.device, exact, stats
+        self.block_size = plan.block_size
         self.arena = VmmArena(plan.bytes, weight.device) if weight.is_cuda else None
         self.cache = self._make_cache(plan, weight.dtype, quantised)
         self.has_kernels = use_triton(weight)
         self._clear()
-        self.state = DeviceRows(plan.max_rows, plan.width, weight.device)
+        self.rows = DeviceRows(plan.max_rows, plan.blocks_per_row, weight.device)
         self.windows = model.arch.windows
-        self.rotations = [model.rotations(plan.width * plan.page, layer) for layer in range(model.arch.num_layers)]
-        self.every = torch.arange(plan.max_rows, device=weight.device)
+        num_positions = plan.blocks_per_row * plan.block_size
+        self.rotations = [model.rotations(num_positions, layer) for layer in range(model.arch.num_layers)]
+        self.row_ids = torch.arange(plan.max_rows, device=weight.device)
         self._graphs: dict[tuple[int, SamplerFlags, int], torch.cuda.CUDAGraph] = {}
 
-    def bucket(self, rows: int) -> int:
-        """The number of rows a step is made for when so many are needed."""
-        return graph_batch_size(rows, self.state.size)
+    def batch_size(self, rows: int) -> int:
+        """The batch size of a decode step with so many rows."""
+        return graph_batch_size(rows, self.rows.size)
 
-    def compile(self, rows: int, wants: SamplerFlags) -> None:
-        """Have the kernels ready for so many rows; without this each is compiled when it is first needed."""
+    def compile(self, rows: int, flags: SamplerFlags) -> None:
+        """Compile the kernels for so many rows. Without this call each is compiled at its first use."""
         if self.has_kernels:
             started = time.perf_counter()
-            state = self._nobody()
-            place = Placement(self.every[:rows], state.ints[POSITION, :rows], state.table)
-            warm_up_kernels(self.model, self.cache, self.rotations[0], state, place, wants, self.exact)
+            rows_off = self._inactive_rows()
+            place = Placement(self.row_ids[:rows], rows_off.ints[POSITION, :rows], rows_off.block_table)
+            warm_up_kernels(self.model, self.cache, self.rotations[0], rows_off, place, flags, self.exact)
             self.stats.compile_s += time.perf_counter() - started
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _make_cache(self, plan: CachePlan, dtype: torch.dtype, quantised: bool) -> KVCache:
         arch = self.model.arch
-        vectors = (arch.num_layers, 2, plan.num_pages, arch.num_kv_heads, plan.page)
+        vectors = (arch.num_layers, 2, plan.num_blocks, arch.num_kv_heads, plan.block_size)
         shape = (*vectors, arch.head_dim)
 
         def memory(shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
@@ -88,97 +90,97 @@ class ModelRunner:
 
     @property
     def held_bytes(self) -> int:
-        """GPU memory behind the cache."""
-        return self.arena.size.value if self.arena is not None and self.arena.mapped else 0
+        """GPU memory that the cache takes now."""
+        return self.arena.size.value if self.arena is not None and self.arena.is_mapped else 0
 
     def sleep(self) -> bool:
-        """Give the cache's memory back and keep its addresses; False where that cannot be done."""
+        """Free the memory of the cache and keep its addresses; False where that is not possible."""
         if self.arena is not None:
             self.arena.unmap()
         return self.arena is not None
 
     def wake(self) -> None:
-        """Take the memory again, if it was given back."""
-        if self.arena is not None and not self.arena.mapped:
+        """Allocate the memory of the cache again, if `sleep` freed it."""
+        if self.arena is not None and not self.arena.is_mapped:
             self.arena.map()
             self._clear()
 
     def _clear(self) -> None:
-        # The kernels read nothing that a row does not hold; torch's twins multiply what a mask hides by 0.
+        # The kernels read only blocks of their row. The torch versions multiply masked values by 0, and 0 * NaN is NaN.
         if not self.has_kernels:
             for tensor in self._tensors():
                 tensor.zero_()
 
     def _tensors(self) -> list[Tensor]:
-        """What the cache is made of; 8-bit floats as plain bytes, which can be copied everywhere."""
+        """The tensors of the cache. 8-bit floats are viewed as bytes, which every device can copy."""
         if isinstance(self.cache, Tensor):
             return [self.cache]
         return [self.cache.data.view(torch.uint8), self.cache.scale]
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
-    def prefill(self, stretches: Sequence[PrefillChunk], wanted: Sequence[bool]) -> Tensor:
-        """Compute the stretches in one forward; logits [wanted, vocab] after the last token of those `wanted`."""
-        lengths = np.array([len(s.tokens) - s.start for s in stretches])
-        tokens = self._send(np.concatenate([np.asarray(s.tokens[s.start :], dtype=np.int64) for s in stretches]))
-        position = self._send(np.concatenate([np.arange(s.start, len(s.tokens)) for s in stretches]))
-        owner = self._send(np.repeat([s.row for s in stretches], lengths))
-        place = Placement(owner, position, self.state.table)
+    def prefill(self, chunks: Sequence[PrefillChunk], wanted: Sequence[bool]) -> Tensor:
+        """Compute chunks in one forward; return logits [n, vocab] after the last token of those that are `wanted`."""
+        lengths = np.array([len(s.tokens) - s.start for s in chunks])
+        tokens = self._send(np.concatenate([np.asarray(s.tokens[s.start :], dtype=np.int64) for s in chunks]))
+        position = self._send(np.concatenate([np.arange(s.start, len(s.tokens)) for s in chunks]))
+        owner = self._send(np.repeat([s.row for s in chunks], lengths))
+        place = Placement(owner, position, self.rows.block_table)
         last = self._send((np.cumsum(lengths) - 1)[np.array(wanted)])
         if self.exact:
             return self._logits(tokens, self._exact_attend(place), last)
-        rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in stretches), strict=True))
-        attend = PrefillAttention(rows, starts, lengths, place, self.rotations, self.page, self.windows)
+        rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
+        attend = PrefillAttention(rows, starts, lengths, place, self.rotations, self.block_size, self.windows)
         return self._logits(tokens, attend, last)
 
-    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """The pages of `source` into those of `target`, in all layers."""
-        there, here = (self._send(np.array(x, dtype=np.int64)) for x in (target, source))
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks into others, in all layers."""
+        to, of = (self._send(np.array(x, dtype=np.int64)) for x in (targets, sources))
         for tensor in self._tensors():
-            tensor[:, :, there] = tensor[:, :, here]
+            tensor[:, :, to] = tensor[:, :, of]
 
-    def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], wants: SamplerFlags) -> None:
-        """The rows draw their first tokens, each from its line of the logits."""
-        lines, drawing = (self._send(np.array(x, dtype=np.int64)) for x in (source, rows))
-        self.state.draw(logits, lines, drawing, wants)
+    def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], flags: SamplerFlags) -> None:
+        """Draw the first token of each row from `logits[source]`."""
+        sources, targets = (self._send(np.array(x, dtype=np.int64)) for x in (source, rows))
+        self.rows.draw(logits, sources, targets, flags)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def decode(self, rows: int, steps: int, wants: SamplerFlags, lengths: Sequence[int]) -> None:
-        """So many steps of the first `rows` rows; those that are there are up to `lengths` tokens long then."""
-        if not self.has_kernels:  # torch's twins ask the device how long the rows are: no graph can do that
+    def decode(self, rows: int, steps: int, flags: SamplerFlags, lengths: Sequence[int]) -> None:
+        """Run decode steps on the first `rows` rows. Live rows have up to `lengths` tokens after them."""
+        if not self.has_kernels:  # the torch versions read row lengths on the host, which no graph can do
             for _ in range(steps):
-                self._step(self.state, rows, wants, 1)
+                self._step(self.rows, rows, flags, 1)
             return
         splits = self._splits(rows, lengths)
-        graph = self._graphs.get((rows, wants, splits)) or self._capture(rows, wants, splits)
+        graph = self._graphs.get((rows, flags, splits)) or self._capture(rows, flags, splits)
         for _ in range(steps):
             graph.replay()
 
     def _splits(self, rows: int, lengths: Sequence[int]) -> int:
         return 1 if self.exact else num_splits(rows, self.model.arch.num_kv_heads, lengths)
 
-    def _step(self, state: DeviceRows, rows: int, wants: SamplerFlags, splits: int) -> None:
-        every = self.every[:rows]
-        place = Placement(every, state.ints[POSITION, :rows], state.table)
-        least = min_split_keys(rows, self.model.arch.num_kv_heads)
+    def _step(self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int) -> None:
+        row_ids = self.row_ids[:num_rows]
+        place = Placement(row_ids, state.ints[POSITION, :num_rows], state.block_table)
+        least = min_split_keys(num_rows, self.model.arch.num_kv_heads)
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
             return decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window, splits, least)
 
-        logits = self._logits(state.ints[LAST_TOKEN, :rows], self._exact_attend(place) if self.exact else attend)
-        state.draw(logits, every, every, wants)
+        logits = self._logits(state.ints[LAST_TOKEN, :num_rows], self._exact_attend(place) if self.exact else attend)
+        state.draw(logits, row_ids, row_ids, flags)
 
     def _logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None = None) -> Tensor:
-        """Logits after the tokens, or after some of them."""
+        """Logits after all tokens, or after those of index `which`."""
         if self.exact:
             hidden = paged_forward(self.model, tokens, self.cache, attend, exact_linear, which)
             return exact_logits(hidden, self.model.head_weight)
         return self.model.logits(paged_forward(self.model, tokens, self.cache, attend, which=which))
 
     def _exact_attend(self, place: Placement) -> PagedAttend:
-        """Every token a query of its own, in prefill as in decoding: then both give it the same bits."""
+        """Attention with one query for each token, in prefill as in decode, so that both give the same bits."""
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
             q = rotate_store(qkv, *self.rotations[layer], place, norms, keys, values)
@@ -186,35 +188,34 @@ class ModelRunner:
 
         return attend
 
-    def capture(self, rows: int, wants: SamplerFlags) -> None:
-        """Capture the step of every number of rows up to this one, of like length; else each is captured when it is first needed."""
+    def capture(self, rows: int, flags: SamplerFlags) -> None:
+        """Capture the step of every batch size up to `rows`, for rows of similar length. Otherwise each is captured at its first use."""
         if self.has_kernels:
-            # The largest first: the others fit into its memory.
-            for size in sorted({self.bucket(r) for r in range(1, rows + 1)}, reverse=True):
+            # The largest first, so that the others fit into its memory.
+            for size in sorted({self.batch_size(r) for r in range(1, rows + 1)}, reverse=True):
                 splits = self._splits(size, [1])
-                if (size, wants, splits) not in self._graphs:
-                    self._capture(size, wants, splits)
+                if (size, flags, splits) not in self._graphs:
+                    self._capture(size, flags, splits)
 
-    def _capture(self, rows: int, wants: SamplerFlags, splits: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, flags: SamplerFlags, splits: int) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
-        # The kernels compile and the libraries take their workspaces in a step of rows that are not there.
+        # A step of inactive rows first: kernels compile and libraries allocate workspaces outside of the capture.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(self._nobody(), rows, wants, splits)
+            self._step(self._inactive_rows(), rows, flags, splits)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            self._step(self.state, rows, wants, splits)
-        self._graphs[rows, wants, splits] = graph
+            self._step(self.rows, rows, flags, splits)
+        self._graphs[rows, flags, splits] = graph
         self.stats.capture_s += time.perf_counter() - started
         self.stats.graphs += 1
         return graph
 
-    def _nobody(self) -> DeviceRows:
-        """Rows of which none is there."""
-        return DeviceRows(self.state.size, self.state.table.shape[1], self.device)
+    def _inactive_rows(self) -> DeviceRows:
+        return DeviceRows(self.rows.size, self.rows.block_table.shape[1], self.device)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)

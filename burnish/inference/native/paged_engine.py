@@ -1,11 +1,12 @@
-"""The native engine for a GPU: continuous batching over a paged KV cache, on the learner's own weights.
+"""Native engine with a paged KV cache: continuous batching on the learner's own weights, made for a GPU.
 
-The host works in windows: it admits waiting requests into free rows, has the device decode a few steps, and while those
-run it reads what the window before has drawn. No step waits for the host; a row that comes to its limit is another's in
-the next window, one that ends before is noticed a window later and idles until then. Prompts that begin alike share the
-pages of their common beginning, and a request that continues another finds the pages of what that one computed. When
-pages run out the youngest rows give theirs back and wait again with what they have; their keys and values are computed
-anew later, their tokens stay. On a CPU the same code runs, step by step instead of by graphs.
+The host launches several decode steps at a time. While they run it admits waiting requests and reads the tokens of the launch
+before, so no step waits for the host. A row that reaches its limit is reassigned at the next launch. A row that stops earlier
+is noticed one launch later and idles until then.
+
+Prompts with a common beginning share its blocks, and a request that continues another one finds the blocks of that one. When
+blocks run out, the most recently admitted rows are preempted: they keep their tokens, and their keys and values are computed
+again later. On a CPU the same code runs without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
-from itertools import count
+from functools import partial, reduce
 from operator import or_
 
 import torch
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.inference.engine_common import EngineStats, check_native_request, check_requests, copy_weights
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
-from burnish.inference.native.engine_common import EngineStats, check_requests, copy_weights
 from burnish.inference.native.model_runner import ModelRunner
 from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, kv_token_bytes, plan_cache
@@ -32,12 +32,16 @@ from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
 
-STEPS_PER_LAUNCH = 8  # steps between two looks of the host
+STEPS_PER_LAUNCH = 8
+"""Decode steps between two reads of the host."""
 
 
 class PagedEngine:
-    """Samples from a decoder. `listener(request_id, token)` hears every token, a window late; `on_cache` hears of every cache
-    that is made. `cache_bytes` fixes the cache's size; `quantised` keeps it in 8 bits."""
+    """Samples from a decoder.
+
+    `listener(request_id, token)` is called with every token, one launch late, and `on_cache` with the plan of every new cache.
+    `cache_bytes` fixes the size of the cache; `quantised` keeps it in 8 bits.
+    """
 
     def __init__(
         self,
@@ -45,57 +49,58 @@ class PagedEngine:
         max_rows: int = 256,
         decode: Callable[[list[int]], str] | None = None,
         listener: Callable[[str, int], None] | None = None,
-        num_pages: int | None = None,
-        window: int = STEPS_PER_LAUNCH,
+        num_blocks: int | None = None,
+        steps_per_launch: int = STEPS_PER_LAUNCH,
         exact: bool = False,
         cache_bytes: int | None = None,
         on_cache: Callable[[CachePlan], None] | None = None,
         quantised: bool = False,
     ) -> None:
-        if not 0 < window < RING_SIZE:
+        if not 0 < steps_per_launch < RING_SIZE:
             raise ValueError(
-                f"a window of {window} steps: it must be from 1 to {RING_SIZE - 1}, what a row's ring holds"
+                f"steps_per_launch={steps_per_launch}: expected 1 to {RING_SIZE - 1}, what the ring of a row holds"
             )
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
-        self.window, self.exact, self.on_cache = window, exact, on_cache
+        self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
         self.quantised = quantised
         self.token_bytes = _kv_token_bytes(model, quantised)
-        self.cache_bytes = num_pages * BLOCK_SIZE * self.token_bytes if num_pages is not None else cache_bytes
-        self.queue: deque[RequestState] = deque()  # by priority, then by arrival; those that lost their row first
-        self.flights: deque[InFlightSteps] = deque()
-        self.ready: deque[Completion] = deque()  # finished, not handed over yet
+        self.cache_bytes = num_blocks * BLOCK_SIZE * self.token_bytes if num_blocks is not None else cache_bytes
+        self.waiting: deque[RequestState] = deque()
+        """Preempted requests first, then by priority and arrival."""
+        self.in_flight: deque[InFlightSteps] = deque()
+        self.ready: deque[Completion] = deque()
+        """Finished completions that `stream` has not yielded yet."""
         self.version = 0
         self.stats = EngineStats()
-        self._ids: dict[str, RequestState] = {}
-        self._arrivals = count()
+        self._states: dict[str, RequestState] = {}
         self._runner: ModelRunner | None = None
         self._interrupted = False
-        self.pages = BlockManager(1, BLOCK_SIZE)
-        self.seats = Scheduler(0, 0)
+        self.block_manager = BlockManager(1, BLOCK_SIZE)
+        self.scheduler = Scheduler(0, 0)
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known = self._ids.keys() | {completion.id for completion in self.ready}
-        check_requests(requests, known, self.model, self.decode)
+        known = self._states.keys() | {completion.id for completion in self.ready}
+        check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
         if self.exact and (biased := [r.id for r in requests if r.sampling.logit_bias]):
             raise UserError(
                 f"request {biased[0]}: logit_bias in exact mode: the engine would report log-probs of the biased distribution, and "
                 "the learner's are of the model's own"
             )
         if requests:
-            self._make_room(requests)
+            self._ensure_cache(requests)
             self.wake()
         for request in requests:
-            seat = RequestState(request, next(self._arrivals))
-            self._ids[request.id] = seat
-            self._enqueue(seat)
+            state = RequestState(request)
+            self._states[request.id] = state
+            self._enqueue(state)
 
     def stream(self) -> Iterator[Completion]:
-        while self.ready or (self._ids and not self._interrupted):
+        while self.ready or (self._states and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
-                    self._turn()
+                    self._step()
             while self.ready:
                 yield self.ready.popleft()
         self._interrupted = False
@@ -106,119 +111,121 @@ class PagedEngine:
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
         wanted = dict.fromkeys(ids)
         ended = {completion.id for completion in self.ready}
-        unknown = [i for i in wanted if i not in self._ids and i not in ended]
+        unknown = [i for i in wanted if i not in self._states and i not in ended]
         if unknown:
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
         with torch.inference_mode():
-            self._land_all()
+            self._read_all()
             kept = [c for c in self.ready if c.id in wanted]
             self.ready = deque(c for c in self.ready if c.id not in wanted)
-            for seat in [self._ids[i] for i in wanted if i in self._ids]:
-                if seat.row is None:
-                    self.queue.remove(seat)
+            for state in [self._states[i] for i in wanted if i in self._states]:
+                if state.row is None:
+                    self.waiting.remove(state)
                 else:
-                    self._leave(seat)
-                del self._ids[seat.request.id]
-                kept.append(seat.completion("aborted", self.version))
+                    self._stop_row(state)
+                del self._states[state.request.id]
+                kept.append(state.completion("aborted", self.version))
         return kept if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        begun = sum(seat.admitted >= 0 for seat in self._ids.values())
+        begun = sum(state.admission >= 0 for state in self._states.values())
         if begun:
             raise RuntimeError(
                 f"new weights while {begun} rows are running: their cache would be stale; finish or abort first"
             )
         copy_weights(self.model, named_tensors)
         self.version = version
-        self.pages.forget()
+        self.block_manager.clear_prefix_cache()
 
     def sleep(self) -> None:
-        if self._ids:
-            raise RuntimeError(f"the engine cannot sleep with {len(self._ids)} requests unfinished")
+        if self._states:
+            raise RuntimeError(f"the engine cannot sleep with {len(self._states)} requests unfinished")
         if self._runner is not None and not self._runner.sleep():
-            self._runner = None  # memory without an arena can only be given back for good
-        self.pages.forget()
+            self._runner = None  # without an arena the memory is freed with the runner
+        self.block_manager.clear_prefix_cache()
 
     def wake(self) -> None:
         if self._runner is not None:
             with torch.inference_mode():
                 self._runner.wake()
 
-    # --- room --------------------------------------------------------------------------------------------------------
+    # --- the cache ---------------------------------------------------------------------------------------------------
 
     def plan(self, longest: int) -> CachePlan:
-        """The cache for requests of up to so many tokens, by the memory that is free now."""
+        """Plan the cache for requests of up to `longest` tokens, from the memory that is free now."""
         free, device = None, self.model.embedding.weight.device
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for later may be had too
+            torch.cuda.empty_cache()  # torch's cached memory is free as well
             free, _ = torch.cuda.mem_get_info(device)
             if self._runner is not None:
-                free += self._runner.held_bytes  # given back before a new cache is made
-        is_cut = use_triton(self.model.embedding.weight) and not self.exact
+                free += self._runner.held_bytes  # freed before a new cache is made
+        has_splits = use_triton(self.model.embedding.weight) and not self.exact
         return plan_cache(
             token_bytes=self.token_bytes,
             max_rows=self.max_rows,
             longest=longest,
             free_bytes=free,
             cache_bytes=self.cache_bytes,
-            page=BLOCK_SIZE,
-            kv_heads=self.model.arch.num_kv_heads if is_cut else None,
+            block_size=BLOCK_SIZE,
+            kv_heads=self.model.arch.num_kv_heads if has_splits else None,
         )
 
     def reserve(self, longest: int, rows: int = 1) -> None:
-        """Make the cache for requests of up to `longest` tokens, and kernels for `rows` rows, before the first one comes."""
+        """Make the cache for requests of up to `longest` tokens, and kernels for `rows` rows, before the first request."""
         plan = self.plan(longest)
         plan.require_one("the KV cache")
         self._make_cache(plan, rows, SamplerFlags())
 
     def prepare(self, longest: int, rows: int, sampling: SamplingOptions) -> None:
-        """The same for requests drawn in one way, with the graphs of all numbers of rows of like length: what would else be made
-        on the way."""
-        wants = sampler_flags(Request("", (), sampling, 0))
+        """Make the cache, and capture the CUDA graphs of all batch sizes for rows of similar length.
+
+        Without this call they are made while requests run.
+        """
+        flags = sampler_flags(Request("", (), sampling, 0))
         plan = self.plan(longest)
         plan.require_one("the KV cache")
         rows = min(rows, self.max_rows)
-        self._make_cache(plan, rows, wants)
+        self._make_cache(plan, rows, flags)
         with torch.inference_mode():
-            self.runner.capture(rows, wants)
+            self.runner.capture(rows, flags)
 
-    def _make_room(self, requests: Sequence[Request]) -> None:
-        """A cache that the longest of the requests fits into, made anew if need be once nothing runs."""
+    def _ensure_cache(self, requests: Sequence[Request]) -> None:
+        """Make a new cache if the longest of the requests does not fit into the present one. Running rows are preempted."""
         longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
-        if self._runner is not None and -(-longest // BLOCK_SIZE) <= self.seats.width:
+        if self._runner is not None and -(-longest // BLOCK_SIZE) <= self.scheduler.max_blocks:
             return
-        longest = max(longest, self.seats.width * BLOCK_SIZE)
+        longest = max(longest, self.scheduler.max_blocks * BLOCK_SIZE)
         plan = self.plan(longest)
-        if any(
-            r.may_continue for r in requests
-        ):  # longer ones will follow: a cache for each length would forget what is kept for them
+        # Longer requests will continue these. A new cache for each length would lose the blocks kept for them.
+        if any(r.may_continue for r in requests):
             roomy = self.plan(min(2 * longest, self.model.arch.max_positions))
             plan = roomy if roomy.rows >= plan.rows else plan
         if plan.rows < 1:
             worst = max(requests, key=lambda r: len(r.tokens) + r.sampling.max_tokens)
             raise UserError(
-                f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need {plan.width} "
-                f"pages of {BLOCK_SIZE} tokens, and the cache has {max(0, plan.num_pages - 1)}; lower max_tokens or free memory"
+                f"request {worst.id}: {len(worst.tokens)} prompt tokens + {worst.sampling.max_tokens} new ones need "
+                f"{plan.blocks_per_row} blocks of {BLOCK_SIZE} tokens, and the cache has {max(0, plan.num_blocks - 1)}; "
+                "lower max_tokens or free memory"
             )
-        before = self.stats.plan if self._ids else None
+        before = self.stats.plan if self._states else None
         if before is not None:
             with torch.inference_mode():
-                self._set_aside()
-        rows, wants = min(len(requests), self.max_rows), reduce(or_, {sampler_flags(r) for r in requests})
+                self._preempt_all()
+        rows, flags = min(len(requests), self.max_rows), reduce(or_, {sampler_flags(r) for r in requests})
         try:
-            self._make_cache(plan, rows, wants)
+            self._make_cache(plan, rows, flags)
         except UserError:
-            if before is not None:  # what runs goes on in a cache as it was
-                self._make_cache(before, rows, wants)
+            if before is not None:  # the unfinished requests continue in a cache of the old size
+                self._make_cache(before, rows, flags)
             raise
 
-    def _make_cache(self, plan: CachePlan, rows: int, wants: SamplerFlags) -> None:
-        self._runner = None  # its memory first
-        self.pages = BlockManager(plan.num_pages, BLOCK_SIZE)
-        self.seats = Scheduler(self.max_rows, plan.width)
+    def _make_cache(self, plan: CachePlan, rows: int, flags: SamplerFlags) -> None:
+        self._runner = None  # free its memory first
+        self.block_manager = BlockManager(plan.num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.max_rows, plan.blocks_per_row)
         with torch.inference_mode():
             self._runner = ModelRunner(self.model, plan, self.stats, self.exact, self.quantised)
-            self._runner.compile(self._runner.bucket(rows), wants)
+            self._runner.compile(self._runner.batch_size(rows), flags)
         self.stats.plan = plan
         if self.on_cache is not None:
             self.on_cache(plan)
@@ -228,130 +235,133 @@ class PagedEngine:
         assert self._runner is not None, "made when the first request is submitted"
         return self._runner
 
-    # --- one turn of the loop ----------------------------------------------------------------------------------------
+    # --- one iteration -----------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """Admit, start the next window, then see what was drawn before it."""
+    def _step(self) -> None:
+        """Admit requests, launch decode steps, then read the tokens of the launch before."""
         if admit(self):
-            self._look()  # first tokens are heard while the window runs
-        started = self._launch()
-        while self.flights and (len(self.flights) > 1 or not started):
-            self._land()
+            self._snapshot()  # first tokens reach the host while the next steps run
+        is_launched = self._launch()
+        while self.in_flight and (len(self.in_flight) > 1 or not is_launched):
+            self._read()
 
     def _launch(self) -> bool:
-        """Start a window of decode steps, if a row may have one to make."""
-        runner, seats = self.runner, self.seats
-        steps = min(self.window, max((s.left for s in seats.rows if s is not None), default=0))
+        """Launch decode steps if a row has some left."""
+        runner, scheduler = self.runner, self.scheduler
+        left = [state.num_unlaunched for state in scheduler.running()]
+        steps = min(self.steps_per_launch, max(left, default=0))
         if steps <= 0:
             return False
-        if not self._grow(steps):
-            return True  # rows were landed or set aside: look again before decoding
+        if not self._allocate(steps):
+            return True  # rows ended or were preempted: plan again before decoding
         self._compact()
-        rows = runner.bucket(seats.height)
-        seats.send_table(runner.state, rows)
-        lengths = [len(seat.context) + min(seat.reach + steps, seat.limit) for seat in seats.present()]
-        runner.decode(rows, steps, seats.wants, lengths)
+        rows = runner.batch_size(scheduler.row_span)
+        scheduler.send_block_table(runner.rows, rows)
+        running = scheduler.running()
+        lengths = [len(state.context) + min(state.num_launched + steps, state.limit) for state in running]
+        runner.decode(rows, steps, scheduler.flags, lengths)
         self.stats.decode_steps += steps
-        self.stats.row_steps += steps * seats.taken
-        for seat in seats.present():
-            seat.reach = min(seat.reach + steps, seat.limit)
-        self._look()
+        self.stats.row_steps += steps * scheduler.num_running
+        for state in running:
+            state.num_launched = min(state.num_launched + steps, state.limit)
+        self._snapshot()
         return True
 
-    def _look(self) -> None:
-        """Have what was drawn so far sent to the host; the rows that draw no more are free for others."""
-        rows = self.seats.height
-        self.flights.append(InFlightSteps(self.seats.rows[:rows], self.runner.state.snapshot(rows, self.seats.wants)))
-        for seat in self.seats.present():
-            if seat.left <= 0:
-                self.seats.remove(seat)
-                seat.is_leaving = True
-                if not seat.request.may_continue:  # else the pages are kept for what follows, once its tokens are known
-                    self._drop_pages(seat)
+    def _snapshot(self) -> None:
+        """Start the copy of drawn tokens to the host, and free the rows that draw no more."""
+        rows = self.scheduler.row_span
+        after = self.runner.rows.snapshot(rows, self.scheduler.flags)
+        self.in_flight.append(InFlightSteps(self.scheduler.rows[:rows], after))
+        for state in self.scheduler.running():
+            if state.num_unlaunched <= 0:
+                self.scheduler.remove(state)
+                state.is_draining = True
+                if not state.request.may_continue:  # else its blocks are cached once its tokens are known
+                    self._release_blocks(state)
 
-    def _grow(self, steps: int) -> bool:
-        """Pages for the tokens of the next steps. False when rows had to land or to leave for it."""
-        wanted = {seat: seat.lacking(steps, self.pages) for seat in self.seats.present()}
-        if sum(wanted.values()) > self.pages.available:
-            if self.flights:
-                self._land_all()
+    def _allocate(self, steps: int) -> bool:
+        """Allocate blocks for the next steps. False if rows had to be read or preempted instead."""
+        missing = {state: state.num_missing_blocks(steps, self.block_manager) for state in self.scheduler.running()}
+        if sum(missing.values()) > self.block_manager.num_available:
+            if self.in_flight:
+                self._read_all()
             else:
-                self._preempt(max(self.seats.present(), key=lambda seat: seat.admitted))
+                self._preempt(max(self.scheduler.running(), key=lambda state: state.admission))
             return False
-        for seat, number in wanted.items():
-            if number:
-                self.seats.give(seat, self.pages.take(number))
+        for state, num_blocks in missing.items():
+            if num_blocks:
+                self.scheduler.append_blocks(state, self.block_manager.allocate(num_blocks))
         return True
 
-    def _preempt(self, seat: RequestState) -> None:
-        """The row waits again, first of all, with the tokens it has."""
-        self._leave(seat)
-        self.queue.appendleft(seat)
+    def _preempt(self, state: RequestState) -> None:
+        """Move a running request to the front of the waiting queue. It keeps its tokens."""
+        self._stop_row(state)
+        self.waiting.appendleft(state)
         self.stats.preemptions += 1
 
-    def _set_aside(self) -> None:
-        self._land_all()
-        for seat in sorted(self.seats.present(), key=lambda s: -s.admitted):
-            self._preempt(seat)
+    def _preempt_all(self) -> None:
+        self._read_all()
+        for state in sorted(self.scheduler.running(), key=lambda s: -s.admission):
+            self._preempt(state)
 
-    def _leave(self, seat: RequestState) -> None:
-        self.runner.state.stop_rows([self.seats.remove(seat)])
-        self._drop_pages(seat)
+    def _stop_row(self, state: RequestState) -> None:
+        self.runner.rows.stop_rows([self.scheduler.remove(state)])
+        self._release_blocks(state)
 
-    def _drop_pages(self, seat: RequestState) -> None:
-        self.pages.drop(seat.pages)
-        seat.pages = []
+    def _release_blocks(self, state: RequestState) -> None:
+        self.block_manager.release(state.block_table)
+        state.block_table = []
 
     def _compact(self) -> None:
-        """Move the rows together when that makes the step smaller and nobody waits for the free ones."""
-        seats, runner = self.seats, self.runner
-        if not self.queue and runner.bucket(seats.taken) < runner.bucket(seats.height):
-            runner.state.reorder(seats.compact())
+        """Move the rows together if that makes the batch smaller and no request waits for the free rows."""
+        scheduler, runner = self.scheduler, self.runner
+        if not self.waiting and runner.batch_size(scheduler.num_running) < runner.batch_size(scheduler.row_span):
+            runner.rows.reorder(scheduler.compact())
 
-    # --- what the device has drawn -------------------------------------------------------------------------------------
+    # --- drawn tokens ------------------------------------------------------------------------------------------------
 
-    def _land_all(self) -> None:
-        while self.flights:
-            self._land()
+    def _read_all(self) -> None:
+        while self.in_flight:
+            self._read()
 
-    def _land(self) -> None:
-        """Read the tokens of the oldest window; it is done with when all of them are: a listener that raises loses nobody."""
-        flight = self.flights[0]
+    def _read(self) -> None:
+        """Read the tokens of the oldest launch. It is popped last, so that a raising listener drops no request."""
+        steps = self.in_flight[0]
         started = time.perf_counter()
-        flight.wait()
+        steps.wait()
         self.stats.waited_s += time.perf_counter() - started
-        early: list[int] = []
+        ended_rows: list[int] = []
         try:
-            for seat, tokens, logp, raw, live in flight.arrivals():
-                cut = seat.record(tokens, logp, raw, self.decode)
+            for state, tokens, logp, raw, is_live in steps.new_tokens():
+                cut = state.append(tokens, logp, raw, self.decode)
                 self.stats.tokens += len(tokens) - cut
-                if seat.finish is not None or not live:
-                    early += self._end(seat, live)
+                if state.finish is not None or not is_live:
+                    ended_rows += self._end(state, is_live)
                 if self.listener is not None:
                     for token in tokens[: len(tokens) - cut]:
-                        self.listener(seat.request.id, token)
+                        self.listener(state.request.id, token)
         finally:
-            if early:
-                self.runner.state.stop_rows(early)
-        self.flights.popleft()
+            if ended_rows:
+                self.runner.rows.stop_rows(ended_rows)
+        self.in_flight.popleft()
 
-    def _end(self, seat: RequestState, live: bool) -> list[int]:
-        """The seat gives its pages back. Its row, if the device does not know yet that it has ended."""
-        row = None if seat.is_leaving else self.seats.remove(seat)
-        seat.is_leaving = False
-        if seat.request.may_continue:  # the last token is never stored
-            self.pages.publish((*seat.request.tokens, *seat.tokens[:-1]), seat.pages)
-        self._drop_pages(seat)
-        del self._ids[seat.request.id]
-        self.ready.append(seat.completion(seat.finish or "length", self.version))
-        return [row] if live and row is not None else []
+    def _end(self, state: RequestState, is_live: bool) -> list[int]:
+        """Complete a request and release its blocks. Return its row if the device still runs it."""
+        row = None if state.is_draining else self.scheduler.remove(state)
+        state.is_draining = False
+        if state.request.may_continue:  # the last token is never stored
+            self.block_manager.cache_prefix((*state.request.tokens, *state.tokens[:-1]), state.block_table)
+        self._release_blocks(state)
+        del self._states[state.request.id]
+        self.ready.append(state.completion(state.finish or "length", self.version))
+        return [row] if is_live and row is not None else []
 
-    def _enqueue(self, seat: RequestState) -> None:
-        """Behind those of its priority; one that lost its row stays in front of all."""
-        at = len(self.queue)
-        while at and self.queue[at - 1].request.priority < seat.request.priority and self.queue[at - 1].admitted < 0:
+    def _enqueue(self, state: RequestState) -> None:
+        """Insert a request behind those of its priority, and behind all preempted ones."""
+        at, waiting, priority = len(self.waiting), self.waiting, state.request.priority
+        while at and waiting[at - 1].request.priority < priority and waiting[at - 1].admission < 0:
             at -= 1
-        self.queue.insert(at, seat)
+        waiting.insert(at, state)
 
 
 def _kv_token_bytes(model: Decoder, quantised: bool) -> int:

@@ -1,4 +1,8 @@
-"""The host's side of the rows: who sits where, what each has produced, which pages it holds."""
+"""Scheduling of the paged engine on the host: request states, rows with their block tables, and admission.
+
+A request waits in the engine's queue, runs in a row of the batch, and leaves with a completion. The device runs ahead of the
+host, so a request whose last steps are launched can give up its row before its last tokens are read.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import numpy as np
 import torch
 
 from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.inference.engine_common import has_stop_string
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, DeviceRows, NewRow, RingSnapshot, SamplerFlags
 from burnish.inference.native.model_runner import PrefillChunk
@@ -22,58 +27,66 @@ from burnish.memory_plan.kv_cache import MAX_PREFILL_TOKENS
 if TYPE_CHECKING:
     from burnish.inference.native.paged_engine import PagedEngine
 
+ADMIT_FRACTION = 16
+"""Requests are admitted when at least 1/16 of the rows is free: prefills are larger and fewer."""
 
 Number = TypeVar("Number", int, float)
-TEXT_TAIL = 8  # tokens that show no text, which a stop string may span besides one for each of its bytes
+_admissions = count()
 
 
 def sampler_flags(request: Request) -> SamplerFlags:
-    """What the draws of a request must do."""
+    """The sampling features that a request uses."""
     s = request.sampling
     return SamplerFlags(s.top_k > 0 or s.top_p < 1 or s.min_p > 0, bool(s.logit_bias), s.raw_logprobs)
 
 
 @dataclass(eq=False)
 class RequestState:
-    """A request on its way: waiting (`row` is None), running, or leaving: its last draws are on their way, its row is another's."""
+    """A request that is waiting (`row` is None), running, or draining.
+
+    A draining request has no row: its row is reassigned, and its last tokens have not reached the host yet.
+    """
 
     request: Request
-    arrival: int
-    # Plain numbers in a row, which a completion copies at once: a thousand completions of lists take as long as four steps.
+    # Typed arrays, not lists: a thousand completions built from lists take as long as four decode steps.
     tokens: array[int] = field(default_factory=lambda: array("q"))
     logp: array[float] = field(default_factory=lambda: array("f"))
     raw_logp: array[float] = field(default_factory=lambda: array("f"))
     finish: CompletionFinish | None = None
     row: int | None = None
-    is_leaving: bool = False
-    pages: list[int] = field(default_factory=list)
-    admitted: int = -1
-    context: tuple[int, ...] = ()  # what it was admitted with: the prompt, and the tokens it had
-    seen: int = 0  # tokens drawn since it was admitted, as far as the host has read
-    reach: int = 0  # tokens drawn since, when every window that was started has run
-    wants: SamplerFlags = field(init=False)  # what its draws must do
+    is_draining: bool = False
+    block_table: list[int] = field(default_factory=list)
+    admission: int = -1
+    """Serial number of the last admission; -1 before the first."""
+    context: tuple[int, ...] = ()
+    """Prompt and tokens that the request had when it was admitted."""
+    num_read: int = 0
+    """Tokens drawn since the admission that the host has read."""
+    num_launched: int = 0
+    """Tokens drawn since the admission once all launched steps have run."""
+    flags: SamplerFlags = field(init=False)
 
     def __post_init__(self) -> None:
-        self.wants = sampler_flags(self.request)
+        self.flags = sampler_flags(self.request)
 
     @property
     def limit(self) -> int:
-        """Tokens it may draw since it was admitted."""
+        """Most tokens to draw since the admission."""
         return self.request.sampling.max_tokens - (len(self.context) - len(self.request.tokens))
 
     @property
-    def left(self) -> int:
-        """Tokens it may still draw, beyond the windows that were started."""
-        return self.limit - self.reach
+    def num_unlaunched(self) -> int:
+        """Tokens that may still be drawn after all launched steps."""
+        return self.limit - self.num_launched
 
-    def lacking(self, steps: int, pages: BlockManager) -> int:
-        """Pages it still needs for so many steps; the last token drawn is never stored."""
-        tokens = len(self.context) + min(self.reach + steps, self.limit) - 1
-        return max(0, pages.needed(tokens) - len(self.pages))
+    def num_missing_blocks(self, steps: int, blocks: BlockManager) -> int:
+        """Blocks that the next steps need and the request does not have. The last token drawn is never stored."""
+        tokens = len(self.context) + min(self.num_launched + steps, self.limit) - 1
+        return max(0, blocks.num_blocks_for(tokens) - len(self.block_table))
 
-    def sit(self, row: int, pages: list[int], admitted: int) -> NewRow:
-        """Take a row, with the pages of the context."""
-        self.row, self.pages, self.admitted, self.seen, self.reach = row, pages, admitted, 0, 1
+    def start(self, row: int, block_table: list[int], admission: int) -> NewRow:
+        """Assign a row and the blocks of the context; return the state for the device."""
+        self.row, self.block_table, self.admission, self.num_read, self.num_launched = row, block_table, admission, 0, 1
         s = self.request.sampling
         return NewRow(
             row=row,
@@ -89,12 +102,12 @@ class RequestState:
             bias=s.logit_bias,
         )
 
-    def record(
+    def append(
         self, tokens: list[int], logp: list[float], raw: list[float], decode: Callable[[list[int]], str] | None
     ) -> int:
-        """Append what was drawn; returns how many of the tokens came after its end and were cut off again."""
+        """Append drawn tokens up to the end of the request; return how many after it were cut off."""
         options = self.request.sampling
-        self.seen += len(tokens)
+        self.num_read += len(tokens)
         before = len(self.tokens)
         self.tokens.extend(tokens)
         self.logp.extend(logp)
@@ -102,7 +115,7 @@ class RequestState:
         if options.stop_tokens or options.stop:
             for k, token in enumerate(tokens):
                 end = before + k + 1
-                if token in options.stop_tokens or (options.stop and self._has_stop(end, decode)):
+                if token in options.stop_tokens or (options.stop and self._has_stop_string(end, decode)):
                     self.finish = "stop"
                     for numbers in (self.tokens, self.logp, self.raw_logp):
                         del numbers[end:]
@@ -111,16 +124,12 @@ class RequestState:
             self.finish = "length"
         return 0
 
-    def _has_stop(self, end: int, decode: Callable[[list[int]], str] | None) -> bool:
-        """Whether the text of the tokens before `end` has come to a stop string."""
-        assert decode is not None, "checked when the request was submitted"
-        stop = self.request.sampling.stop
-        tail = max(len(s.encode()) for s in stop) + TEXT_TAIL
-        text = decode(self.tokens[max(0, end - tail) : end].tolist())
-        return any(s in text for s in stop)
+    def _has_stop_string(self, end: int, decode: Callable[[list[int]], str] | None) -> bool:
+        """Whether the tokens before `end` complete a stop string."""
+        tokens, stop = self.tokens, self.request.sampling.stop
+        return has_stop_string(lambda size: tokens[max(0, end - size) : end].tolist(), stop, decode)
 
     def completion(self, finish: CompletionFinish, version: int) -> Completion:
-        """What it has produced."""
         return Completion(
             self.request.id,
             np.array(self.tokens, dtype=np.int64),
@@ -133,222 +142,229 @@ class RequestState:
 
 @dataclass(frozen=True)
 class InFlightSteps:
-    """A window that was started: who sat where, and what the rows will have drawn after it."""
+    """Launched steps that the host has not read: the requests of the rows, and the rings after the steps."""
 
     rows: list[RequestState | None]
     after: RingSnapshot
 
     def wait(self) -> None:
-        """Until the window has run and what it drew is here."""
+        """Wait until the steps have run and the rings are copied."""
         if self.after.ready is not None:
             self.after.ready.synchronize()
 
-    def arrivals(self) -> Iterator[tuple[RequestState, list[int], list[float], list[float], bool]]:
-        """(seat, new tokens, their log-probs, those of the model itself where asked for, whether the row is live) of each seat
-        that still waits for them."""
+    def new_tokens(self) -> Iterator[tuple[RequestState, list[int], list[float], list[float], bool]]:
+        """Yield (request, new tokens, log-probs, raw log-probs if asked for, whether the row is live) of each request."""
         live, produced = self.after.ints.tolist()
         tokens, logp = self.after.tokens.tolist(), self.after.logp.tolist()
         raw = self.after.raw.tolist() if self.after.raw is not None else None
-        for i, seat in enumerate(self.rows):
-            # A seat that has left meanwhile, or sits elsewhere now after losing its row, has nothing to come.
-            if seat is None or (seat.row is None and not seat.is_leaving) or (live[i] and produced[i] <= seat.seen):
+        for i, state in enumerate(self.rows):
+            # Skip requests that ended or were preempted since the launch: the row no longer holds their tokens.
+            if (
+                state is None
+                or (state.row is None and not state.is_draining)
+                or (live[i] and produced[i] <= state.num_read)
+            ):
                 continue
-            drawn = range(seat.seen, produced[i])
-            own = _read_ring(raw[i], drawn) if raw is not None and seat.request.sampling.raw_logprobs else []
-            yield seat, _read_ring(tokens[i], drawn), _read_ring(logp[i], drawn), own, bool(live[i])
+            new = range(state.num_read, produced[i])
+            own = _read_ring(raw[i], new) if raw is not None and state.request.sampling.raw_logprobs else []
+            yield state, _read_ring(tokens[i], new), _read_ring(logp[i], new), own, bool(live[i])
 
 
-def _read_ring(ring: list[Number], drawn: range) -> list[Number]:
-    """What stands in a row's ring of the numbers it has drawn from one on to another."""
-    start = drawn.start % RING_SIZE
-    stop = start + len(drawn)
+def _read_ring(ring: list[Number], numbers: range) -> list[Number]:
+    """The entries of a row's ring for a range of its token numbers."""
+    start = numbers.start % RING_SIZE
+    stop = start + len(numbers)
     return ring[start:stop] if stop <= RING_SIZE else ring[start:] + ring[: stop - RING_SIZE]
 
 
 class Scheduler:
-    """All rows of a device and the table of their pages."""
+    """The rows of the batch and their block table, `max_blocks` entries wide."""
 
-    def __init__(self, size: int, width: int) -> None:
-        self.width = width
-        self.rows: list[RequestState | None] = [None] * size
-        self.taken = 0
-        self.table = np.zeros((size, width), dtype=np.int32)
-        self.changed = False
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self.rows: list[RequestState | None] = [None] * num_rows
+        self.num_running = 0
+        self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.is_table_changed = False
 
-    def present(self) -> list[RequestState]:
-        """The seats that sit."""
-        return [seat for seat in self.rows if seat is not None]
-
-    @property
-    def height(self) -> int:
-        """The rows up to the last one taken."""
-        return max((i + 1 for i, seat in enumerate(self.rows) if seat is not None), default=0)
+    def running(self) -> list[RequestState]:
+        """The running requests, in the order of their rows."""
+        return [state for state in self.rows if state is not None]
 
     @property
-    def wants(self) -> SamplerFlags:
-        """What draws must do for any of the rows."""
-        return reduce(or_, {seat.wants for seat in self.present()}, SamplerFlags())
+    def row_span(self) -> int:
+        """Number of rows up to the last one in use."""
+        return max((i + 1 for i, state in enumerate(self.rows) if state is not None), default=0)
+
+    @property
+    def flags(self) -> SamplerFlags:
+        """The sampling features that any of the rows uses."""
+        return reduce(or_, {state.flags for state in self.running()}, SamplerFlags())
 
     def free_rows(self) -> list[int]:
-        """Where nobody sits, from the first row on."""
-        return [i for i, seat in enumerate(self.rows) if seat is None]
+        return [i for i, state in enumerate(self.rows) if state is None]
 
-    def put(self, seat: RequestState, row: int, pages: list[int]) -> None:
-        """The row is the seat's, and so are the pages."""
-        self.rows[row] = seat
-        self.taken += 1
-        self._write(row, pages)
+    def assign(self, state: RequestState, row: int, blocks: list[int]) -> None:
+        """Give a row and its blocks to a request."""
+        self.rows[row] = state
+        self.num_running += 1
+        self._write(row, blocks)
 
-    def give(self, seat: RequestState, pages: list[int]) -> None:
-        """Further pages for a seat."""
-        assert seat.row is not None
-        seat.pages = seat.pages + pages
-        self._write(seat.row, seat.pages)
+    def append_blocks(self, state: RequestState, blocks: list[int]) -> None:
+        """Extend the block table of a running request."""
+        assert state.row is not None
+        state.block_table = state.block_table + blocks
+        self._write(state.row, state.block_table)
 
-    def remove(self, seat: RequestState) -> int:
-        """The seat's row, which is nobody's now."""
-        row, seat.row = seat.row, None
+    def remove(self, state: RequestState) -> int:
+        """Take a request out of its row; return the row."""
+        row, state.row = state.row, None
         assert row is not None
         self.rows[row] = None
-        self.taken -= 1
+        self.num_running -= 1
         return row
 
     def compact(self) -> list[int]:
-        """Move the seats to the first rows; returns where each came from."""
-        order = [i for i, seat in enumerate(self.rows) if seat is not None]
-        seats = self.present()
-        self.rows = [*seats, *[None] * (len(self.rows) - len(seats))]
-        for row, seat in enumerate(seats):
-            seat.row = row
-            self._write(row, seat.pages)
+        """Move the running requests to the first rows; return the row that each came from."""
+        order = [i for i, state in enumerate(self.rows) if state is not None]
+        states = self.running()
+        self.rows = [*states, *[None] * (len(self.rows) - len(states))]
+        for row, state in enumerate(states):
+            state.row = row
+            self._write(row, state.block_table)
         return order
 
-    def send_table(self, state: DeviceRows, rows: int) -> None:
-        """The device learns which pages are whose, if that has changed."""
-        if self.changed:
-            wide = max((len(seat.pages) for seat in self.present()), default=0)
-            state.set_table(self.table[:rows, :wide].copy())
-            self.changed = False
+    def send_block_table(self, device_rows: DeviceRows, num_rows: int) -> None:
+        """Copy the block table of the first rows to the device, if it has changed."""
+        if self.is_table_changed:
+            width = max((len(state.block_table) for state in self.running()), default=0)
+            device_rows.set_block_table(self.block_table[:num_rows, :width].copy())
+            self.is_table_changed = False
 
-    def _write(self, row: int, pages: list[int]) -> None:
-        self.table[row, : len(pages)] = pages
-        self.changed = True
+    def _write(self, row: int, blocks: list[int]) -> None:
+        self.block_table[row, : len(blocks)] = blocks
+        self.is_table_changed = True
 
 
-# --- Letting waiting requests in: shared beginnings are found, the rest is prefilled, first tokens are drawn.
-
-ADMIT_FRACTION = 16  # rows are filled when at least this fraction of them is free: larger prefills, fewer of them
-
-_admissions = count()
+# --- admission: match prefixes, prefill the rest, draw first tokens ------------------------------------------------------
 
 
 @dataclass
 class PrefillBatch:
-    """Requests let in together: what must be computed for them, and how each row gets its first token."""
+    """Requests that are admitted together."""
 
-    stretches: list[PrefillChunk] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     leaders: dict[tuple[int, ...], tuple[int, RequestState]] = field(default_factory=dict)
-    """Of each distinct context: its line of logits and the seat that computes it."""
+    """By distinct context: the row of its logits, and the request that computes it."""
     sources: list[int] = field(default_factory=list)
+    """The row of the logits that each request draws its first token from."""
     rows: list[NewRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) blocks: each sample of a context has its own copy of the last, partly filled block."""
     tokens: int = 0
     reserve: int = 0
-    """Pages that the rows will ask for soon."""
+    """Blocks that the running rows will need soon."""
 
 
 def admit(engine: PagedEngine) -> bool:
-    """Fill free rows from the queue as far as pages last, a forward at a time: the device computes while the next is planned.
-    Whether there are new rows."""
-    free = len(engine.seats.rows) - engine.seats.taken
-    enough = min(len(engine.queue), max(1, engine.max_rows // ADMIT_FRACTION))
-    if engine.seats.taken and free < enough:
+    """Fill free rows from the waiting queue while blocks last; return whether there are new rows.
+
+    Each forward is launched as soon as it is planned, so the device computes it while the next one is planned.
+    """
+    free = len(engine.scheduler.rows) - engine.scheduler.num_running
+    enough = min(len(engine.waiting), max(1, engine.max_rows // ADMIT_FRACTION))
+    if engine.scheduler.num_running and free < enough:
         return False
     before = free
-    while engine.queue and free:
-        intake = _plan_prefill(engine)
-        if not intake.rows:
+    while engine.waiting and free:
+        batch = _plan_prefill(engine)
+        if not batch.rows:
             break
-        _prefill(engine, intake)
-        free -= len(intake.rows)
+        _prefill(engine, batch)
+        free -= len(batch.rows)
     return free < before
 
 
 def _plan_prefill(engine: PagedEngine) -> PrefillBatch:
-    """Seat the first of the queue, as many as one forward can compute; the samples of a context stay together."""
-    pages, soon = engine.pages, max(engine.window, engine.pages.size)
-    intake = PrefillBatch(reserve=sum(seat.lacking(soon, pages) for seat in engine.seats.present()))
-    for row in engine.seats.free_rows():
-        if not engine.queue:
+    """Assign rows to the first waiting requests, as many as one forward can compute. Samples of a context stay together."""
+    blocks, soon = engine.block_manager, max(engine.steps_per_launch, engine.block_manager.block_size)
+    batch = PrefillBatch(reserve=sum(state.num_missing_blocks(soon, blocks) for state in engine.scheduler.running()))
+    for row in engine.scheduler.free_rows():
+        if not engine.waiting:
             break
-        seat = engine.queue[0]
-        seat.context = seat.request.tokens + tuple(seat.tokens)
-        leader = intake.leaders.get(seat.context)
-        if leader is None and intake.tokens >= MAX_PREFILL_TOKENS:
+        state = engine.waiting[0]
+        state.context = state.request.tokens + tuple(state.tokens)
+        leader = batch.leaders.get(state.context)
+        if leader is None and batch.tokens >= MAX_PREFILL_TOKENS:
             break
-        shared = pages.match(seat.context) if leader is None else leader[1].pages[: len(seat.context) // pages.size]
-        held = _allocate(pages, seat, shared, soon, intake.reserve)
-        if held is None:
-            break
-        engine.queue.popleft()
-        engine.seats.put(seat, row, held)
-        intake.rows.append(seat.sit(row, held, next(_admissions)))
-        intake.reserve += seat.lacking(soon, pages)
         if leader is None:
-            pages.publish(seat.context, held)
-            start = len(shared) * pages.size
-            intake.leaders[seat.context] = (len(intake.stretches), seat)
-            intake.sources.append(len(intake.stretches))
-            intake.stretches.append(PrefillChunk(row, seat.context, start))
-            intake.tokens += len(seat.context) - start
+            shared = blocks.match_prefix(state.context)
         else:
-            intake.sources.append(leader[0])
-            if len(seat.context) % pages.size:
-                intake.copies.append((leader[1].pages[-1], held[-1]))
-    return intake
+            shared = leader[1].block_table[: len(state.context) // blocks.block_size]
+        block_table = _allocate(blocks, state, shared, soon, batch.reserve)
+        if block_table is None:
+            break
+        engine.waiting.popleft()
+        engine.scheduler.assign(state, row, block_table)
+        batch.rows.append(state.start(row, block_table, next(_admissions)))
+        batch.reserve += state.num_missing_blocks(soon, blocks)
+        if leader is None:
+            blocks.cache_prefix(state.context, block_table)
+            start = len(shared) * blocks.block_size
+            batch.leaders[state.context] = (len(batch.chunks), state)
+            batch.sources.append(len(batch.chunks))
+            batch.chunks.append(PrefillChunk(row, state.context, start))
+            batch.tokens += len(state.context) - start
+        else:
+            batch.sources.append(leader[0])
+            if len(state.context) % blocks.block_size:
+                batch.copies.append((leader[1].block_table[-1], block_table[-1]))
+    return batch
 
 
-def _allocate(pages: BlockManager, seat: RequestState, shared: list[int], soon: int, reserve: int) -> list[int] | None:
-    """The pages of a context, shared ones held and the rest taken; None when too few would be left.
+def _allocate(
+    blocks: BlockManager, state: RequestState, shared: list[int], soon: int, reserve: int
+) -> list[int] | None:
+    """Allocate the blocks of a context beyond the shared ones; None if too few would be left.
 
-    Left must be what the rows and this one ask for within `soon` steps: else the next window would throw it out again,
-    for ever. A row at its limit asks for nothing, so rows that all fit at their longest never wait for one another.
+    The running rows and this one must be able to run `soon` more steps. Otherwise the next launch would preempt the request
+    again, without end. A row at its limit needs no more blocks, so rows that all fit at their longest never wait for blocks.
     """
-    fresh = pages.needed(len(seat.context)) - len(shared)
-    longest = len(seat.request.tokens) + seat.request.sampling.max_tokens - 1  # the last token is never stored
-    growth = pages.needed(min(len(seat.context) + soon, longest)) - pages.needed(len(seat.context))
-    idle = sum(page in pages.idle for page in shared)
-    if fresh + growth + idle + reserve > pages.available:
+    new = blocks.num_blocks_for(len(state.context)) - len(shared)
+    longest = len(state.request.tokens) + state.request.sampling.max_tokens - 1  # the last token is never stored
+    growth = blocks.num_blocks_for(min(len(state.context) + soon, longest)) - blocks.num_blocks_for(len(state.context))
+    revived = sum(block in blocks.evictable for block in shared)
+    if new + growth + revived + reserve > blocks.num_available:
         return None
-    pages.hold(shared)
-    return [*shared, *pages.take(fresh)]
+    blocks.acquire(shared)
+    return [*shared, *blocks.allocate(new)]
 
 
-def _prefill(engine: PagedEngine, intake: PrefillBatch) -> None:
+def _prefill(engine: PagedEngine, batch: PrefillBatch) -> None:
     runner = engine.runner
-    engine.seats.send_table(runner.state, len(engine.seats.rows))
+    engine.scheduler.send_block_table(runner.rows, len(engine.scheduler.rows))
     logits = []
-    for forward in _split_into_forwards(intake.stretches):
-        logits.append(runner.prefill([piece for piece, _ in forward], [last for _, last in forward]))
-        engine.stats.prefilled_tokens += sum(len(piece.tokens) - piece.start for piece, _ in forward)
-    if intake.copies:
-        runner.copy_pages(*zip(*intake.copies, strict=True))
-    runner.state.start(intake.rows)
-    runner.draw(torch.cat(logits), intake.sources, [row.row for row in intake.rows], engine.seats.wants)
+    for forward in _split_into_forwards(batch.chunks):
+        logits.append(runner.prefill([chunk for chunk, _ in forward], [is_last for _, is_last in forward]))
+        engine.stats.prefilled_tokens += sum(len(chunk.tokens) - chunk.start for chunk, _ in forward)
+    if batch.copies:
+        runner.copy_blocks(*zip(*batch.copies, strict=True))
+    runner.rows.start(batch.rows)
+    runner.draw(torch.cat(logits), batch.sources, [row.row for row in batch.rows], engine.scheduler.flags)
 
 
-def _split_into_forwards(stretches: list[PrefillChunk]) -> list[list[tuple[PrefillChunk, bool]]]:
-    """The stretches in order, cut so that no forward has more than PREFILL_TOKENS; True marks a stretch's last piece."""
+def _split_into_forwards(chunks: list[PrefillChunk]) -> list[list[tuple[PrefillChunk, bool]]]:
+    """Split chunks so that no forward has more than MAX_PREFILL_TOKENS. True marks the last part of a chunk."""
     forwards: list[list[tuple[PrefillChunk, bool]]] = [[]]
-    room = MAX_PREFILL_TOKENS
-    for stretch in stretches:
-        start, end = stretch.start, len(stretch.tokens)
+    budget = MAX_PREFILL_TOKENS
+    for chunk in chunks:
+        start, end = chunk.start, len(chunk.tokens)
         while start < end:
-            stop = min(end, start + room)
-            forwards[-1].append((PrefillChunk(stretch.row, stretch.tokens[:stop], start), stop == end))
-            room -= stop - start
+            stop = min(end, start + budget)
+            forwards[-1].append((PrefillChunk(chunk.row, chunk.tokens[:stop], start), stop == end))
+            budget -= stop - start
             start = stop
-            if room == 0:
+            if budget == 0:
                 forwards.append([])
-                room = MAX_PREFILL_TOKENS
+                budget = MAX_PREFILL_TOKENS
     return [forward for forward in forwards if forward]

@@ -1,12 +1,13 @@
-"""GPU memory that can be given back and taken again at the same addresses.
+"""GPU memory that can be freed and allocated again at the same addresses, by CUDA's virtual memory management.
 
-Captured graphs hold the addresses of the cache they were captured with. So the cache's addresses are reserved once with
-the driver's virtual memory calls, and only the memory behind them comes and goes: a training step can have it in between.
+CUDA graphs hold the addresses of the cache they were captured with. The addresses are therefore reserved once, and only the
+physical memory behind them is freed and allocated: a training step can use it in between.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class _Access(ctypes.Structure):
 
 
 class VmmArena:
-    """`size` bytes on a CUDA device, there from the start."""
+    """`size` bytes on a CUDA device, mapped from the start."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         torch.cuda.init()
@@ -63,21 +64,21 @@ class VmmArena:
         self.map()
 
     @property
-    def mapped(self) -> bool:
+    def is_mapped(self) -> bool:
         """Whether there is memory behind the addresses."""
         return self._handle is not None
 
     def map(self) -> None:
-        """Take memory; its content is whatever was there."""
+        """Allocate the memory. Its content is undefined."""
         if self._handle is not None:
             return
         handle = ctypes.c_uint64()
-        torch.cuda.empty_cache()  # what torch keeps for later may be what is wanted here
+        torch.cuda.empty_cache()  # torch may cache the memory that is needed here
         free, _ = torch.cuda.mem_get_info(self.device)
         if free < self.size.value:
             raise UserError(
                 f"the engine's cache needs {self.size.value / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
-                "lower rollout.cache_gib, rollout.max_rows or rollout.max_tokens, or what else is on the GPU"
+                "lower rollout.cache_gib, rollout.max_rows or rollout.max_tokens, or free memory on the GPU"
             )
         call_driver("cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self._properties), ctypes.c_uint64(0))
         call_driver("cuMemMap", self.address, self.size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
@@ -86,7 +87,7 @@ class VmmArena:
         self._handle = handle
 
     def unmap(self) -> None:
-        """Give the memory back; nothing may use it until it is mapped again."""
+        """Free the memory. Nothing may use it until it is mapped again."""
         if self._handle is None:
             return
         torch.cuda.synchronize(self.device)
@@ -95,7 +96,7 @@ class VmmArena:
         self._handle = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-        """The memory from a byte on as a tensor; it keeps the arena alive."""
+        """A tensor on the memory from byte `start`. It keeps the arena alive."""
         whole = torch.as_tensor(_CudaArray(self), device=self.device)
         return whole[start : start + _num_bytes(shape, dtype)].view(dtype).view(shape)
 
@@ -106,7 +107,7 @@ class VmmArena:
 
 
 class _CudaArray:
-    """The arena for torch, by the array interface of CUDA libraries."""
+    """The arena under the `__cuda_array_interface__` that torch reads."""
 
     def __init__(self, arena: VmmArena) -> None:
         self.arena = arena
@@ -119,7 +120,4 @@ class _CudaArray:
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    count = torch.empty((), dtype=dtype).element_size()
-    for side in shape:
-        count *= side
-    return count
+    return math.prod(shape) * dtype.itemsize

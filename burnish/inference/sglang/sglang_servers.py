@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Request, SamplingOptions
-from burnish.inference.native.engine_common import check_bias
+from burnish.inference.engine_common import check_bias
 from burnish.inference.sglang.sglang_requests import (
     GENERATE,
     NEUTRAL_SAMPLING,

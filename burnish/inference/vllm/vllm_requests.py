@@ -13,7 +13,7 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.http import connection_to, is_server_url
 from burnish.core.random_keys import fold
-from burnish.inference.native.engine_common import check_bias
+from burnish.inference.engine_common import check_bias
 
 # --- One HTTP call of a vLLM server, with a deadline.
 

@@ -1,4 +1,4 @@
-"""What the tests of the native engines share: requests of every kind, and judges that know nothing of any cache."""
+"""Shared by the tests of the native engines: requests of every kind, and reference samplers without a cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Native:
     learner_logp: Callable[[Decoder, Request, Completion], np.ndarray]
     agree: Callable[..., None]
     same: Callable[[Completion, Completion], None]
-    no_page_is_held: Callable[[PagedEngine], None]
+    no_block_is_held: Callable[[PagedEngine], None]
     pool: Callable[[], list[Request]]
     play: Callable[..., None]
     spell: Callable[[Sequence[int]], str]
@@ -55,7 +55,7 @@ class Native:
 
 @pytest.fixture(scope="session")
 def native() -> Native:
-    return Native(mixed_requests, full_forward, learner_logp, agree, same, no_page_is_held, pool, play, spell)
+    return Native(mixed_requests, full_forward, learner_logp, agree, same, no_block_is_held, pool, play, spell)
 
 
 @pytest.fixture(params=[DenseEngine, PagedEngine], ids=["dense", "paged"])
@@ -77,7 +77,7 @@ def spell(tokens: Sequence[int]) -> str:
     return "".join(chr(97 + token) for token in tokens)
 
 
-# --- judges --------------------------------------------------------------------------------------------------------------
+# --- references --------------------------------------------------------------------------------------------------------------
 
 
 def full_forward(model: Decoder) -> Callable[[list[int]], Tensor]:
@@ -146,12 +146,12 @@ def same(one: Completion, other: Completion) -> None:
         np.testing.assert_allclose(one.raw_logp, other.raw_logp, rtol=2e-7, atol=1e-12)
 
 
-def no_page_is_held(engine: PagedEngine) -> None:
-    """Nothing runs or waits, and every page can be taken."""
-    pages = engine.pages
-    assert (engine.seats.taken, len(engine.queue), len(engine.ready)) == (0, 0, 0)
-    assert not any(pages.holders)
-    assert sorted([*pages.free, *pages.idle]) == list(range(1, pages.total + 1))
+def no_block_is_held(engine: PagedEngine) -> None:
+    """Nothing runs or waits, and every block is free or evictable."""
+    blocks = engine.block_manager
+    assert (engine.scheduler.num_running, len(engine.waiting), len(engine.ready)) == (0, 0, 0)
+    assert not any(blocks.ref_counts)
+    assert sorted([*blocks.free, *blocks.evictable]) == list(range(1, blocks.num_usable + 1))
 
 
 # --- random sequences ----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def no_page_is_held(engine: PagedEngine) -> None:
 
 @cache
 def pool() -> list[Request]:
-    """Requests of a random sequence: groups, shared beginnings, borders of pages of 4, long and short ones."""
+    """Requests for random sequences of actions: groups, shared prefixes, borders of blocks of 4 tokens, long and short ones."""
     base = tuple((7 * i + i * i) % 13 for i in range(16))
     prompts = [base[:3], base[:4], base[:5], base[:8], base[:11], (*base[:8], 1, 2), (5, *base[:6])]
     options = [
@@ -176,10 +176,10 @@ def pool() -> list[Request]:
 
 
 def play(engine: PagedEngine, actions: Iterable[tuple[str, Any]], whole: Mapping[str, Completion] | None) -> None:
-    """Submit, stream, abort and rest as told; every request must be answered once, and no page stay held.
+    """Submit, stream, abort and sleep in the order of `actions`. Every request is answered once, and no block leaks.
 
-    A completion must equal that of `whole`, what was aborted must be its beginning, and the listener must have heard
-    exactly what came; without `whole` only the latter.
+    The listener must have been called with exactly the tokens of each completion. With `whole`, a completion must equal the one
+    there, and an aborted one must be its beginning.
     """
     requests = {request.id: request for request in pool()}
     heard: dict[str, list[int]] = {}
@@ -229,7 +229,7 @@ def play(engine: PagedEngine, actions: Iterable[tuple[str, Any]], whole: Mapping
         if asked:
             collect(engine.stream())
     assert not asked, "unanswered"
-    no_page_is_held(engine)
+    no_block_is_held(engine)
     for completion in answers:
         limit = requests[completion.id].sampling.max_tokens
         assert len(completion.tokens) == limit or completion.finish != "length"

@@ -31,7 +31,7 @@ def running(engine: DenseEngine | PagedEngine) -> list[str]:
     """The requests that have a row."""
     if isinstance(engine, DenseEngine):
         return [request.id for request in engine.rows.requests]
-    return [seat.request.id for seat in engine.seats.present()]
+    return [state.request.id for state in engine.scheduler.running()]
 
 
 # --- the stream --------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_numbers_that_no_row_can_hold_are_refused(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_request_whose_numbers_are_none_leaves_none_to_others(tools: Any, make: Any, dtype: torch.dtype) -> None:
-    """Token 5 is poison; the rows and pages of prompts with it are another's next."""
+    """Token 5 is poison; the rows and blocks of prompts with it are another's next."""
     model = tools.decoder(dtype)
     model.embedding.weight.data[5] = torch.nan
     clean = tools.requests([(1, 2, 3), (4, 6), tuple([7, 8] * 20)], 2, max_tokens=6, logit_bias=((5, -100.0),))

@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def wanted() -> list[Request]:
-    """Prompts around the size of a page, in groups, of which two begin alike."""
+    """Prompts around the size of a block, in groups, of which two begin alike."""
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(0, 13, size).tolist()) for size in (3, 17, 40, 16, 33)]
     prompts.append((*prompts[2][:32], 7, 7))
@@ -69,18 +69,18 @@ def exact(model: Decoder) -> Decoder:
 def test_the_learner_sees_the_engines_very_bits(tools: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, requests = exact(tools.decoder(dtype, **options)), wanted()
     crowds = []
-    for rows, pages in (
+    for rows, blocks in (
         (2, None),
         (64, None),
         (8, 9),
-    ):  # alone or in a crowd, and with pages so few that rows are set aside
-        engine = PagedEngine(model, rows, num_pages=pages, exact=True)
+    ):  # alone or in a crowd, and with blocks so few that rows are set aside
+        engine = PagedEngine(model, rows, num_blocks=blocks, exact=True)
         crowds.append(tools.run(engine, requests))
         batch, logp = packed(requests, crowds[-1])
         with torch.no_grad():
             np.testing.assert_array_equal(model.token_logprobs(*batch, 0.9)[0].numpy(), logp)
         np.testing.assert_array_equal(model.token_logprobs(*batch, 0.9)[0].detach().numpy(), logp)
-        assert (engine.stats.preemptions > 0) == (pages is not None)
+        assert (engine.stats.preemptions > 0) == (blocks is not None)
     for crowd in crowds[1:]:
         for name, completion in crowd.items():
             np.testing.assert_array_equal(completion.tokens, crowds[0][name].tokens)

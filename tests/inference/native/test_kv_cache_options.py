@@ -33,16 +33,16 @@ def built(model: Decoder, **settings: Any) -> PagedEngine:
     return engine
 
 
-def test_the_size_decides_the_number_of_pages_and_whether_rows_are_set_aside(tools: Any, native: Any) -> None:
+def test_the_size_decides_the_number_of_blocks_and_whether_rows_are_set_aside(tools: Any, native: Any) -> None:
     model = tools.decoder()
     wanted = tools.requests([TEXT[:20], TEXT[30:60]], 2, max_tokens=60)
-    page = 16 * 2 * 2 * 2 * 8 * 8  # tokens, keys and values, layers, heads, numbers, bytes
+    block = 16 * 2 * 2 * 2 * 8 * 8  # tokens, keys and values, layers, heads, numbers, bytes
     found = []
-    for pages in (8, 12, 40):
-        engine = built(model, cache_gib=pages * page / GIB)
+    for blocks in (8, 12, 40):
+        engine = built(model, cache_gib=blocks * block / GIB)
         native.agree(tools, model, tools.run(engine, wanted), wanted)
         assert engine.stats.plan is not None
-        assert engine.stats.plan.num_pages == engine.pages.total + 1 == pages
+        assert engine.stats.plan.num_blocks == engine.block_manager.num_usable + 1 == blocks
         found.append(engine.stats.preemptions)
     assert found[0] > found[2] == 0
     assert found[0] >= found[1]
@@ -76,18 +76,18 @@ def test_8_bits_take_less_memory_and_leave_a_gap_that_shows(
     assert gaps[0].mean() < (1e-5 if dtype == torch.float32 else 0.05)
     assert 1e-3 < gaps[1].mean() < 0.15
     assert small.stats.plan is not None
-    assert small.stats.plan.num_pages > plain.stats.plan.num_pages  # type: ignore[union-attr]
+    assert small.stats.plan.num_blocks > plain.stats.plan.num_blocks  # type: ignore[union-attr]
 
 
 def test_8_bits_are_shared_copied_and_recomputed_like_any(tools: Any, native: Any) -> None:
-    """A group's prompt, rows that lose their pages: the same tokens as a crowd that has room, and as alone."""
+    """A group's prompt, rows that lose their blocks: the same tokens as a crowd that has room, and as alone."""
     model = tools.decoder(torch.float32)
     wanted = tools.requests([TEXT[:20], TEXT[:37]], 3, max_tokens=40)
     roomy = tools.run(PagedEngine(model, 6, quantised=True), wanted)
-    engine = PagedEngine(model, 6, num_pages=1 + 10, quantised=True)
+    engine = PagedEngine(model, 6, num_blocks=1 + 10, quantised=True)
     tight = tools.run(engine, wanted)
     assert engine.stats.preemptions > 0
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
     same = [roomy[r.id].tokens.tolist() == tight[r.id].tokens.tolist() for r in wanted]
     assert sum(same) >= 5, "a row computed again may round a key the other way"
     for request in wanted[:2]:

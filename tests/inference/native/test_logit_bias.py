@@ -11,8 +11,9 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Request, SamplingOptions
-from burnish.inference.native.engine_common import MAX_BIASES, add_bias
+from burnish.inference.engine_common import MAX_BIASES
 from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.sampler import add_bias
 from burnish.models.decoder import Decoder
 
 
@@ -107,7 +108,7 @@ def test_a_stop_string_cuts_the_raw_logprobs_too(tools: Any, native: Any, make: 
         (((3, 1.0), (3, 2.0)), "names a token twice"),
         (((3, float("-inf")),), "must be finite"),
         (((3, float("nan")),), "must be finite"),
-        (tuple((i, 1.0) for i in range(MAX_BIASES + 1)), rf"names {MAX_BIASES + 1} tokens, and a row holds {MAX_BIASES} at most"),
+        (tuple((i, 1.0) for i in range(MAX_BIASES + 1)), rf"names {MAX_BIASES + 1} tokens; expected {MAX_BIASES} at most"),
     ],
 )  # fmt: skip
 def test_a_bias_that_means_nothing_is_refused(

@@ -187,30 +187,38 @@ def test_the_prompt_of_a_group_is_prefilled_once(tools: Any, model: Decoder, max
     assert not engine.waiting
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_few_row_steps_are_spent_on_finished_sequences(tools: Any, model: Decoder, window: int | None) -> None:
-    """None in the dense engine; in the paged one a row that comes to its limit idles to the end of that window."""
-    engine: Any = PagedEngine(model, 8, window=window) if window else DenseEngine(model, max_rows=8)
+@pytest.mark.parametrize("steps", [None, 8])
+def test_few_row_steps_are_spent_on_finished_sequences(tools: Any, model: Decoder, steps: int | None) -> None:
+    """The dense engine spends none. In the paged one a row at its limit idles to the end of the launch."""
+    engine: Any = PagedEngine(model, 8, steps_per_launch=steps) if steps else DenseEngine(model, max_rows=8)
     base = tools.requests([(3, 4, 5), (9,)], 32)
     lengths = [(i * 37) % 64 + 1 for i in range(64)]
     assert sorted(lengths) == list(range(1, 65))
     wanted = [replace(r, sampling=SamplingOptions(max_tokens=n)) for r, n in zip(base, lengths, strict=True)]
     got = tools.run(engine, wanted)
     assert [len(got[r.id].tokens) for r in wanted] == lengths
-    idle = (window or 1) - 1
+    idle = (steps or 1) - 1
     assert engine.stats.tokens == sum(lengths)
     assert sum(lengths) - 64 <= engine.stats.row_steps <= sum(lengths) - 64 + 64 * idle
     # Freed rows are filled soon: only the end, when the queue is empty, runs with fewer rows.
     assert engine.stats.decode_steps <= sum(lengths) / 8 + 64 + 8 * idle
 
 
-@pytest.mark.parametrize("where", ["engine", "admission"])
+@pytest.mark.parametrize(
+    ("limit", "engine_class"),
+    [("dense_engine.PREFILL_CHUNK_TOKENS", DenseEngine), ("scheduler.MAX_PREFILL_TOKENS", PagedEngine)],
+)
 def test_long_prompts_are_prefilled_in_parts_with_the_same_result(
-    tools: Any, native: Any, model: Decoder, alone: dict[str, Completion], monkeypatch: pytest.MonkeyPatch, where: str
+    tools: Any,
+    native: Any,
+    model: Decoder,
+    alone: dict[str, Completion],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    engine_class: Any,
 ) -> None:
-    monkeypatch.setattr(f"burnish.inference.native.{where}.PREFILL_TOKENS", 8)
-    make = {"engine": DenseEngine, "admission": PagedEngine}[where]
-    for name, completion in tools.run(make(model, 8), native.mixed_requests()).items():
+    monkeypatch.setattr(f"burnish.inference.native.{limit}", 8)
+    for name, completion in tools.run(engine_class(model, 8), native.mixed_requests()).items():
         native.same(completion, alone[name])
 
 

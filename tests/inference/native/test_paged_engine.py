@@ -1,4 +1,4 @@
-"""The paged engine's own business: windows, few pages, longer requests meanwhile, rows that move, stops the device cannot see."""
+"""The paged engine: launches of several steps, preemption, new caches, compaction, stops that only the host can see."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def model(tools: Any) -> Decoder:
 
 
 def crowd(tools: Any) -> list[Request]:
-    """Requests of up to 6 pages, some of which begin alike."""
+    """Requests of up to 6 blocks, some of which begin alike."""
     prompts = [TEXT[:20], TEXT[:31], TEXT[7:10], TEXT[:33], TEXT[50:66]]
     base = tools.requests(prompts, 2)
     return [replace(r, sampling=SamplingOptions(max_tokens=12 + 17 * (i % 4))) for i, r in enumerate(base)]
 
 
-# --- windows -----------------------------------------------------------------------------------------------------------------
+# --- launches ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 20, RING_SIZE - 1])
-def test_the_window_changes_no_result(tools: Any, native: Any, model: Decoder, window: int) -> None:
+@pytest.mark.parametrize("steps", [1, 3, 8, 20, RING_SIZE - 1])
+def test_the_number_of_steps_in_a_launch_changes_no_result(tools: Any, native: Any, model: Decoder, steps: int) -> None:
     wanted = [*native.mixed_requests(), *crowd(tools)]
-    engine = PagedEngine(model, max_rows=5, window=window)
+    engine = PagedEngine(model, max_rows=5, steps_per_launch=steps)
     native.agree(tools, model, tools.run(engine, wanted), wanted)
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
-@pytest.mark.parametrize("window", [0, -1, RING_SIZE])
-def test_a_window_that_the_rings_cannot_hold_is_refused(model: Decoder, window: int) -> None:
-    with pytest.raises(ValueError, match=f"window of {window} steps.*1 to {RING_SIZE - 1}"):
-        PagedEngine(model, window=window)
+@pytest.mark.parametrize("steps", [0, -1, RING_SIZE])
+def test_a_launch_that_the_rings_cannot_hold_is_refused(model: Decoder, steps: int) -> None:
+    with pytest.raises(ValueError, match=f"steps_per_launch={steps}: expected 1 to {RING_SIZE - 1}"):
+        PagedEngine(model, steps_per_launch=steps)
 
 
 def test_more_stop_tokens_than_the_device_looks_for_still_stop(tools: Any) -> None:
@@ -64,8 +64,8 @@ def test_more_stop_tokens_than_the_device_looks_for_still_stop(tools: Any) -> No
 
 
 @pytest.mark.parametrize("end", range(1, 20))
-def test_a_stop_string_cuts_what_the_window_drew_behind_it(tools: Any, native: Any, end: int) -> None:
-    """The row that is cut gives its place to the one that waits, and is not heard any more."""
+def test_a_stop_string_cuts_off_the_tokens_drawn_after_it(tools: Any, native: Any, end: int) -> None:
+    """The row is reassigned to the waiting request, and the listener gets no token after the end."""
     heard: list[tuple[str, int]] = []
     engine = PagedEngine(tools.successor(64), 2, native.spell, lambda *what: heard.append(what))
     stop = (native.spell([end - 1, end]) if end > 1 else "b",)
@@ -78,43 +78,41 @@ def test_a_stop_string_cuts_what_the_window_drew_behind_it(tools: Any, native: A
         assert got[f"{k}.0"].tokens.tolist() == list(range(20 * k + 1, 20 * k + 21))
     assert [token for name, token in heard if name == "0.0"] == got["0.0"].tokens.tolist()
     assert engine.stats.tokens == len(heard)
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
 def test_a_row_is_not_heard_before_another_one_that_was_drawn_earlier(tools: Any, model: Decoder) -> None:
-    """Streaming: completions come as they finish, the shortest first."""
+    """Completions are streamed as they finish, the shortest first."""
     base = tools.requests([TEXT[:5]], 6)
     lengths = (40, 2, 30, 12, 21, 60)
     wanted = [replace(r, sampling=SamplingOptions(max_tokens=n)) for r, n in zip(base, lengths, strict=True)]
-    engine = PagedEngine(model, max_rows=6, window=4)
+    engine = PagedEngine(model, max_rows=6, steps_per_launch=4)
     engine.submit(wanted)
     assert [len(c.tokens) for c in engine.stream()] == sorted(lengths)
 
 
 def test_a_row_that_only_the_host_can_end_writes_nothing_afterwards(tools: Any, native: Any, model: Decoder) -> None:
-    """Its pages go to the one that waits, which takes the row before it: its own stays empty."""
+    """Its blocks go to the waiting request, which takes an earlier row: its own stays empty."""
     stops = (*range(100, 100 + MAX_STOP_TOKENS), *range(13))  # any token, but none that the device knows
     wanted = tools.requests([TEXT[:4], TEXT[10:17], TEXT[20:32], TEXT[40:51], TEXT[60:100]], max_tokens=50)
     wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=2))
     wanted[1] = replace(wanted[1], sampling=SamplingOptions(max_tokens=50, stop_tokens=stops))
-    engine = PagedEngine(model, max_rows=4, window=8)
+    engine = PagedEngine(model, max_rows=4, steps_per_launch=8)
     native.agree(tools, model, tools.run(engine, wanted), wanted)
 
 
-# --- few pages ---------------------------------------------------------------------------------------------------------------
+# --- few blocks ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_pages", "window"), [(7, 8), (11, 8), (11, 1), (11, 31), (15, 3), (15, 20)])
-def test_rows_that_lose_their_pages_lose_nothing_else(
-    tools: Any, native: Any, model: Decoder, num_pages: int, window: int
-) -> None:
+@pytest.mark.parametrize(("num_blocks", "steps"), [(7, 8), (11, 8), (11, 1), (11, 31), (15, 3), (15, 20)])
+def test_preempted_rows_keep_their_tokens(tools: Any, native: Any, model: Decoder, num_blocks: int, steps: int) -> None:
     heard: dict[str, list[int]] = {}
     engine = PagedEngine(
         model,
         6,
         listener=lambda name, token: heard.setdefault(name, []).append(token),
-        num_pages=num_pages,
-        window=window,
+        num_blocks=num_blocks,
+        steps_per_launch=steps,
     )
     wanted = [replace(r, sampling=SamplingOptions(max_tokens=55)) for r in crowd(tools)]
     got = tools.run(engine, wanted)
@@ -122,7 +120,7 @@ def test_rows_that_lose_their_pages_lose_nothing_else(
     assert engine.stats.preemptions > 0
     assert engine.stats.tokens == sum(r.sampling.max_tokens for r in wanted)
     assert heard == {name: c.tokens.tolist() for name, c in got.items()}
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
 def test_rows_that_all_fit_at_their_longest_never_wait_for_one_another(tools: Any, model: Decoder) -> None:
@@ -136,8 +134,8 @@ def test_rows_that_all_fit_at_their_longest_never_wait_for_one_another(tools: An
         assert engine.stats.preemptions == 0
 
 
-def test_the_youngest_row_makes_room_and_comes_back_before_those_that_wait(tools: Any, model: Decoder) -> None:
-    engine = PagedEngine(model, max_rows=3, num_pages=1 + 6, listener=lambda *what: engine.interrupt())
+def test_the_last_admitted_row_is_preempted_and_returns_before_waiting_requests(tools: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=3, num_blocks=1 + 6, listener=lambda *what: engine.interrupt())
     first, second, waiting = (
         replace(r, sampling=SamplingOptions(max_tokens=n), priority=p)
         for r, n, p in zip(tools.requests([TEXT[:30]], 3), (60, 50, 30), (0, 0, 9), strict=True)
@@ -145,18 +143,16 @@ def test_the_youngest_row_makes_room_and_comes_back_before_those_that_wait(tools
     engine.submit([first, second])
     while not engine.stats.preemptions:
         assert list(engine.stream()) == []
-    assert [seat.request.id for seat in engine.queue] == [second.id]
+    assert [state.request.id for state in engine.waiting] == [second.id]
     engine.submit([waiting])
-    assert [seat.request.id for seat in engine.queue] == [second.id, waiting.id]
+    assert [state.request.id for state in engine.waiting] == [second.id, waiting.id]
     engine.listener = None
     assert next(iter(engine.stream())).id == first.id
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_nobody(
-    tools: Any, native: Any, model: Decoder
-) -> None:
-    engine = PagedEngine(model, max_rows=2, num_pages=1 + 4)
-    with pytest.raises(UserError, match=r"request 0\.0: 60 prompt tokens \+ 12 new ones need 5 pages of 16.*has 4"):
+def test_a_request_that_can_never_fit_is_refused_and_disturbs_no_other(tools: Any, native: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=2, num_blocks=1 + 4)
+    with pytest.raises(UserError, match=r"request 0\.0: 60 prompt tokens \+ 12 new ones need 5 blocks of 16.*has 4"):
         engine.submit(tools.requests([TEXT[:60]]))
     wanted = tools.requests([TEXT[:3], TEXT[:5]], max_tokens=45)
     wanted[0] = replace(wanted[0], sampling=SamplingOptions(max_tokens=10))
@@ -164,7 +160,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_n
     stream = iter(engine.stream())
     got = {}
     for _ in range(2):
-        with pytest.raises(UserError, match=r"request long: .* need 5 pages"):
+        with pytest.raises(UserError, match=r"request long: .* need 5 blocks"):
             engine.submit([Request("short", (3,), SamplingOptions(max_tokens=2), 1), Request("long", TEXT[:70], SamplingOptions(max_tokens=4), 1)])  # fmt: skip
         completion = next(stream)
         got[completion.id] = completion
@@ -174,22 +170,22 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_n
     assert engine.stats.prefilled_tokens == 8
 
 
-def test_a_row_that_comes_to_its_limit_is_anothers_in_the_next_window(tools: Any, native: Any, model: Decoder) -> None:
+def test_a_row_at_its_limit_is_reassigned_at_the_next_launch(tools: Any, native: Any, model: Decoder) -> None:
     short, long, next_ = (
         replace(r, sampling=SamplingOptions(max_tokens=n))
         for r, n in zip(tools.requests([TEXT[:5], TEXT[:7], TEXT[:9]]), (5, 40, 36), strict=True)
     )
-    engine = PagedEngine(model, max_rows=2, window=4)
+    engine = PagedEngine(model, max_rows=2, steps_per_launch=4)
     native.agree(tools, model, tools.run(engine, [short, long, next_]), [short, long, next_])
     assert engine.stats.decode_steps == 39, (
         "the third began when the first had made its 4 steps, and made its 35 with the second"
     )
 
 
-def test_a_row_that_leaves_has_its_stop_string_and_the_models_log_probs(tools: Any, native: Any) -> None:
-    """While its row is another's, whose steps must go on."""
+def test_a_draining_row_has_its_stop_string_and_raw_log_probs(tools: Any, native: Any) -> None:
+    """Its row is reassigned meanwhile, and the new request must go on."""
     model = tools.successor(64)
-    engine = PagedEngine(model, 2, native.spell, window=4)
+    engine = PagedEngine(model, 2, native.spell, steps_per_launch=4)
     wanted = tools.requests([(0,), (20,), (40,)], max_tokens=20)
     options = SamplingOptions(max_tokens=9, stop=(native.spell([6, 7]),), raw_logprobs=True)
     wanted[0] = replace(wanted[0], sampling=options)
@@ -199,7 +195,7 @@ def test_a_row_that_leaves_has_its_stop_string_and_the_models_log_probs(tools: A
     for k in (1, 2):
         assert got[f"{k}.0"].tokens.tolist() == list(range(20 * k + 1, 20 * k + 21))
     assert engine.stats.decode_steps == 8 + 19, "the third began when the first had made its 8 steps"
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
 @pytest.mark.parametrize("token", range(1, 9))
@@ -211,7 +207,7 @@ def test_a_listener_that_raises_loses_no_request(tools: Any, native: Any, token:
         if len(heard) == token:
             raise ValueError("not now")
 
-    engine = PagedEngine(tools.successor(64), 2, listener=hear, window=4)
+    engine = PagedEngine(tools.successor(64), 2, listener=hear, steps_per_launch=4)
     wanted = tools.requests([(0,), (20,), (40,)], max_tokens=5)
     engine.submit(wanted)
     got = []
@@ -220,18 +216,16 @@ def test_a_listener_that_raises_loses_no_request(tools: Any, native: Any, token:
     got += list(engine.stream())
     found = {completion.id: completion.tokens.tolist() for completion in got}
     assert found == {f"{k}.0": list(range(20 * k + 1, 20 * k + 6)) for k in range(3)}
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
     engine.load(1, ())
 
 
-def test_weights_are_not_changed_under_tokens_on_their_way(tools: Any, model: Decoder) -> None:
-    engine = PagedEngine(model, max_rows=1, window=4)
-    engine.listener = lambda name, token: (
-        engine.interrupt()
-    )  # after its first token, when its last window has been started
+def test_weights_are_not_changed_while_steps_are_in_flight(tools: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=1, steps_per_launch=4)
+    engine.listener = lambda name, token: engine.interrupt()  # after its first token, when its last steps are launched
     engine.submit(tools.requests([TEXT[:5]], max_tokens=5))
     assert list(engine.stream()) == []
-    assert engine.seats.taken == 0
+    assert engine.scheduler.num_running == 0
     with pytest.raises(RuntimeError, match="1 rows are running"):
         engine.load(1, ())
     (completion,) = engine.stream()
@@ -247,19 +241,19 @@ def test_a_longer_request_makes_a_new_cache_and_nothing_is_lost(tools: Any, nati
     engine.submit(wanted)
     stream = engine.stream()
     first = next(stream)
-    width = engine.seats.width
+    width = engine.scheduler.max_blocks
     longer = Request("longer", TEXT[:150], SamplingOptions(max_tokens=40), 77)
     engine.submit([longer])
-    assert engine.seats.width > width
+    assert engine.scheduler.max_blocks > width
     with pytest.raises(RuntimeError, match="2 rows are running"):
-        engine.load(1, [])  # the row that was set aside has tokens of the old weights
+        engine.load(1, [])  # the preempted row has tokens of the old weights
     got = {c.id: c for c in stream} | {first.id: first}
     native.agree(tools, model, got, [*wanted, longer])
     assert heard == {name: c.tokens.tolist() for name, c in got.items()}
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
     engine.load(1, [])
     tools.run(engine, wanted)
-    assert engine.seats.width == -(-190 // BLOCK_SIZE), "the larger cache stays"
+    assert engine.scheduler.max_blocks == -(-190 // BLOCK_SIZE), "the larger cache stays"
 
 
 # --- rows --------------------------------------------------------------------------------------------------------------------
@@ -269,9 +263,9 @@ def test_a_larger_cache_that_cannot_be_had_leaves_what_runs_as_it_was(
     tools: Any, native: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = tools.requests([(1, 2, 3), (4, 5)], 2, max_tokens=20)
-    engine = PagedEngine(model, max_rows=4, window=4)
+    engine = PagedEngine(model, max_rows=4, steps_per_launch=4)
     engine.submit(wanted)
-    real, asked = paged_engine.Runner, list[int]()
+    real, asked = paged_engine.ModelRunner, list[int]()
 
     def scarce(model: Decoder, plan: Any, *rest: Any) -> Any:
         asked.append(plan.longest)
@@ -292,7 +286,7 @@ def test_rows_move_together_when_few_are_left(
     lengths = (5, 30, 5, 5, 12, 5, 5, 50)
     base = tools.requests([TEXT[k : k + 3 * k + 1] for k in range(8)])
     wanted = [replace(r, sampling=SamplingOptions(max_tokens=n, top_k=k)) for k, (r, n) in enumerate(zip(base, lengths, strict=True))]  # fmt: skip
-    engine = PagedEngine(model, max_rows=8, window=4)
+    engine = PagedEngine(model, max_rows=8, steps_per_launch=4)
     engine.submit(wanted)
     steps: list[int] = []
     decode = engine.runner.decode
@@ -308,24 +302,24 @@ def test_rows_move_together_when_few_are_left(
     assert set(steps) == {8, 4, 2, 1}
 
 
-def test_the_bucket_of_a_step_is_never_larger_than_the_rows(tools: Any, native: Any, model: Decoder) -> None:
+def test_a_batch_is_never_larger_than_the_number_of_rows(tools: Any, native: Any, model: Decoder) -> None:
     engine = PagedEngine(model, max_rows=5)
     wanted = tools.requests([TEXT[:4]], 5, max_tokens=3)
     native.agree(tools, model, tools.run(engine, wanted), wanted)
-    assert [engine.runner.bucket(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+    assert [engine.runner.batch_size(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
 
 
 # --- abort -------------------------------------------------------------------------------------------------------------------
 
 
-def test_an_aborted_request_keeps_also_what_the_host_had_not_read(tools: Any, native: Any, model: Decoder) -> None:
-    engine = PagedEngine(model, max_rows=1, window=3, listener=lambda *what: engine.interrupt())
+def test_an_aborted_request_keeps_tokens_that_the_host_had_not_read(tools: Any, native: Any, model: Decoder) -> None:
+    engine = PagedEngine(model, max_rows=1, steps_per_launch=3, listener=lambda *what: engine.interrupt())
     (wanted,) = tools.requests([TEXT[:5]], max_tokens=40)
     engine.submit([wanted])
     assert list(engine.stream()) == []
-    assert (engine.stats.tokens, engine.stats.decode_steps) == (1, 3), "the first token is heard while the window runs"
+    assert (engine.stats.tokens, engine.stats.decode_steps) == (1, 3), "the first token is read while the steps run"
     assert list(engine.stream()) == []
-    assert engine.stats.tokens == 4, "of two windows one was read"
+    assert engine.stats.tokens == 4, "one of two launches was read"
     engine.listener = None
     (part,) = engine.abort([wanted.id], keep=True)
     assert len(part.tokens) == 1 + engine.stats.decode_steps == 7
@@ -333,31 +327,31 @@ def test_an_aborted_request_keeps_also_what_the_host_had_not_read(tools: Any, na
 
 
 def rest_of(request: Request, part: Completion) -> Request:
-    """What is left to draw of an aborted request."""
+    """The request for the rest of an aborted one."""
     done = len(part.tokens)
     options = replace(request.sampling, max_tokens=request.sampling.max_tokens - done)
     return Request("rest", (*request.tokens, *part.tokens.tolist()), options, request.key, done)
 
 
-@pytest.mark.parametrize("state", ["queued", "running", "preempted", "set aside"])
+@pytest.mark.parametrize("state", ["queued", "running", "preempted", "new cache"])
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_request_can_be_aborted_in_every_state(
     tools: Any, native: Any, model: Decoder, state: str, keep: bool
 ) -> None:
     wanted = tools.requests([TEXT[:30], TEXT[:30], TEXT[3:20], TEXT[9:20]], max_tokens=50)
     whole = {r.id: tools.run(DenseEngine(model), [r])[r.id] for r in wanted}
-    engine = PagedEngine(model, max_rows=2, num_pages=1 + 6, listener=lambda *what: engine.interrupt())
+    engine = PagedEngine(model, max_rows=2, num_blocks=1 + 6, listener=lambda *what: engine.interrupt())
     engine.submit(wanted)
 
     def those(state: str) -> Sequence[str]:
-        queued = {seat.request.id: bool(seat.tokens) for seat in engine.queue}
+        queued = {state.request.id: bool(state.tokens) for state in engine.waiting}
         if state == "running":
             return [r.id for r in wanted if r.id not in queued]
         return [name for name, begun in queued.items() if begun == (state != "queued")]
 
     while not those(state):
         assert list(engine.stream()) == []
-        if state == "set aside":
+        if state == "new cache":
             engine.listener = None
             engine.submit([Request("longer", TEXT[:80], SamplingOptions(max_tokens=16), 1)])
             engine.abort(["longer"], keep=False)
@@ -369,7 +363,7 @@ def test_a_request_can_be_aborted_in_every_state(
     assert got.keys() == whole.keys() - {name}
     for completion in got.values():
         native.same(completion, whole[completion.id])
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
     if keep:
         (part,) = kept
         assert part.finish == "aborted"

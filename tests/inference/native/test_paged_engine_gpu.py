@@ -1,4 +1,4 @@
-"""The paged engine on CUDA, with kernels and graphs, against models and samplers that know neither."""
+"""The paged engine on CUDA, with kernels and graphs, against models and samplers without them."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_the_argmax_is_that_of_transformers_wherever_it_is_clear(tools: Any, tmp
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 6}, {"qk_norm": True}], ids=str)
-@pytest.mark.parametrize("window", [1, 8])
-def test_a_crowd_draws_what_its_noise_picks(tools: Any, native: Any, options: dict[str, Any], window: int) -> None:
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_crowd_draws_what_its_noise_picks(tools: Any, native: Any, options: dict[str, Any], steps: int) -> None:
     model = decoder(tools, **options).to(DEVICE)
     wanted = native.mixed_requests()
-    engine = PagedEngine(model, max_rows=4, window=window)
+    engine = PagedEngine(model, max_rows=4, steps_per_launch=steps)
     near(tools, model, tools.run(engine, wanted), wanted, 1e-4)
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
 def test_float64_runs_without_kernels_and_is_exact(tools: Any, native: Any) -> None:
@@ -260,7 +260,7 @@ def test_a_fixed_cache_and_a_reserved_one(tools: Any) -> None:
 
 
 def test_the_engine_starts_without_torchs_compiler() -> None:
-    """Which takes seconds to import."""
+    """The compiler takes seconds to import."""
     code = """
 import sys, torch
 from burnish.models.architecture import Architecture
@@ -291,12 +291,12 @@ def test_a_common_beginning_is_prefilled_once(tools: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_lose_their_pages_lose_nothing_else(tools: Any, native: Any, dtype: torch.dtype) -> None:
+def test_preempted_rows_keep_their_tokens(tools: Any, native: Any, dtype: torch.dtype) -> None:
     """The model's next token is certain, so no rounding can change it."""
     heard: dict[str, list[int]] = {}
     model = tools.successor(64, dtype).to(DEVICE)
     engine = PagedEngine(
-        model, 6, listener=lambda name, token: heard.setdefault(name, []).append(token), num_pages=1 + 10
+        model, 6, listener=lambda name, token: heard.setdefault(name, []).append(token), num_blocks=1 + 10
     )
     wanted = tools.requests([tuple(range(k, k + 20)) for k in (0, 0, 7, 30)], 2, max_tokens=100)
     got = tools.run(engine, wanted)
@@ -306,7 +306,7 @@ def test_rows_that_lose_their_pages_lose_nothing_else(tools: Any, native: Any, d
         assert np.abs(got[request.id].logp).max() < 1e-3
     assert engine.stats.preemptions > 0
     assert heard == {name: c.tokens.tolist() for name, c in got.items()}
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
 def test_stops_that_the_device_or_only_the_host_can_see(tools: Any, native: Any) -> None:
@@ -323,16 +323,16 @@ def test_stops_that_the_device_or_only_the_host_can_see(tools: Any, native: Any)
     assert {name: (c.tokens.tolist(), c.finish) for name, c in got.items()} == {
         name: (list(range(4, end + 1)), finish) for name, (end, finish) in ends.items()
     }
-    native.no_page_is_held(engine)
+    native.no_block_is_held(engine)
 
 
-@pytest.mark.parametrize("window", [1, 5, 8])
-def test_random_sequences_answer_every_request_and_leak_no_page(
-    tools: Any, native: Any, monkeypatch: pytest.MonkeyPatch, window: int
+@pytest.mark.parametrize("steps", [1, 5, 8])
+def test_random_sequences_answer_every_request_and_leak_no_block(
+    tools: Any, native: Any, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     monkeypatch.setattr("burnish.inference.native.paged_engine.BLOCK_SIZE", 4)
-    dice = random.Random(window)
-    engine = PagedEngine(decoder(tools).to(DEVICE), max_rows=6, num_pages=16, window=window)
+    dice = random.Random(steps)
+    engine = PagedEngine(decoder(tools).to(DEVICE), max_rows=6, num_blocks=16, steps_per_launch=steps)
     draw: dict[str, Any] = {
         "submit": lambda: [dice.randrange(70) for _ in range(dice.randint(1, 7))],
         "stream": lambda: dice.randint(1, 4),
@@ -371,7 +371,7 @@ def test_new_weights_are_read_without_a_new_graph(tools: Any, native: Any, dtype
 
 def test_sleep_frees_the_memory_and_wake_keeps_addresses_and_results(tools: Any, native: Any) -> None:
     model = decoder(tools).to(DEVICE)
-    engine = PagedEngine(model, max_rows=4, num_pages=1 << 14)
+    engine = PagedEngine(model, max_rows=4, num_blocks=1 << 14)
     wanted = native.mixed_requests()
     before = tools.run(engine, wanted)
     size = engine.runner.cache.numel() * engine.runner.cache.element_size()
@@ -412,7 +412,7 @@ def test_a_request_that_the_free_memory_cannot_hold_is_refused_and_disturbs_nobo
     stream = engine.stream()
     got = [next(stream)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 1 << 30))
-    with pytest.raises(UserError, match=r"request wide: 500 prompt tokens \+ 100 new ones need 38 pages of 16"):
+    with pytest.raises(UserError, match=r"request wide: 500 prompt tokens \+ 100 new ones need 38 blocks of 16"):
         engine.submit([Request("wide", TEXT[:500], SamplingOptions(max_tokens=100), 1)])
     got += list(stream)
     near(tools, model, {c.id: c for c in got}, wanted, 1e-4)
@@ -430,11 +430,11 @@ def test_a_prepared_engine_captures_no_graph_on_the_way(tools: Any, exact: bool)
     assert engine.stats.graphs == 8
 
 
-def test_a_long_row_beside_short_ones_is_cut_into_stretches(tools: Any) -> None:
+def test_a_long_row_beside_short_ones_is_split(tools: Any) -> None:
     model = decoder(tools).to(DEVICE)
     engine = PagedEngine(model, max_rows=64)
     wanted = tools.requests([TEXT[:590], *(TEXT[i : i + 5] for i in range(63))], max_tokens=12)
     near(tools, model, tools.run(engine, wanted), wanted[:9], 1e-4)
-    assert {splits for _, _, splits in engine.runner._graphs} == {8}  # 602 tokens in stretches of 128 at least
+    assert {splits for _, _, splits in engine.runner._graphs} == {8}  # 602 tokens in splits of at least 128
     assert engine.stats.plan is not None
     assert engine.stats.graphs <= engine.stats.plan.graphs

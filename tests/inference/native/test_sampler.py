@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burnish.core.engine import SamplingOptions
 from burnish.core.random_keys import uniforms
-from burnish.inference.native.engine_common import sample
+from burnish.inference.native.sampler import sample
 
 OPTIONS = [
     SamplingOptions(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.inference.native.device_state import LIVE, POSITION, DeviceRows, NewRow, SamplerFlags
-from burnish.inference.native.engine_common import truncate
+from burnish.inference.native.sampler import truncate
 from burnish.models.cached_forward import paged_forward
 from burnish.models.decoder import Decoder
 from burnish.models.kernels import inference_ops

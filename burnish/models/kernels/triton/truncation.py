@@ -5,7 +5,7 @@ smallest kept logit, and the last kept token among those equal to it. The search
 pivots per pass over the row, summing the mass above each pivot. The interval's ends move to existing logits, so the search
 is exact and takes about as many passes as the interval can be quartered. A program has one row.
 
-`burnish.inference.native.engine_common.truncate` is the equivalent torch function, which defines what is kept.
+`burnish.inference.native.sampler.truncate` is the equivalent torch function, which defines what is kept.
 """
 
 from __future__ import annotations

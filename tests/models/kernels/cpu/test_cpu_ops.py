@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.inference.native.engine_common import sample
+from burnish.inference.native.sampler import sample
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu import c_library
 from burnish.models.kernels.cpu.cpu_ops import draw

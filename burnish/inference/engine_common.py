@@ -1,0 +1,131 @@
+"""Code that the engines share: request checks, stop strings, statistics, and weights copied in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from burnish.config.errors import UserError
+from burnish.core.engine import MIN_TEMPERATURE, Completion, Request
+from burnish.memory_plan.kv_cache import CachePlan
+from burnish.models.decoder import Decoder
+
+MAX_BIASES = 256
+"""Most entries of a request's logit bias: the size of a row's table on the device."""
+MAX_TOP_K = 2**31 - 1
+TEXTLESS_TAIL = 8
+"""Tokens without text that a stop string may span, besides one token for each of its bytes."""
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass
+class EngineStats:
+    """Work of a native engine since its start."""
+
+    prefilled_tokens: int = 0
+    decode_steps: int = 0
+    row_steps: int = 0
+    """Rows decoded, summed over steps. The prefill gives each sample's first token. The paged engine also counts the steps of a
+    launch that a row did not need."""
+    tokens: int = 0
+    preemptions: int = 0
+    """Rows that lost their blocks and went back to the waiting queue."""
+    waited_s: float = 0.0
+    """Seconds the host waited for the device; 0 where the device waits for the host, or is the host."""
+    compile_s: float = 0.0
+    """Seconds to compile the kernels or to load compiled ones; 0 without kernels."""
+    capture_s: float = 0.0
+    """Seconds to capture CUDA graphs of decode steps."""
+    graphs: int = 0
+    plan: CachePlan | None = None
+    """Plan of the current paged cache."""
+
+
+def check_requests(requests: Sequence[Request], known: Set[str], check: Callable[[Request], None]) -> set[str]:
+    """Return the ids of the requests. Raise if `check` refuses one, or if an id occurs twice or is `known`."""
+    fresh = set[str]()
+    for request in requests:
+        check(request)
+        if request.id in known:
+            raise ValueError(f"request {request.id} is already running")
+        if request.id in fresh:
+            raise ValueError(f"two of the requests are called {request.id}")
+        fresh.add(request.id)
+    return fresh
+
+
+def check_native_request(request: Request, model: Decoder, decode: Decode | None) -> None:
+    """Raise for a request that can never run on a native engine of the model."""
+    options = request.sampling
+    check_prompt(request, model.arch.vocab_size)
+    longest = len(request.tokens) + options.max_tokens
+    if longest > model.arch.max_positions:
+        raise UserError(
+            f"request {request.id}: {len(request.tokens)} prompt tokens + {options.max_tokens} new ones = {longest}, "
+            f"but the model is made for {model.arch.max_positions} positions; lower max_tokens"
+        )
+    if 0 < options.temperature < MIN_TEMPERATURE:
+        raise UserError(
+            f"request {request.id}: temperature {options.temperature:g}; expected 0, for the likeliest token, or at least "
+            f"{MIN_TEMPERATURE:g}"
+        )
+    if options.top_k > MAX_TOP_K:
+        raise UserError(f"request {request.id}: top_k {options.top_k}; expected {MAX_TOP_K} at most, or 0 for no limit")
+    check_bias(request, model.arch.vocab_size)
+    if options.stop and decode is None:
+        raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
+
+
+def check_prompt(request: Request, vocab_size: int) -> None:
+    """Raise for a prompt without tokens or with an unknown one: on a GPU an unknown token is an assertion without a cause."""
+    if not request.tokens:
+        raise UserError(f"request {request.id}: the prompt has no tokens")
+    if min(request.tokens) < 0 or max(request.tokens) >= vocab_size:
+        unknown = next(token for token in request.tokens if not 0 <= token < vocab_size)
+        raise UserError(f"request {request.id}: token {unknown} is not one of the model's, 0 to {vocab_size - 1}")
+
+
+def check_bias(request: Request, vocab_size: int) -> None:
+    """Raise for a logit bias with too many, unknown or repeated tokens, or with values that are not finite."""
+    pairs = request.sampling.logit_bias
+    if len(pairs) > MAX_BIASES:
+        raise UserError(f"request {request.id}: logit_bias names {len(pairs)} tokens; expected {MAX_BIASES} at most")
+    if unknown := [token for token, _ in pairs if not 0 <= token < vocab_size]:
+        raise UserError(
+            f"request {request.id}: logit_bias names token {unknown[0]}, which is not one of the model's, 0 to {vocab_size - 1}"
+        )
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise UserError(f"request {request.id}: logit_bias names a token twice")
+    if any(not math.isfinite(value) for _, value in pairs):
+        raise UserError(f"request {request.id}: logit_bias must be finite numbers; -100 is as good as never")
+
+
+def has_stop_string(tail: Callable[[int], list[int]], stop: Sequence[str], decode: Decode | None) -> bool:
+    """Whether the last tokens complete a stop string. `tail(n)` returns the last n tokens.
+
+    A string of k bytes spans at most k tokens with text, and a few without.
+    """
+    assert decode is not None, "checked when the request was submitted"
+    text = decode(tail(max(len(s.encode()) for s in stop) + TEXTLESS_TAIL))
+    return any(s in text for s in stop)
+
+
+def empty_completion(request: Request, version: int) -> Completion:
+    """The completion of a request that was aborted before its first token."""
+    raw = np.empty(0, dtype=np.float32) if request.sampling.raw_logprobs else None
+    none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    return Completion(request.id, *none, "aborted", version, raw_logp=raw)
+
+
+def copy_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy tensors into the parameters of their names. An engine on the learner's own tensors gets none."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in named_tensors:
+            parameters[name].copy_(tensor)
