@@ -69,9 +69,9 @@ def main() -> None:
         engine.load(0, ())
         for number in range(args.rounds + 1):
             rates = {"in this process": rate(here, args.tokens, number)}
-            engine.members[1].has_weights = False  # so that nothing is dealt to it
+            engine.engines[1].has_weights = False  # so that nothing is dealt to it
             rates["one engine"] = rate(engine, args.tokens, number)
-            engine.members[1].has_weights = True
+            engine.engines[1].has_weights = True
             rates["two engines"] = rate(engine, args.tokens, number)
             for name, value in rates.items() if number else ():  # the first round warms up
                 found[name].append(value)

@@ -181,7 +181,9 @@ class TrainingWorker:
             return None
         trained = self.learner.names.keys()
         if self._publisher is None:
-            self._publisher = Publisher(self.store.put, trained, self._delta, holds=self._overlaps and not self._delta)
+            self._publisher = Publisher(
+                self.store.put, trained, self._delta, keeps_buckets=self._overlaps and not self._delta
+            )
         return self._publisher.publish(version, tensors, as_delta=not complete, complete=complete)
 
     @dispatch("broadcast", "first")
@@ -196,7 +198,7 @@ class TrainingWorker:
         if not self._is_publisher(tensors):
             return None
         assert self._publisher is not None, "nothing was published"
-        return self._publisher.again(tensors)
+        return self._publisher.publish_again(tensors)
 
     def _tensors(self, names: Collection[str] | None, complete: bool) -> Iterator[tuple[str, Tensor]]:
         """Parameters of these names, or all, and, where it shall be complete, what is frozen in 4 bits."""

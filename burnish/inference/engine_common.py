@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.core.engine import MIN_TEMPERATURE, Completion, Request
+from burnish.core.engine import MIN_TEMPERATURE, Completion, Request, SamplingOptions
 from burnish.memory_plan.kv_cache import CachePlan
 from burnish.models.decoder import Decoder
 
@@ -104,6 +104,17 @@ def check_bias(request: Request, vocab_size: int) -> None:
         raise UserError(f"request {request.id}: logit_bias names a token twice")
     if any(not math.isfinite(value) for _, value in pairs):
         raise UserError(f"request {request.id}: logit_bias must be finite numbers; -100 is as good as never")
+
+
+def is_truncated(options: SamplingOptions) -> bool:
+    """Whether only a part of the vocabulary can be drawn. Greedy tokens are reported under the whole distribution."""
+    return options.temperature > 0 and (options.top_p < 1 or options.top_k > 0 or options.min_p > 0)
+
+
+def needs_scoring(options: SamplingOptions) -> bool:
+    """Whether raw log-probs are asked for and differ from those of the distribution that is sampled from."""
+    is_plain = options.temperature == 0 or (options.temperature == 1 and not is_truncated(options))
+    return options.raw_logprobs and (bool(options.logit_bias) or not is_plain)
 
 
 def has_stop_string(tail: Callable[[int], list[int]], stop: Sequence[str], decode: Decode | None) -> bool:

@@ -1,9 +1,9 @@
-"""An engine with one known fault, for tests and study of the gap between what samples and what is trained.
+"""Engines around other engines: `MismatchEngine` with one known fault, and `WeightCopyEngine` on a copy of the weights.
 
-`MismatchEngine` makes an engine on weights of its own where the fault is in the weights (noise, stale, quantised,
-never_loaded), changes what it is asked for (temperature, extra_bos, truncated), or changes what comes back (reencoded, and
-log-probs that are reported wrong). What was really drawn, and how likely it was, stays known: `Faulty.drawn` and `.drawn_logp`.
-Everything random is a function of the fault's seed and the requests' keys, so a run repeats bit for bit.
+`MismatchEngine` is for tests and studies of the gap between the policy that samples and the one that is trained. The fault is in
+the weights (noise, stale, quantised, never_loaded), in the requests (temperature, extra_bos, truncated), or in the completions
+(reencoded, and wrong log-probs). The tokens that were drawn and their log-probs stay known: `Faulty.drawn` and `.drawn_logp`.
+All randomness follows from the fault's seed and the requests' keys, so a run is reproducible bit for bit.
 
     engine = MismatchEngine(NativeEngine, decoder, NoiseFault(scale=0.02))
 """
@@ -48,17 +48,17 @@ CHECKPOINT_FILE = "engine"
 
 @dataclass
 class FaultyCompletion(Completion):
-    """What the engine says of a request, and the truth of it."""
+    """A completion as the faulty engine reports it, with what was really drawn."""
 
-    drawn: np.ndarray  # int64, the tokens the engine sampled
-    drawn_logp: np.ndarray  # float32, under the distribution each was sampled from
+    drawn: np.ndarray  # int64, the sampled tokens
+    drawn_logp: np.ndarray  # float32, under the distribution each token was sampled from
 
 
 # --- weights -------------------------------------------------------------------------------------------------------------
 
 
 def add_noise(name: str, weight: Tensor, scale: float, seed: int) -> Tensor:
-    """w + scale rms(w) z: z is normal, of the seed and the tensor's name alone, so that it is the same after every load."""
+    """w + scale rms(w) z with normal z. The seed and the tensor's name determine z, so it is the same after every load."""
     generator = torch.Generator().manual_seed(fold("mismatch", seed, name))
     wide = _at_least_float32(weight)
     z = torch.randn(weight.shape, generator=generator).to(wide)
@@ -66,14 +66,14 @@ def add_noise(name: str, weight: Tensor, scale: float, seed: int) -> Tensor:
 
 
 def round_weight(weight: Tensor, kind: str) -> Tensor:
-    """A weight as bf16 or int8 holds it, in its own type; int8 has a scale for each row of a matrix and leaves vectors."""
+    """Round a weight to bf16 or int8 values, in its own type. int8 has a scale for each row of a matrix and skips vectors."""
     if kind == "bf16":
         return weight.to(torch.bfloat16).to(weight.dtype)
     if weight.dim() != 2:
         return weight
     wide = _at_least_float32(weight)
     step = wide.abs().amax(1, keepdim=True) / 127
-    step = torch.where(step > 0, step, torch.ones_like(step))  # a row of zeros stays one
+    step = torch.where(step > 0, step, torch.ones_like(step))  # a row of zeros stays as it is
     return ((wide / step).round() * step).to(weight.dtype)
 
 
@@ -90,7 +90,7 @@ def _copy_weights(weights: Mapping[str, Tensor]) -> Weights:
 
 @torch.no_grad()
 def completion_logprobs(module: nn.Module, prompt: Sequence[int], tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """float32 log-probs of tokens after a prompt, under the module's whole distribution (no top-k, no top-p)."""
+    """float32 log-probs of tokens after a prompt, without truncation."""
     if not len(tokens):
         return np.empty(0, dtype=np.float32)
     device = next(module.parameters()).device
@@ -102,7 +102,7 @@ def completion_logprobs(module: nn.Module, prompt: Sequence[int], tokens: np.nda
 
 
 def reencode(tokenizer: Tokenizer, request: Request, completion: Completion) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a completion's text, and the log-probs of the drawn tokens, paired with them by position."""
+    """Tokenise the text of a completion again; pair the new tokens with the log-probs of the drawn ones by position."""
     drawn = completion.tokens.tolist()
     end = drawn[-1:] if drawn and drawn[-1] in request.sampling.stop_tokens else []
     body = tokenizer.encode(tokenizer.decode(drawn[: len(drawn) - len(end)]))
@@ -117,8 +117,11 @@ def reencode(tokenizer: Tokenizer, request: Request, completion: Completion) -> 
 
 
 class MismatchEngine:
-    """An engine of `make_engine` with a fault. `policy` is the module that is trained; the engine is made on it, or on a
-    copy of it that follows it at every `load` in the fault's way. `reencoded` needs the tokenizer."""
+    """An engine of `make_engine` with a fault.
+
+    The engine samples from `policy`, the module that is trained, or from a copy that `load` updates with the fault. `reencoded`
+    needs the tokenizer.
+    """
 
     def __init__(
         self,
@@ -140,12 +143,12 @@ class MismatchEngine:
         sampler = copy.deepcopy(policy).requires_grad_(False) if own else policy
         self.sampler: nn.Module = sampler
         """The module that samples."""
-        self._asked: dict[str, Request] = {}  # unfinished requests, as they were submitted
-        self._history: list[tuple[int, Weights]] = []  # of a stale engine, oldest first, with their versions
+        self._asked: dict[str, Request] = {}  # unfinished requests as submitted
+        self._history: list[tuple[int, Weights]] = []  # (version, weights) of a stale engine, oldest first
         if isinstance(fault, StaleFault):
             self._history = [(0, _copy_weights(dict(policy.named_parameters())))]
         self._write(self._faulty(dict(policy.named_parameters())))
-        self.engine = make_engine(sampler)  # on the weights it shall have: an engine may take a copy of them
+        self.engine = make_engine(sampler)  # after the weights are written: an engine may copy them
 
     # --- the Engine protocol ---------------------------------------------------------------------------------------------
 
@@ -161,23 +164,23 @@ class MismatchEngine:
         self.engine.interrupt()
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
-        # Only what comes back was stopped: an engine may be unable to, and then the completion is still to come.
+        # An engine may be unable to abort a request; its completion then comes later.
         stopped: list[Completion] = [self._completion(c) for c in self.engine.abort(ids, keep=True)]
         return stopped if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The policy's weights, or those sent, in the fault's way. The version is that of the weights that sample, except
-        where they never arrive and the engine knows nothing of it."""
+        """Load the policy's or the given weights with the fault. The version is that of the weights that sample; under never_loaded
+        it is the new one, as the engine does not know of the fault."""
         sent = dict(named_tensors)
         weights = dict(self.policy.named_parameters()) | sent
         history = self._history
         if isinstance(self.fault, StaleFault):
-            # The newest version loaded again (a run that resumes) is no new load.
+            # A resumed run loads the newest version again, which adds no entry.
             older = [entry for entry in history if entry[0] != version]
             history = [*older, (version, _copy_weights(weights))][-1 - self.fault.steps :]
             version, weights = history[0]
         weights = self._faulty(weights)
-        # The engine first: it refuses while requests run, and then nothing may have changed.
+        # The engine first: it raises while requests run, and then no state may have changed.
         self.engine.load(version, [(name, weights[name]) for name in sent if name in weights])
         self._history = history
         self._write(weights)
@@ -191,14 +194,14 @@ class MismatchEngine:
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
     def contents(self, stage: TensorStaging) -> list[Content]:
-        """What a checkpoint must hold besides the policy: the past weights of a stale engine."""
+        """The state of the engine for a checkpoint: the past weights of a stale engine."""
         if not self._history:
             return []
         tensors = {f"{version}/{name}": t for version, past in self._history for name, t in past.items()}
         return [TensorFile(f"{CHECKPOINT_FILE}.safetensors", {key: stage(tensor) for key, tensor in tensors.items()})]
 
     def restore(self, folder: Path) -> None:
-        """What a checkpoint has, back, before the `load` of the checkpoint's version."""
+        """Restore the state from a checkpoint, before the `load` of its version."""
         if not self._history:
             return
         device = next(self.policy.parameters()).device
@@ -212,7 +215,7 @@ class MismatchEngine:
     # --- the faults ------------------------------------------------------------------------------------------------------
 
     def _faulty(self, weights: Mapping[str, Tensor]) -> Weights:
-        """The weights to sample with, once these are the policy's; those that are not named stay as they are."""
+        """The weights to sample with for these weights of the policy. Missing names keep their values."""
         match self.fault:
             case NoiseFault(scale=scale, seed=seed):
                 return {name: add_noise(name, w.detach(), scale, seed) for name, w in weights.items()}
@@ -231,7 +234,7 @@ class MismatchEngine:
             parameters[name].copy_(weight)
 
     def _request(self, asked: Request) -> Request:
-        """What the engine is asked instead."""
+        """The request for the inner engine."""
         options = asked.sampling
         match self.fault:
             case TemperatureFault(factor=factor, wrong="sampled"):
@@ -243,29 +246,29 @@ class MismatchEngine:
         return asked
 
     def _completion(self, found: Completion) -> FaultyCompletion:
-        """What the engine says instead of what it found."""
+        """The faulty report of a completion."""
         asked = self._asked.pop(found.id)
         tokens, logp = found.tokens, found.logp
-        temperature = asked.sampling.temperature or 1.0  # greedy tokens are reported untempered
+        temperature = asked.sampling.temperature or 1.0  # greedy log-probs are untempered
         match self.fault:
             case TemperatureFault(factor=factor, wrong="reported") if asked.sampling.temperature:
                 logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature * factor)
             case TruncatedFault(reported="full"):
                 logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature)
             case ReencodedFault():
-                assert self.tokenizer is not None  # checked when this was made
+                assert self.tokenizer is not None  # checked by __init__
                 tokens, logp = reencode(self.tokenizer, asked, found)
-        raw = None if isinstance(self.fault, ReencodedFault) else found.raw_logp  # of other tokens than are reported
+        raw = None if isinstance(self.fault, ReencodedFault) else found.raw_logp  # these are of the drawn tokens
         return FaultyCompletion(
             found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp, raw_logp=raw
         )
 
 
-# --- An engine in this process with a copy of the weights, so that it can sample while the learner changes them.
-
-
 class WeightCopyEngine:
-    """An engine of `make_engine` on a copy of `policy`, the module that is trained, which it follows at every `load`."""
+    """An engine of `make_engine` on a copy of `policy`, so that it can sample while the learner changes the policy.
+
+    `load` copies the policy's weights.
+    """
 
     def __init__(self, make_engine: Callable[[Any], Engine], policy: nn.Module) -> None:
         self.policy = policy
@@ -284,7 +287,7 @@ class WeightCopyEngine:
         return self.engine.abort(ids, keep)
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The policy's weights as they are now, and over them those sent."""
+        """Load the present weights of the policy, overridden by the given ones."""
         self.engine.load(version, (dict(self.policy.named_parameters()) | dict(named_tensors)).items())
 
     def sleep(self) -> None:

@@ -1,10 +1,9 @@
-"""An engine whose work is done by a group of engines in other processes.
+"""A group of engines in other processes as one engine.
 
-Requests are dealt to the engine that has least to do, the samples of a prompt to the same one, since they share its work.
-Completions come back in batches as they finish. On their way requests go by numbers, a new one every time a request is dealt.
-An engine that ends, or does not answer, is started again, and what it had not
-handed over is dealt anew: a request's tokens follow from its key, so they are the same wherever they are drawn, and a completion
-is only ever taken from the engine that has the request.
+Requests go to the engine with the least work; all samples of a prompt go to the same one, which prefills it once. Completions
+come back in batches. Between processes a request has a number, a new one each time it is sent. An engine that ends or does not
+answer is restarted, and its unfinished requests are sent again. A request's tokens follow from its key, so they are the same on
+every engine. A completion is accepted only from the engine that has the request.
 
 New weights are asked of the trainer and sent to every engine; nothing that is sampled with them is handed over before all have
 shown that they have them (`weights.py`).
@@ -19,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
-import numpy as np
 from torch import Tensor
 
 from burnish.core.dispatch import CallHandle, WorkerLost, Workers
 from burnish.core.engine import Completion, Request
+from burnish.inference.engine_common import empty_completion
 from burnish.inference.request_arrays import (
     PackedCompletions,
     distinct_requests,
@@ -34,27 +33,27 @@ from burnish.inference.request_arrays import (
 from burnish.inference.weight_sync import SyncError, TrainerClient, WeightSync
 
 COLLECT_WAIT_S = 0.05
-"""How long an engine may wait for more completions before it hands over what it has; for hundreds of engines more,"""
+"""How long an engine may wait for more completions before it answers."""
 COLLECT_WAIT_PER_ENGINE_S = 0.01
-"""so much for each, or the driver would do nothing but read."""
+"""The same for each engine of a large group: otherwise the driver would only read answers."""
 POLL_S = 0.2
 MAX_SILENCE_S = 60.0
-"""An engine answers within moments, however long its requests take: one that has not for so long is stopped or cut off."""
+"""An engine answers quickly however long its requests take. One that is silent for this long has stopped or is unreachable."""
 MAX_RESTARTS = 3
-"""Times that an engine is started again without having handed over anything in between: it would end for ever."""
+"""Restarts of an engine without a completion in between; then its error is raised."""
 
 
 class _EngineState:
-    """What is known of one engine."""
+    """State of one engine."""
 
     def __init__(self) -> None:
         self.running: dict[int, Request] = {}
-        """By their numbers."""
+        """Requests by number."""
         self.work = 0
-        """Tokens that it may still have to compute."""
-        self.listening: CallHandle | None = None
-        self.heard = 0.0
-        """When it was last asked for completions."""
+        """Upper bound of the tokens left to compute."""
+        self.pending: CallHandle | None = None
+        self.asked_at = 0.0
+        """Time of the last call for completions."""
         self.has_weights = False
         self.restarts = 0
 
@@ -62,8 +61,8 @@ class _EngineState:
 class RemoteEngine:
     """Many engines as one (`core.engine.Engine`). `count(name, amount)` takes metrics, `note` a sentence for the user.
 
-    With `at_once` new weights are verified before `load` returns: so it must be where the trainer goes on while engines sample.
-    Else before anything sampled with them is handed over, and whoever lets the trainer move calls `confirm` first.
+    With `at_once` new weights are verified before `load` returns, as needed if the trainer learns while engines sample. Otherwise they
+    are verified before any of their samples is returned, and the caller calls `confirm` before the trainer changes its weights.
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class RemoteEngine:
         self.workers, self.deadline_s, self.at_once = workers, deadline_s, at_once
         self.sync = WeightSync(workers, trainer, probe, count)
         self.check, self.count, self.note = check, count, note
-        self.members = [_EngineState() for _ in range(workers.size)]
+        self.engines = [_EngineState() for _ in range(workers.size)]
         self.unfinished: set[str] = set()
-        """The ids of requests that some engine has."""
-        self._num_dealt = 0
+        """Ids of the requests that engines have."""
+        self._num_sent = 0
         self.is_awake = False
         self.version = 0
         self.ready: deque[Completion] = deque()
@@ -105,12 +104,12 @@ class RemoteEngine:
             raise ValueError(f"request {min(undelivered)} is already running: its completion is not delivered yet")
         self.is_awake = True
         self.unfinished |= fresh
-        self._deal(groups)
+        self._send_requests(groups)
 
     def stream(self) -> Iterator[Completion]:
         while self.ready or (self.num_unfinished and not self._interrupted):
             if not self.ready:
-                self._listen()
+                self._collect()
             while self.ready:
                 yield self.ready.popleft()
         self._interrupted = False
@@ -127,118 +126,117 @@ class RemoteEngine:
         if unknown:
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
         own = {
-            rank: [number for number, request in member.running.items() if request.id in wanted]
-            for rank, member in enumerate(self.members)
+            rank: [number for number, request in engine.running.items() if request.id in wanted]
+            for rank, engine in enumerate(self.engines)
         }
         for handle in self.workers.send_each("abort", {rank: (some,) for rank, some in own.items() if some}):
             try:
-                # What finished meanwhile is handed over by a later `stream`.
+                # A later `stream` yields requests that finished before the abort.
                 kept += self._accept(handle.rank, self.workers.result(handle))
             except WorkerLost as error:
-                kept += [self._forget(handle.rank, number) for number in own[handle.rank]]
-                self._replace(handle.rank, error)
+                kept += [self._lost_completion(handle.rank, number) for number in own[handle.rank]]
+                self._restart(handle.rank, error)
         return kept if keep else []
 
-    def _forget(self, rank: int, number: int) -> Completion:
-        """A request that an engine took with it, as if it had been stopped before its first token."""
-        request, none = self.members[rank].running.pop(number), np.zeros(0, np.float32)
+    def _lost_completion(self, rank: int, number: int) -> Completion:
+        """Complete a request of a lost engine as if it was aborted before its first token."""
+        request = self.engines[rank].running.pop(number)
         self.unfinished.discard(request.id)
-        raw = none if request.sampling.raw_logprobs else None
-        return Completion(request.id, np.zeros(0, np.int64), none, "aborted", self.version, raw_logp=raw)
+        return empty_completion(request, self.version)
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Have the trainer's weights sent to all engines, under this version; none are taken from elsewhere."""
+        """Send the trainer's weights to all engines under this version. Other tensors are refused."""
         if any(True for _ in named_tensors):
             raise ValueError("engines in other processes take their weights from the trainer, not from here")
         if self.num_unfinished:
             raise RuntimeError(f"new weights while {self.num_unfinished} requests run: finish or abort them first")
         self.confirm()
         self.version = version
-        self._send_weights(range(len(self.members)), is_new=True)
+        self._send_weights(range(len(self.engines)), is_new=True)
 
     def sleep(self) -> None:
         self.confirm()
         if not self.is_awake:
             return
         self.is_awake = False
-        for handle in self.workers.send_same(range(len(self.members)), "sleep"):
+        for handle in self.workers.send_same(range(len(self.engines)), "sleep"):
             try:
                 self.workers.result(handle)
             except WorkerLost as error:
-                self._replace(handle.rank, error)
+                self._restart(handle.rank, error)
 
     def wake(self) -> None:
-        """Nothing to do: every engine wakes with its first request."""
+        """Nothing to do: an engine wakes with its first request."""
 
     # --- requests out, completions in ------------------------------------------------------------------------------------
 
-    def _deal(self, groups: Iterable[Sequence[Request]]) -> None:
-        """Each group of requests to the engine with least work, of those that have weights."""
-        if not any(member.has_weights for member in self.members):
-            self._send_weights(range(len(self.members)), is_new=not self.sync.has_published)
-        heap = [(member.work, rank) for rank, member in enumerate(self.members) if member.has_weights]
+    def _send_requests(self, groups: Iterable[Sequence[Request]]) -> None:
+        """Send each group of requests to the engine with the least work, among those with weights."""
+        if not any(engine.has_weights for engine in self.engines):
+            self._send_weights(range(len(self.engines)), is_new=not self.sync.has_published)
+        heap = [(engine.work, rank) for rank, engine in enumerate(self.engines) if engine.has_weights]
         heapq.heapify(heap)
-        dealt: dict[int, list[Sequence[Request]]] = {}
+        by_rank: dict[int, list[Sequence[Request]]] = {}
         most = attrgetter("sampling.max_tokens")
         for group in groups:
             work, rank = heap[0]
-            dealt.setdefault(rank, []).append(group)
+            by_rank.setdefault(rank, []).append(group)
             work += len(group) * len(group[0].tokens) + sum(map(most, group))
             heapq.heapreplace(heap, (work, rank))
-            self.members[rank].work = work
+            self.engines[rank].work = work
         packed = {}
-        for rank, own in dealt.items():
-            packed[rank] = (pack_requests(own, self._num_dealt),)
-            numbered = dict(enumerate(chain.from_iterable(own), self._num_dealt))
-            self.members[rank].running |= numbered
-            self._num_dealt += len(numbered)
-        # Nobody waits for it: one that is lost does not answer when it is asked for completions either.
+        for rank, own in by_rank.items():
+            packed[rank] = (pack_requests(own, self._num_sent),)
+            numbered = dict(enumerate(chain.from_iterable(own), self._num_sent))
+            self.engines[rank].running |= numbered
+            self._num_sent += len(numbered)
+        # No wait: a lost engine does not answer the next `collect` either.
         self.workers.send_each("submit", packed)
 
-    def _listen(self) -> None:
-        """Ask every engine that has something to do for what is finished; wait for some of them to answer."""
+    def _collect(self) -> None:
+        """Call `collect` on every engine with running requests; wait for some answers."""
         self.confirm()
-        wait_s = max(COLLECT_WAIT_S, COLLECT_WAIT_PER_ENGINE_S * len(self.members))
-        for handle in self.workers.ready([m.listening for m in self.members if m.listening is not None], 0.0):
-            self._hear(handle)  # whoever has answered is not silent, however long nobody listened
+        wait_s = max(COLLECT_WAIT_S, COLLECT_WAIT_PER_ENGINE_S * len(self.engines))
+        for handle in self.workers.ready([m.pending for m in self.engines if m.pending is not None], 0.0):
+            self._receive(handle)  # an engine that has answered is not silent, however long its answer was not read
         now = time.monotonic()
-        # All it has: of most engines some finish in that time, and whoever has finished all need not wait.
-        enough = {rank: len(self.members[rank].running) for rank in self._idle(now, wait_s)}
+        # Ask for all of its requests: an engine that has finished all need not wait.
+        enough = {rank: len(self.engines[rank].running) for rank in self._idle(now, wait_s)}
         for handle in self.workers.send_each("collect", {rank: (least, wait_s) for rank, least in enough.items()}):
-            self.members[handle.rank].listening, self.members[handle.rank].heard = handle, now
-        asked = [member.listening for member in self.members if member.listening is not None]
-        self.confirm()  # where engines were replaced meanwhile
+            self.engines[handle.rank].pending, self.engines[handle.rank].asked_at = handle, now
+        asked = [engine.pending for engine in self.engines if engine.pending is not None]
+        self.confirm()  # if engines were restarted
         for handle in self.workers.ready(asked, POLL_S):
-            self._hear(handle)
+            self._receive(handle)
 
     def _idle(self, now: float, wait_s: float) -> list[int]:
-        """The engines to ask; one that has not answered for too long is replaced."""
+        """The engines to ask. One that has been silent for too long is restarted."""
         idle, longest_s = [], min(self.deadline_s, MAX_SILENCE_S) + wait_s
-        for rank, member in enumerate(self.members):
-            if member.listening is None:
-                if member.running:
+        for rank, engine in enumerate(self.engines):
+            if engine.pending is None:
+                if engine.running:
                     idle.append(rank)
-            elif now - member.heard > longest_s:
-                silent_s = now - member.heard
-                self._replace(rank, WorkerLost(f"engine {rank} has not answered for {silent_s:.1f} s", rank))
+            elif now - engine.asked_at > longest_s:
+                silent_s = now - engine.asked_at
+                self._restart(rank, WorkerLost(f"engine {rank} has not answered for {silent_s:.1f} s", rank))
         return idle
 
-    def _hear(self, handle: CallHandle) -> None:
-        member = self.members[handle.rank]
-        if member.listening is not handle:  # of an engine that was replaced meanwhile
+    def _receive(self, handle: CallHandle) -> None:
+        engine = self.engines[handle.rank]
+        if engine.pending is not handle:  # from before a restart
             return
-        member.listening = None
+        engine.pending = None
         try:
             found = self._accept(handle.rank, self.workers.result(handle))
         except WorkerLost as error:
-            self._replace(handle.rank, error)
+            self._restart(handle.rank, error)
             return
         self.ready.extend(found)
 
     def _accept(self, rank: int, packed: PackedCompletions) -> list[Completion]:
-        """The completions of requests that the engine has; there are no others unless it is asked twice."""
-        member = self.members[rank]
-        before, take = len(member.running), member.running.pop
+        """Unpack completions; drop those of requests that the engine does not have."""
+        engine = self.engines[rank]
+        before, take = len(engine.running), engine.running.pop
         requests = [take(number, None) for number in packed.numbers]
         for request, version in zip(requests, packed.columns[2].tolist(), strict=True):
             if request is not None and version != self.version:
@@ -247,38 +245,37 @@ class RemoteEngine:
                 )
         ids = ["" if request is None else request.id for request in requests]
         found = unpack_completions(packed, ids)
-        if before - len(member.running) < len(requests):
+        if before - len(engine.running) < len(requests):
             found = [one for one, request in zip(found, requests, strict=True) if request is not None]
         self.unfinished.difference_update(ids)
-        member.work = member.work * len(member.running) // max(1, before)  # as if they were all alike
-        member.restarts = 0 if found else member.restarts
+        engine.work = engine.work * len(engine.running) // max(1, before)  # as if all requests were equal
+        engine.restarts = 0 if found else engine.restarts
         return found
 
     # --- engines that end ------------------------------------------------------------------------------------------------
 
-    def _replace(self, rank: int, error: WorkerLost) -> None:
-        """Start an engine again; others take over what it had. It gets weights with the next version, or now if it is alone."""
-        member = self.members[rank]
-        if member.restarts == MAX_RESTARTS:
+    def _restart(self, rank: int, error: WorkerLost) -> None:
+        """Restart an engine and send its requests to others. It gets weights with the next version, or now if it is the only one."""
+        engine = self.engines[rank]
+        if engine.restarts == MAX_RESTARTS:
             raise error
-        lost, restarts = list(member.running.values()), member.restarts + 1
-        self.members[rank] = _EngineState()
-        self.members[rank].restarts = restarts
+        lost, restarts = list(engine.running.values()), engine.restarts + 1
+        self.engines[rank] = _EngineState()
+        self.engines[rank].restarts = restarts
         self.count("controller/restarts", 1)
         self.note(f"engine {rank} is started again, and its {len(lost)} unfinished requests are issued again: {error}")
         self.workers.restart(rank)
         if lost:
-            self._deal(group_by_prompt(lost))
+            self._send_requests(group_by_prompt(lost))
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 
     def _send_weights(self, ranks: Sequence[int], is_new: bool) -> None:
-        """Begin to send the trainer's, or else those that were published last; requests that an engine is given afterwards wait until it
-        has them."""
+        """Start to send the trainer's new weights, or those published last. Later requests wait in the engine until it has them."""
         self.confirm()
-        complete = any(not self.members[rank].has_weights for rank in ranks)
+        complete = any(not self.engines[rank].has_weights for rank in ranks)
         for rank in ranks:
-            self.members[rank].has_weights = True
+            self.engines[rank].has_weights = True
         started = time.perf_counter()
         if is_new:
             self.sync.begin(self.version, ranks, complete)
@@ -289,14 +286,13 @@ class RemoteEngine:
             self.confirm()
 
     def confirm(self) -> None:
-        """Wait until every engine has shown that it has the weights it was sent, or raise `SyncError`. Engines that end meanwhile
-        are started again, and then sent everything."""
+        """Wait until every engine has verified weights, or raise `SyncError`. Engines that end are restarted and sent all weights."""
         while self.sync.is_pending:
             started = time.perf_counter()
             lost = self.sync.finish()
             self.count("time/sync_s", time.perf_counter() - started)
             for error in lost:
-                self._replace(error.rank, error)
-            again = [error.rank for error in lost if not self.members[error.rank].has_weights]
+                self._restart(error.rank, error)
+            again = [error.rank for error in lost if not self.engines[error.rank].has_weights]
             if again:
                 self._send_weights(again, is_new=False)

@@ -1,6 +1,7 @@
-"""Requests and completions as a few arrays: a step has tens of thousands, and an object each would cost more than the tokens.
+"""Requests and completions packed into a few arrays, to send them between processes.
 
-Requests with equal prompts share one copy of it, and all that are sampled alike one record of how.
+A step has tens of thousands of them; one object each would cost more than their tokens. Requests with equal prompts share one
+copy of the prompt, and requests with equal sampling options one record of them.
 """
 
 from __future__ import annotations
@@ -16,45 +17,43 @@ import numpy as np
 from burnish.core.engine import Completion, CompletionFinish, Request, SamplingOptions
 
 INTEGER_FIELDS = ("generated", "priority", "may_continue")
-"""What else a request says that is a small number."""
+"""Further fields of a request with small integers."""
 
 
 @dataclass(frozen=True)
-class PackedRequests:
-    """Many requests."""
+class PackedRequests(ArrayMessage):
+    """Requests as arrays. They go by consecutive numbers, which are cheaper than ids."""
 
     first: int
-    """The number of the first; those of the others follow. They go by their numbers, which are cheaper than names."""
-    prompts: np.ndarray  # int32, the tokens of all distinct prompts
-    bounds: np.ndarray  # int64, where each of them begins, and the end
-    columns: np.ndarray  # int64 [5, n]: which prompt, which sampling, then `NUMBERS`
+    """Number of the first request."""
+    prompts: np.ndarray  # int32, tokens of all distinct prompts
+    bounds: np.ndarray  # int64 [prompts + 1], offsets of the prompts
+    columns: np.ndarray  # int64 [5, n]: prompt index, sampling index, then `NUMBERS`
     keys: np.ndarray  # uint64 [n]
     samplings: list[SamplingOptions]
 
 
 @dataclass(frozen=True)
-class PackedCompletions:
-    """Many completions."""
+class PackedCompletions(ArrayMessage):
+    """Completions as arrays."""
 
-    columns: (
-        np.ndarray
-    )  # int64 [4, n]: the number of its request, how many tokens, the version, whether it has `raw_logp`
+    columns: np.ndarray  # int64 [4, n]: number of the request, number of tokens, version, whether it has `raw_logp`
     finish: list[CompletionFinish]
     tokens: np.ndarray  # int32, of all
     logp: np.ndarray  # float32, of all
-    raw_logp: np.ndarray | None  # float32, of those that asked for it, one after the other
+    raw_logp: np.ndarray | None  # float32, of the requests that asked for it, concatenated
 
     @property
     def numbers(self) -> list[int]:
-        """Of the requests."""
+        """Numbers of the requests."""
         found: list[int] = self.columns[0].tolist()
         return found
 
 
 def group_by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
-    """The requests with equal prompts together."""
+    """Group requests by prompt."""
     prompts: dict[tuple[int, ...], list[Request]] = {}
-    # The samples of a prompt mostly follow each other: to compare is quicker than to look up.
+    # Samples of a prompt mostly follow each other, and a comparison is faster than a lookup.
     for tokens, group in groupby(requests, attrgetter("tokens")):
         if tokens in prompts:
             prompts[tokens].extend(group)
@@ -64,7 +63,7 @@ def group_by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
 
 
 def distinct_requests(groups: Iterable[Sequence[Request]]) -> list[Request]:
-    """Requests of groups with equal prompts such that every prompt is among them with every way to sample it."""
+    """A subset of the requests with every combination of prompt and sampling options. Each group has one prompt."""
     found = []
     for group in groups:
         found.append(group[0])
@@ -74,7 +73,7 @@ def distinct_requests(groups: Iterable[Sequence[Request]]) -> list[Request]:
 
 
 def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> PackedRequests:
-    """Requests as arrays, under the numbers from `first` on; those of a group have equal prompts."""
+    """Pack requests under the numbers from `first` on. Each group has one prompt."""
     requests = list(chain.from_iterable(groups))
     samplings = _samplings(requests)
     known = {samplings[0]: 0} if requests else {}
@@ -84,11 +83,11 @@ def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> Packed
         columns[1] = [known.setdefault(sampling, len(known)) for sampling in samplings]
     for row, name in enumerate(INTEGER_FIELDS, 2):
         column = list(map(attrgetter(name), requests))
-        if any(column):  # most are 0 throughout, and a list takes longer to read than to look at
+        if any(column):  # most columns are all 0, and a check is faster than a conversion
             columns[row] = column
     prompts = [group[0].tokens for group in groups]
     lengths = [len(tokens) for tokens in prompts]
-    content = struct.pack(f"={sum(lengths)}i", *chain.from_iterable(prompts))  # half the time that numpy takes
+    content = struct.pack(f"={sum(lengths)}i", *chain.from_iterable(prompts))  # takes half the time of numpy
     return PackedRequests(
         first=first,
         prompts=np.frombuffer(content, dtype=np.int32),
@@ -104,12 +103,12 @@ def _samplings(requests: Sequence[Request]) -> list[SamplingOptions]:
 
 
 def _all_equal(samplings: Sequence[SamplingOptions]) -> bool:
-    """Whether all are equal; most are the same object, and then it is seen at a glance."""
+    """Whether all are equal. Most are the same object, which `count` compares by identity first."""
     return not samplings or samplings.count(samplings[0]) == len(samplings)
 
 
 def unpack_requests(packed: PackedRequests) -> list[Request]:
-    """The inverse; the ids are the numbers."""
+    """Unpack requests. Their ids are their numbers."""
     bounds = packed.bounds.tolist()
     prompts = [tuple(packed.prompts[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
     rows = zip(packed.keys.tolist(), *packed.columns.tolist(), strict=True)
@@ -120,7 +119,7 @@ def unpack_requests(packed: PackedRequests) -> list[Request]:
 
 
 def pack_completions(completions: Sequence[Completion]) -> PackedCompletions:
-    """Completions of requests whose ids are numbers, as arrays: few of them, since each costs the reader as much as many values."""
+    """Pack completions of requests whose ids are numbers. There are few arrays: each costs the reader as much as many values."""
     rows = [(int(c.id), len(c.tokens), c.version, c.raw_logp is not None) for c in completions]
     raw = [c.raw_logp for c in completions if c.raw_logp is not None]
     return PackedCompletions(
@@ -133,7 +132,7 @@ def pack_completions(completions: Sequence[Completion]) -> PackedCompletions:
 
 
 def unpack_completions(packed: PackedCompletions, ids: Sequence[str]) -> list[Completion]:
-    """The inverse, with the ids that the requests had."""
+    """Unpack completions, under the original ids of their requests."""
     tokens, logp = packed.tokens, packed.logp
     _, lengths, versions, has_raw = packed.columns
     bounds = _offsets(lengths).tolist()

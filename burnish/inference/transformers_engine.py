@@ -1,8 +1,8 @@
-"""An engine for architectures our decoder does not know: transformers' own `generate`, behind the same contract.
+"""Engine for architectures without a native decoder: `generate` of transformers.
 
-Static batches, no sharing of prompts: slower than the native engine. Tokens are drawn by our sampler from the keys of
-the requests (inside a logits processor that leaves `generate` a single choice), so randomness, log-probs and their
-meaning are the same as everywhere else.
+It runs static batches and shares no prompts, so it is slower than the native engines. Tokens are drawn by the native sampler from
+the requests' keys, inside a logits processor that leaves `generate` a single choice. Randomness and log-probs therefore mean the
+same as in the other engines.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.core.random_keys import to_int64, uniforms
-from burnish.inference.engine_common import check_bias
+from burnish.inference.engine_common import check_bias, copy_weights, empty_completion
 from burnish.inference.native.sampler import add_bias, sample
 from burnish.models.kernels.exact import log_softmax_at_temperature
 from burnish.models.transformers_model import TransformersPolicy
 
 
 class TransformersEngine:
-    """Requests in batches of at most `max_rows` with equal sampling options."""
+    """Samples in batches of at most `max_rows` requests with equal sampling options."""
 
     def __init__(
         self, model: TransformersPolicy, max_rows: int, decode: Callable[[list[int]], str], pad_id: int
@@ -34,7 +34,7 @@ class TransformersEngine:
         self.model, self.max_rows, self.decode, self.pad_id = model.inner, max_rows, decode, pad_id
         self.device = next(model.parameters()).device
         self.waiting: deque[Request] = deque()
-        self.ready: deque[Completion] = deque()  # finished, not handed over yet
+        self.ready: deque[Completion] = deque()  # finished, not yielded by `stream` yet
         self.version = 0
         self._interrupted = False
 
@@ -68,27 +68,24 @@ class TransformersEngine:
         self._interrupted = False
 
     def interrupt(self) -> None:
-        """Between two batches: `generate` cannot be left before it ends."""
+        """Takes effect between two batches: `generate` cannot be interrupted."""
         self._interrupted = True
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
-        """Only what waits, before `generate` or behind it, can be stopped: that gives nothing back before it ends."""
+        """Abort waiting and finished requests. Those inside `generate` cannot be aborted."""
         wanted = set(ids)
         stopped = [r for r in self.waiting if r.id in wanted]
         self.waiting = deque(r for r in self.waiting if r.id not in wanted)
         kept = [completion for completion in self.ready if completion.id in wanted]
         self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
-        return kept + [_empty_completion(r, self.version) for r in stopped] if keep else []
+        return kept + [empty_completion(r, self.version) for r in stopped] if keep else []
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in named_tensors:
-                parameters[name].copy_(tensor)
+        copy_weights(self.model, named_tensors)
         self.version = version
 
     def sleep(self) -> None:
-        """Nothing is held between batches."""
+        """Nothing to do: no memory is kept between batches."""
 
     def wake(self) -> None:
         """Nothing to do."""
@@ -119,16 +116,10 @@ class TransformersEngine:
         return draw.completions(self.version)
 
 
-def _empty_completion(request: Request, version: int) -> Completion:
-    raw = np.empty(0, dtype=np.float32) if request.sampling.raw_logprobs else None
-    none = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-    return Completion(request.id, *none, "aborted", version, raw_logp=raw)
-
-
 @contextmanager
 def _only_this_config(model: Any, config: Any) -> Iterator[None]:
-    """`generate` fills what a config leaves open from the model's own; a penalty or an end token from there would
-    change the distribution or end a row that the request did not ask to end."""
+    """Replace the model's generation config. `generate` fills open fields from it, and a penalty or an end token there would change
+    the samples."""
     own, model.generation_config = model.generation_config, config
     try:
         yield
@@ -137,7 +128,7 @@ def _only_this_config(model: Any, config: Any) -> Iterator[None]:
 
 
 class _SamplingProcessor:
-    """Draws the next token of each row and leaves `generate` no other choice."""
+    """Logits processor that draws the next token of each row and masks all others."""
 
     def __init__(self, batch: list[Request], width: int, device: torch.device) -> None:
         self.batch, self.width = batch, width
@@ -157,7 +148,7 @@ class _SamplingProcessor:
         self.tokens: list[Tensor] = []
         self.logp: list[Tensor] = []
         self.raw_logp: list[Tensor] = []
-        self.length = [0] * rows  # of the rows that have ended
+        self.length = [0] * rows  # of ended rows
         self.finish = [""] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -173,7 +164,7 @@ class _SamplingProcessor:
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
     def completions(self, version: int) -> list[Completion]:
-        """What every row drew up to where it ended."""
+        """The tokens of each row up to its end."""
         tokens = torch.stack(self.tokens, 1).cpu().numpy().astype(np.int64)  # [rows, steps]
         logp = torch.stack(self.logp, 1).float().cpu().numpy()
         raw = torch.stack(self.raw_logp, 1).float().cpu().numpy() if self.with_raw else None
@@ -191,7 +182,7 @@ class _SamplingProcessor:
 
 
 class _StopCriteria:
-    """Notes where each row ends: at a stop token, at a stop string, or at its limit."""
+    """Stopping criterion that records where each row ends: at a stop token, a stop string, or its limit."""
 
     def __init__(self, batch: list[Request], draw: _SamplingProcessor, decode: Callable[[list[int]], str]) -> None:
         self.batch, self.draw, self.decode = batch, draw, decode

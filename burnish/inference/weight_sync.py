@@ -1,4 +1,14 @@
-"""New weights from the trainer to engines in other processes: in buckets, versioned, verified after every transfer."""
+"""Weight transfer from the trainer to engines in other processes: bucketed, versioned, and verified after every transfer.
+
+A bucket is one flat array: a few large objects travel faster than many small ones. A tensor is never split. A publication carries
+a checksum of every tensor, computed from the trainer's bits. It may hold only the values that changed: at a small learning rate
+most values of a half-precision tensor move by less than half of their last bit, and stay as they are.
+
+`WeightSync.begin` has weights published and sent, and does not wait. `finish` waits for the engines and verifies them by version,
+by checksums of their parameters, and by a probe: a fixed prompt that they continue greedily. Its log-probs must match the
+trainer's. Between the two, engines may get requests, which they start after the weights have arrived. Their samples must not be
+used, and the trainer must not change its weights, before `finish`. `repeat` sends a restarted engine what the others have.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +28,22 @@ from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import GOLDEN, MASK_64, fold, mix, to_int64
 from burnish.core.serialization import array_to_tensor
 
-# --- Named tensors in buckets of bytes: what a trainer publishes under a version, and how an engine takes it.
-#
-# A bucket is one flat array, since few large objects travel faster than many small ones. A tensor is never cut, so a bucket is
-# as large as its largest tensor if need be. Every tensor's checksum goes along, made of the trainer's own bits.
-
-# --- Only the values that changed, bit for bit: a bit for every value of a tensor, and the new values where it is set.
-#
-# A step of reinforcement learning at a small learning rate leaves most values of a half type as they were: they move by less
-# than half of their last bit.
-
 WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Unsigned integers by the bytes of a value: numbers are compared and moved as their bits."""
+"""Unsigned integer type by bytes of a value: values are compared and copied as bits."""
+BLOCK_WORDS = 1 << 15
+"""Words that share a table of multipliers, which fits into a CPU cache."""
+BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 256}
+"""Blocks summed in one operation; the result does not depend on it."""
+LOW_BITS = (1 << 32) - 1
+BUCKET_BYTES = 1 << 26
+"""Size of a bucket, unless one tensor is larger."""
+PROBE_PROMPT_TOKENS, PROBE_NEW_TOKENS = 8, 4
+PROBE_TOLERANCE = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Largest difference of the engine's and the trainer's log-probs, by the type of the weights."""
 
 
 def encode_delta(old: np.ndarray, new: np.ndarray, item_size: int) -> np.ndarray | None:
-    """What makes the bytes `new` out of the bytes `old`; None where all of them would be no more."""
+    """Encode the bytes `new` as a bit for every value and the values that differ from `old`; None if that is not smaller."""
     before, after = old.view(WORD_TYPES[item_size]), new.view(WORD_TYPES[item_size])
     changed = before != after
     bits = np.packbits(changed)
@@ -42,7 +52,7 @@ def encode_delta(old: np.ndarray, new: np.ndarray, item_size: int) -> np.ndarray
 
 
 def decode_delta(delta: np.ndarray, num_values: int, item_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which values change, [num_values] bool, and the bytes of those that do."""
+    """Decode which values change, [num_values] bool, and the bytes of those that do."""
     size = -(-num_values // 8)
     changed = np.unpackbits(delta[:size], count=num_values).view(bool)
     values = delta[size:]
@@ -51,22 +61,13 @@ def decode_delta(delta: np.ndarray, num_values: int, item_size: int) -> tuple[np
     return changed, values
 
 
-# --- A checksum of a tensor's bits that any device computes: integer arithmetic, so the order of summation does not matter.
-
-BLOCK_WORDS = 1 << 15
-"""Words that share a table of multipliers: what a CPU's cache holds."""
-BLOCKS_AT_ONCE = {"cpu": 1, "cuda": 256}
-"""Blocks summed in one go; the result does not depend on it."""
-LOW_BITS = (1 << 32) - 1
-
-
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """Of a tensor's 64-bit words w: the sums of (w_i xor (w_i >> 32)) m_i mod 2^64 in each block, chained; and the size.
+    """Checksum of a tensor's bits: the sums of (w_i xor (w_i >> 32)) m_i mod 2^64 over 64-bit words w in each block, chained.
 
-    A word that changes changes it; so do words in another order or place, but for a chance of 2^-32 or less. m are odd random
-    numbers. The shift is for the highest bits, whose products with all odd numbers are alike: without it two changed signs would
-    make up for each other.
+    Integer arithmetic gives the same result on any device, in any order of summation. The m are odd random numbers. A changed word
+    changes the checksum; words in another order or place change it except with probability 2^-32 or less. The shift is for the
+    highest bits, whose products with all odd numbers are equal: without it two changed signs would cancel.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = raw.numel()
@@ -90,9 +91,6 @@ def _multipliers(device: str) -> Tensor:
     return torch.tensor([to_int64(mix(k + 1) | 1) for k in range(BLOCK_WORDS)], device=device)
 
 
-BUCKET_BYTES = 1 << 26
-
-
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a bucket, at bytes [start, stop)."""
@@ -104,12 +102,12 @@ class Entry:
     stop: int
     is_delta: bool
     checksum: int
-    """Of the whole tensor as it shall be."""
+    """Checksum of the whole tensor after the update."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together; `data` is their bytes, or whatever stands for them in a store."""
+    """Tensors that are sent together. `data` is their bytes, or a reference to them in an object store."""
 
     entries: tuple[Entry, ...]
     data: Any
@@ -117,13 +115,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Publication:
-    """The weights of a version; with a `base`, only what is new since that one."""
+    """The weights of a version; with `base`, only what changed since that version."""
 
     version: int
     buckets: tuple[Bucket, ...]
     base: int | None = None
     is_complete: bool = True
-    """Whether everything is in it, frozen matrices in 4 bits too: else only the parameters that are trained."""
+    """Whether it has all tensors, also frozen 4-bit matrices; otherwise only the trained parameters."""
 
     @property
     def entries(self) -> list[Entry]:
@@ -139,53 +137,56 @@ class Publication:
 
 
 def digest(checksums: Mapping[str, int]) -> int:
-    """One number for the checksums of many tensors, whatever their order."""
+    """One number for the checksums of many tensors, independent of their order."""
     return sum(fold(name, total) for name, total in checksums.items()) & MASK_64
 
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:
-    """[bytes] of a tensor, in host memory; where it is contiguous there already, its own."""
+    """The bytes of a tensor in host memory, without a copy if it is contiguous there."""
     raw: np.ndarray = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return raw
 
 
 @dataclass
 class Publisher:
-    """The trainer's side. Of the tensors that are `trained` (None: of all) it can also publish what changed since the last time, with
-    `keeps_base`, for which it keeps a copy of them; and all of them as they were then, though the trainer has moved since, with
-    either this copy or `holds`, which leaves what was published last in the store."""
+    """The trainer's side of a transfer.
+
+    With `keeps_base` it keeps a copy of the `trained` tensors (None: of all) and can publish only what changed since the last time.
+    With this copy, or with `keeps_buckets`, which leaves the last buckets in the store, it can publish the last version again after
+    the trainer has changed its weights.
+    """
 
     put: Callable[[np.ndarray], Any]
-    """Makes a bucket's bytes something that can be sent."""
+    """Turns the bytes of a bucket into something that can be sent."""
     trained: Container[str] | None = None
     keeps_base: bool = False
-    holds: bool = False
+    keeps_buckets: bool = False
     bucket_bytes: int = BUCKET_BYTES
     _base: dict[str, Tensor] = field(default_factory=dict)
-    """Flat, in host memory."""
-    _held: tuple[Bucket, ...] = ()
+    """Flat copies in host memory."""
+    _last_buckets: tuple[Bucket, ...] = ()
     _version: int | None = None
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], as_delta: bool, complete: bool
     ) -> Publication:
-        """The tensors as they are now; as a delta only if there is something it can be one to."""
+        """Publish the present tensors, as a delta if there is a base for it."""
         base = self._version if as_delta and self.keeps_base else None
-        self._held = ()  # first: a store need not have room for two of them
+        self._last_buckets = ()  # first, so that the store never holds two versions
         buckets = self._bucketed(tensors, is_delta=base is not None, keep=self.keeps_base)
-        self._held = buckets if self.holds else ()
+        self._last_buckets = buckets if self.keeps_buckets else ()
         self._version = version
         return Publication(version, buckets, base, complete)
 
-    def again(self, others: Iterable[tuple[str, Tensor]]) -> Publication:
-        """Everything as it was published last. `others` are all tensors of which neither a copy nor a bucket is kept: they have not
-        changed."""
+    def publish_again(self, others: Iterable[tuple[str, Tensor]]) -> Publication:
+        """Publish all tensors of the last version again. `others` are those without a copy or a bucket, which never change."""
         assert self._version is not None, "nothing was published"
         buckets = self._bucketed(chain(others, self._base.items()), is_delta=False, keep=False)
-        held = (
-            replace(b, entries=tuple(entry for entry in b.entries if self._changes(entry.name))) for b in self._held
+        last = (
+            replace(b, entries=tuple(entry for entry in b.entries if self._is_trained(entry.name)))
+            for b in self._last_buckets
         )
-        return Publication(self._version, buckets + tuple(bucket for bucket in held if bucket.entries))
+        return Publication(self._version, buckets + tuple(bucket for bucket in last if bucket.entries))
 
     def _bucketed(self, tensors: Iterable[tuple[str, Tensor]], is_delta: bool, keep: bool) -> tuple[Bucket, ...]:
         buckets: list[Bucket] = []
@@ -200,21 +201,21 @@ class Publisher:
                 buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
                 entries, parts, size = [], [], 0
             total = checksum(tensor)
-            place = (tensor.numel(), size, size + sent.size)
-            entries.append(Entry(name, tensor.dtype, *place, delta is not None, total))
+            span = (tensor.numel(), size, size + sent.size)
+            entries.append(Entry(name, tensor.dtype, *span, delta is not None, total))
             parts.append(sent)
             size += sent.size
-            if keep and self._changes(name):
-                self._keep(name, raw, tensor.dtype)
+            if keep and self._is_trained(name):
+                self._copy_base(name, raw, tensor.dtype)
         if parts:
             buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
         return tuple(buckets)
 
-    def _changes(self, name: str) -> bool:
-        """Whether a tensor is ever another: of one that is not there is nothing to keep."""
+    def _is_trained(self, name: str) -> bool:
+        """Whether a tensor is trained. Others need no copy."""
         return self.trained is None or name in self.trained
 
-    def _keep(self, name: str, raw: np.ndarray, dtype: torch.dtype) -> None:
+    def _copy_base(self, name: str, raw: np.ndarray, dtype: torch.dtype) -> None:
         if name in self._base:
             raw_bytes(self._base[name])[:] = raw
         else:
@@ -225,7 +226,7 @@ class Publisher:
 def apply_publication(
     publication: Publication, parameters: Mapping[str, Tensor], get: Callable[[Any], np.ndarray]
 ) -> None:
-    """The engine's side: write the weights into the parameters of their names, in place."""
+    """The engine's side of a transfer: write the weights in place into the parameters of their names."""
     for bucket in publication.buckets:
         data = get(bucket.data)
         for entry in bucket.entries:
@@ -233,7 +234,9 @@ def apply_publication(
 
 
 def _write_tensor(parameter: Tensor, entry: Entry, raw: np.ndarray) -> None:
-    flat = parameter.detach().view(-1)  # not `.data`, of which the parameter does not know that it was written
+    flat = parameter.detach().view(
+        -1
+    )  # not `.data`: a write to it would not increase the version counter of the parameter
     if (parameter.dtype, parameter.numel()) != (entry.dtype, entry.num_values):
         raise ValueError(
             f"{entry.name} is {parameter.numel()} x {parameter.dtype} here and {entry.num_values} x {entry.dtype} at the trainer"
@@ -247,26 +250,11 @@ def _write_tensor(parameter: Tensor, entry: Entry, raw: np.ndarray) -> None:
 
 
 def _bytes_as(raw: np.ndarray, dtype: torch.dtype) -> Tensor:
-    # A view of bytes as wider values must begin at a multiple of their size, which a part of a bucket may not.
+    # Copy first: a view as wider values must start at a multiple of their size, and a part of a bucket may not.
     return array_to_tensor(np.array(raw)).view(dtype)
 
 
-# --- New weights from the trainer to engines in other processes, and the proof that they arrived.
-#
-# `begin` has them published and sent, and waits for neither; `finish` waits for the engines and compares what they show (`sync/verify.py`) with what was
-# published. In between the engines may be given requests, which they begin when they have taken the weights: nobody may use what
-# they sample, and the trainer may not move, before `finish`. `repeat` sends an engine that was started again what the others have:
-# the trainer may have moved since.
-
-# --- Whether an engine has the weights it was sent: by version, by the bits of every tensor, and by what it samples.
-#
-# Checksums are of the engine's parameters after they were written, so they also find what a faulty copy did. The probe is a
-# fixed prompt that the engine continues greedily: its log-probs must be those the trainer gives the same tokens, or the engine
-# samples with something else than its parameters.
-
-PROBE_PROMPT_TOKENS, PROBE_NEW_TOKENS = 8, 4
-PROBE_TOLERANCE = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
-"""How far the log-probs of two ways to compute them may be apart, by the type of the weights."""
+# --- verification ------------------------------------------------------------------------------------------------------
 
 
 class SyncError(UserError):
@@ -275,18 +263,18 @@ class SyncError(UserError):
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine says after it took weights."""
+    """What an engine reports after a transfer."""
 
     version: int
     digest: int
-    """Of the checksums of its parameters, as they are now."""
+    """Digest of the checksums of its parameters after they were written, so that it also shows a faulty copy."""
     tokens: tuple[int, ...]
-    """How it continued the probe."""
+    """Its continuation of the probe."""
     logp: np.ndarray  # float32
 
 
 def probe_request(vocab_size: int, max_positions: int | None) -> Request:
-    """A prompt that every engine of a run is asked; its tokens depend on the vocabulary alone."""
+    """The probe of all engines of a run. Its tokens depend only on the size of the vocabulary."""
     length = (
         PROBE_PROMPT_TOKENS
         if max_positions is None
@@ -297,7 +285,7 @@ def probe_request(vocab_size: int, max_positions: int | None) -> Request:
 
 
 def check_version(engine: int, sent: Publication, report: EngineReport | None) -> EngineReport:
-    """The report; raises if there is none, or the engine has another version than was published."""
+    """Return the report; raise if there is none, or if the engine has another version than the published one."""
     if report is not None and report.version == sent.version:
         return report
     names = list(sent.checksums)
@@ -310,7 +298,7 @@ def check_version(engine: int, sent: Publication, report: EngineReport | None) -
 
 
 def checksum_error(engine: int, sent: Publication, found: Mapping[str, int]) -> SyncError:
-    """The error for an engine whose tensors have these checksums and not those that were published."""
+    """The error for an engine whose tensors do not have the published checksums."""
     wanted = sent.checksums
     wrong = [name for name in wanted if found.get(name) != wanted[name]]
     extra = sorted(found.keys() - wanted.keys())
@@ -325,14 +313,14 @@ def checksum_error(engine: int, sent: Publication, found: Mapping[str, int]) -> 
 def until_first_difference(
     report: EngineReport, tokens: Sequence[int], expected: Sequence[float]
 ) -> tuple[EngineReport, Sequence[float]]:
-    """A report, and log-probs of another continuation, up to the first token that is not the same."""
+    """Cut a report, and the log-probs of another continuation, after the first token that differs."""
     pairs = enumerate(zip(report.tokens, tokens, strict=False))
     stop = next((k + 1 for k, (one, other) in pairs if one != other), len(tokens))
     return replace(report, tokens=report.tokens[:stop], logp=report.logp[:stop]), expected[:stop]
 
 
 def check_probe(engine: int, report: EngineReport, expected: Sequence[float], dtype: str) -> None:
-    """Raise if what an engine samples with is not what the trainer computes with."""
+    """Raise if the engine's log-probs of the probe differ from the trainer's: it samples with other weights."""
     gaps = np.abs(report.logp.astype(np.float64) - np.asarray(expected, dtype=np.float64))
     if len(expected) != len(report.logp) or not (gaps <= PROBE_TOLERANCE[dtype]).all():
         worst = int(gaps.argmax()) if len(gaps) else 0
@@ -343,36 +331,36 @@ def check_probe(engine: int, report: EngineReport, expected: Sequence[float], dt
 
 
 class PendingScores(Protocol):
-    """Log-probs that were asked for."""
+    """Log-probs that are being computed."""
 
     def result(self) -> list[float]:
-        """They; waits for them."""
+        """Wait for the result."""
 
 
 class PendingPublication(Protocol):
     """Weights that are being published."""
 
     def result(self) -> Publication:
-        """They; waits for them."""
+        """Wait for the result."""
 
 
 @dataclass(frozen=True)
 class TrainerClient:
-    """What the engine asks of whoever trains."""
+    """Calls that the engines' side makes to the trainer."""
 
     publish: Callable[[int, bool], PendingPublication]
-    """The weights under a version; all of them if the second argument says so, else what changed, where that is known."""
+    """`publish(version, complete)`: publish all weights if `complete`, else what changed if that is known."""
     publish_again: Callable[[], PendingPublication]
-    """All weights as they were published last."""
+    """Publish all weights of the last version again."""
     score: Callable[[Sequence[int], Sequence[int]], PendingScores]
-    """The log-probs of tokens after a prompt, at temperature 1."""
+    """`score(prompt, tokens)`: log-probs at temperature 1."""
     dtype: str
     """The type of the weights."""
 
 
 @dataclass(frozen=True)
 class _PendingSync:
-    """A publication on its way."""
+    """A publication that is being sent."""
 
     published: PendingPublication
     ranks: list[int]
@@ -382,7 +370,7 @@ class _PendingSync:
 
 
 class WeightSync:
-    """Sends weights to some engines of a group at a time."""
+    """Sends weights to engines of a worker group and verifies that they arrived."""
 
     def __init__(
         self, workers: Workers, trainer: TrainerClient, probe: Request, count: Callable[[str, float], None]
@@ -392,39 +380,39 @@ class WeightSync:
         self._sent: _PendingSync | None = None
         self._last: tuple[int, ...] | None = None
         self._expected: dict[tuple[int, ...], list[float]] = {}
-        """The trainer's log-probs of continuations of the probe, with the weights that were published last."""
+        """The trainer's log-probs of continuations of the probe, with the weights published last."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether something was sent and is not verified."""
+        """Whether weights were sent and not verified yet."""
         return self._sent is not None
 
     def begin(self, version: int, ranks: Sequence[int], complete: bool) -> None:
-        """Have the weights published and sent; what changed since the last time will do unless all must be `complete`."""
+        """Publish and send weights. Without `complete`, only what changed since the last time may be sent."""
         sent = self._send(self.trainer.publish(version, complete), ranks)
         self.has_published, self._expected = True, {}
-        # Most steps leave the likeliest tokens as they were: while engines are at it, the trainer tells its log-probs of those.
+        # Most steps do not change the greedy continuation: the trainer scores the last one while the engines receive the weights.
         if self._last is not None:
             sent.guessed[self._last] = self.trainer.score(self.probe.tokens, self._last)
 
     def repeat(self, ranks: Sequence[int]) -> None:
-        """Have all that was published last sent to engines that have nothing."""
+        """Send the weights published last to engines that have none."""
         self._send(self.trainer.publish_again(), ranks, is_repeated=True)
 
     def _send(self, published: PendingPublication, ranks: Sequence[int], is_repeated: bool = False) -> _PendingSync:
-        assert self._sent is None, "what was sent before is not verified"
-        # Engines are sent what the trainer has yet to publish: they have it a message earlier than if it was waited for here.
+        assert self._sent is None, "the last transfer is not verified"
+        # Send the pending publication: the engines get it one message earlier than if it were awaited here.
         handles = self.workers.send_same(ranks, "take", published)
         self._sent = _PendingSync(published, list(ranks), handles, is_repeated)
         return self._sent
 
     def finish(self) -> list[WorkerLost]:
-        """Wait for what was sent; those that ended meanwhile. Raises `SyncError` for an engine that has something else."""
+        """Wait for the transfer and verify it; return the errors of lost engines. Raise `SyncError` if an engine has other weights."""
         sent = self._sent
         if sent is None:
             return []
         self._sent = None
-        publication = sent.published.result()  # first: where the trainer failed, engines had nothing to take
+        publication = sent.published.result()  # first: if the trainer failed, its error is the cause
         self.count("controller/sync_bytes", publication.num_bytes)
         self.workers.wait_all(sent.handles)
         reports: dict[int, EngineReport] = {}
@@ -441,7 +429,7 @@ class WeightSync:
     def _verify(
         self, publication: Publication, sent: _PendingSync, reports: Mapping[int, EngineReport], ranks: Sequence[int]
     ) -> None:
-        """Every engine has shown that it has the weights, or the run stops."""
+        """Raise unless every engine has the published weights."""
         wanted = digest(publication.checksums)
         for rank in ranks:
             report = check_version(rank, publication, reports.get(rank))
@@ -451,11 +439,11 @@ class WeightSync:
             check_probe(rank, *self._comparable(report, sent), self.trainer.dtype)
 
     def _comparable(self, report: EngineReport, sent: _PendingSync) -> tuple[EngineReport, Sequence[float]]:
-        """What an engine showed, and the log-probs that the trainer gives the same tokens with the weights that were published."""
+        """An engine's report, and the trainer's log-probs of the same tokens with the published weights."""
         tokens, known = report.tokens, self._expected
         if tokens not in known and known and sent.is_repeated:
-            # It may have moved, and can tell no more. Up to where engines part with the same weights it has told: there two tokens
-            # are as likely.
+            # The trainer's weights may have changed, so it cannot score these tokens. With equal weights engines differ only where
+            # two tokens are equally likely: compare with a known continuation up to there.
             return until_first_difference(report, *next(iter(known.items())))
         if tokens not in known:
             asked = sent.guessed.get(tokens) or self.trainer.score(self.probe.tokens, tokens)

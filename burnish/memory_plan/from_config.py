@@ -1,6 +1,6 @@
-"""The memory plan of a configuration, on the machine that is here: what `memory_plan/planner.py` needs, read off the config.
+"""Memory plan of a configuration on this machine: derives the input of `planner.py` from the config.
 
-Lengths are the longest that the config allows; how long prompts really are is known only when they are read.
+Lengths are the longest that the config allows, since real lengths are not known before the data is read.
 """
 
 from __future__ import annotations
@@ -37,175 +37,114 @@ from burnish.models.tokenizer import EOS, PAD
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.reward_parts import JUDGE, MODEL, RewardModelOptions
 
-# --- What models of the reward take of the policy's device: scorers in its process, judges in processes of their own.
-
-# --- burnish.memory_plan.from_config
-
-JUDGE_CACHE_GIB = 2.0
-"""Of a judge on a GPU, unless its options say another size."""
-
-
-def scorers_bytes(config: TrainConfig, base: Path | None) -> int:
-    """The weights of reward models in the policy's process and on its device. One that a stage will make is not counted."""
-    total = 0
-    for index, part in enumerate(config.reward.parts):
-        if part.name == MODEL:
-            options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
-            if not is_reference(options.path) and _gpu_index(options.device) == _gpu_index(config.model.device):
-                directory = find_directory(options.path, base)
-                whole = base_model_of(directory) if is_adapter(directory) else directory
-                total += _model_bytes(whole, options.dtype, has_head=False)
-    return total
-
-
-def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
-    """What judges that are model directories take of the policy's device: weights, cache, and what a process takes before it has any.
-    One that a stage will make is not counted."""
-    total = 0
-    for index, part in enumerate(config.reward.parts):
-        if part.name != JUDGE:
-            continue
-        options = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
-        if (
-            options.path is None
-            or is_reference(options.path)
-            or _gpu_index(options.device) != _gpu_index(config.model.device)
-        ):
-            continue
-        directory = find_directory(options.path, base)
-        cache = options.cache_gib if options.cache_gib is not None else (JUDGE_CACHE_GIB if is_gpu else 0.0)
-        total += (
-            _model_bytes(directory, options.dtype)
-            + int(cache * GIB)
-            + (CUDA_CONTEXT_BYTES if is_gpu else PROCESS_BYTES)
-        )
-    return total
-
-
-def _model_bytes(directory: Path, dtype: str, has_head: bool = True) -> int:
-    """Bytes of a model: by its architecture, or by its files where that is not ours."""
-    config = read_config(directory)
-    if why_not_native(config) is None:
-        arch = architecture_from_hf(config, str(directory / "config.json"))
-        arch = arch if has_head else replace(arch, tied=True)
-        return arch.num_parameters * getattr(torch, dtype).itemsize
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-
-
-def is_gpu_device(device: str) -> bool:
-    """Whether a device of a config is a GPU here."""
-    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
-def _gpu_index(device: str) -> int | None:
-    """Which GPU; None is the CPU."""
-    return int(device.partition(":")[2] or 0) if is_gpu_device(device) else None
-
-
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 DEFAULT_VLLM_CACHE = 4 * GIB
-"""Of vLLM in this process, unless the config says another size."""
+"""Size of the KV cache of vLLM in this process, unless the config sets it."""
+JUDGE_CACHE_GIB = 2.0
+"""Size of the KV cache of a judge on a GPU, unless its options set it."""
 FAULTS_WITH_OWN_WEIGHTS = ("noise", "stale", "quantised", "never_loaded")
-"""Faults of a sampler that need a copy of the weights."""
+"""Mismatch faults whose engine has a copy of the weights."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a run needs and what there is."""
+    """The memory that a run needs, and what the machine has."""
 
     stages: dict[str, MemoryPlan]
-    """In the order in which they come."""
-    room: int | None
-    """Bytes of the device; None where it is not here."""
-    host_room: int | None
+    """Plans by stage, in order."""
+    capacity: int | None
+    """Bytes of the device; None if the device is not on this machine."""
+    host_capacity: int | None
     is_gpu: bool
     reason: str | None = None
     """Why there is no plan."""
     judges: int = 0
-    """Bytes of the device that judges in processes of their own take; `room` is without them."""
+    """Bytes of the device for judges in other processes; `capacity` is without them."""
 
     def check(self) -> list[str]:
-        """What to tell the user; the error for what cannot fit."""
-        if self.room is None:
+        """Return warnings for the user; raise if a stage cannot fit."""
+        if self.capacity is None:
             return []
-        found = [check_plan(made, self.room, self.host_room) for made in self.stages.values()]
+        found = [check_plan(made, self.capacity, self.host_capacity) for made in self.stages.values()]
         return [text for text in found if text is not None]
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, of a plan that `check` found nothing to say of."""
+        """One line on whether the run fits, if `check` returned no warning."""
         if not self.stages:
             return "memory: whether the run fits is not known"
-        return "memory: the run fits" if self.room is not None else "memory: the device of this run is not here"
+        return "memory: the run fits" if self.capacity is not None else "memory: the device of this run is not here"
 
     @property
     def text(self) -> str:
-        """In full on a GPU, in a line on a CPU; what judges take beside it in a line more."""
-        beside = f"\nbeside it judges: {self.judges / GIB:.2f} GiB" if self.judges else ""
-        return self._own_text + beside
+        """The plan in full on a GPU, in one line on a CPU; judges in a further line."""
+        judges = f"\nbeside it judges: {self.judges / GIB:.2f} GiB" if self.judges else ""
+        return self._plan_text + judges
 
     @property
-    def _own_text(self) -> str:
+    def _plan_text(self) -> str:
         if self.reason is not None:
             return f"memory: not planned, {self.reason}"
         if not self.is_gpu:
             largest = max(self.stages.values(), key=lambda made: made.total)
-            return plan_line(largest, self.room)
-        texts = [plan_text(made, self.room) for made in self.stages.values()]
+            return plan_line(largest, self.capacity)
+        texts = [plan_text(made, self.capacity) for made in self.stages.values()]
         if len(texts) == 1:
             return texts[0]
         return "\n".join(f"{name}: {text}" for name, text in zip(self.stages, texts, strict=True))
 
 
 def plan_run(config: AnyConfig, base: Path | None) -> PlannedRun:
-    """The plan of a run."""
+    """Plan the memory of a run."""
     is_gpu = is_gpu_device(config.model.device)
-    room, host_room = _device_bytes(config.model.device, is_gpu), _host_bytes()
-    if isinstance(config, TrainConfig) and (taken := judges_bytes(config, is_gpu, base)):
-        left = None if room is None else max(0, room - taken)
-        return replace(_plan_stages(config, base, is_gpu, left, host_room), judges=taken)
-    return _plan_stages(config, base, is_gpu, room, host_room)
+    capacity, host_capacity = _device_bytes(config.model.device, is_gpu), _host_bytes()
+    if isinstance(config, TrainConfig) and (judges := judges_bytes(config, is_gpu, base)):
+        left = None if capacity is None else max(0, capacity - judges)
+        return replace(_plan_stages(config, base, is_gpu, left, host_capacity), judges=judges)
+    return _plan_stages(config, base, is_gpu, capacity, host_capacity)
 
 
 def _plan_stages(
-    config: AnyConfig, base: Path | None, is_gpu: bool, room: int | None, host_room: int | None
+    config: AnyConfig, base: Path | None, is_gpu: bool, capacity: int | None, host_capacity: int | None
 ) -> PlannedRun:
     found = _architecture(config.model, _data_sources(config), config.seed, base)
     if isinstance(found, str):
-        return PlannedRun({}, room, host_room, is_gpu, found)
+        return PlannedRun({}, capacity, host_capacity, is_gpu, found)
     arch, lora = found
     if isinstance(config, TrainConfig) and config.placement.name != "local":
         return PlannedRun(
-            {}, room, host_room, is_gpu, f"placement={config.placement.name} has the model on other processes"
+            {}, capacity, host_capacity, is_gpu, f"placement={config.placement.name} has the model on other processes"
         )
     if isinstance(config, SftConfig):
         setup = _sft_setup(config.model, config.sft, arch, lora, is_gpu, "sft")
-        return PlannedRun({"sft": _plan_setup(config, _per_process(setup, config.parallel))}, room, host_room, is_gpu)
+        return PlannedRun(
+            {"sft": _plan_setup(config, _per_process(setup, config.parallel))}, capacity, host_capacity, is_gpu
+        )
     if isinstance(config, PreferConfig):
         setup = _preference_setup(config, arch, lora, is_gpu)
         return PlannedRun(
-            {"preference": _plan_setup(config, _per_process(setup, config.parallel))}, room, host_room, is_gpu
+            {"preference": _plan_setup(config, _per_process(setup, config.parallel))}, capacity, host_capacity, is_gpu
         )
     if isinstance(config, RewardModelConfig):
         return PlannedRun(
             {"reward model": _plan_setup(config, _reward_model_setup(config, arch, lora, is_gpu))},
-            room,
-            host_room,
+            capacity,
+            host_capacity,
             is_gpu,
         )
     process = _process_architecture(config, arch, base)
     if isinstance(process, str):
-        return PlannedRun({}, room, host_room, is_gpu, process)
+        return PlannedRun({}, capacity, host_capacity, is_gpu, process)
     stages = {}
     if config.warm_start is not None:
         supervised = _sft_setup(config.model, config.warm_start, arch, lora, is_gpu, "warm_start")
         stages["warm start"] = _plan_setup(config, supervised)
-    stages["training"] = _plan_setup(config, _rl_setup(config, arch, lora, process, is_gpu, room, base))
-    return PlannedRun(stages, room, host_room, is_gpu)
+    stages["training"] = _plan_setup(config, _rl_setup(config, arch, lora, process, is_gpu, capacity, base))
+    return PlannedRun(stages, capacity, host_capacity, is_gpu)
 
 
 def _plan_setup(config: AnyConfig, setup: RunSetup) -> MemoryPlan:
-    """The plan, which advises nothing that the config would refuse."""
+    """Plan a setup. 4-bit weights are not suggested where the config refuses them."""
     is_cut = not isinstance(config, RewardModelConfig) and config.parallel.tensor > 1
     mismatch = config.rollout.mismatch if isinstance(config, TrainConfig) else None
     is_changed = mismatch is not None and mismatch.name in WEIGHT_FAULTS
@@ -225,7 +164,7 @@ def _data_sources(config: AnyConfig) -> list[Source]:
 def _architecture(
     model: Model, sources: list[Source], seed: int, base: Path | None
 ) -> tuple[Architecture, Lora | None] | str:
-    """The shape of the policy and its adapters, or why it is not known."""
+    """The architecture of the policy and its adapters, or the reason why it is unknown."""
     try:
         if model.path is None and model.adapter is None:
             return _new_architecture(model, sources, seed)
@@ -240,13 +179,13 @@ def _architecture(
         reason = why_not_native(config)
         if reason is None and model.backend != "transformers":
             return architecture_from_hf(config, str(path / "config.json")), lora
-    except UserError as error:  # whoever builds the policy says so too, and better
+    except UserError as error:  # building the policy raises the same error later, with more context
         return str(error)
     return f"the forward pass is transformers' own ({reason or 'model.backend=transformers'})"
 
 
 def _new_architecture(model: Model, sources: list[Source], seed: int) -> tuple[Architecture, None] | str:
-    plain = [source.model_copy(update={"options": {}}) for source in sources]  # the characters depend on no option
+    plain = [source.model_copy(update={"options": {}}) for source in sources]  # options do not change the characters
     alphabet = alphabet_of(plain, seed)
     if alphabet is None or model.new is None:
         return "the characters of a new model's tokenizer are not known"
@@ -270,14 +209,14 @@ def _sft_setup(model: Model, stage: Sft, arch: Architecture, lora: Lora | None, 
 
 
 def _preference_setup(config: PreferConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> RunSetup:
-    """A reference that is cached is nothing by the time of the first update."""
+    """Setup of preference training. A cached reference is freed before the first update."""
     alone = "off" if lora is not None and config.model.adapter is None else "copy"
     setup = _pairs_setup(config.preference, config.model.dtype, arch, lora, is_gpu)
     return replace(setup, reference=alone if config.preference.reference == "live" else "none", section="preference")
 
 
 def _reward_model_setup(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> RunSetup:
-    """A model without output head."""
+    """Setup of reward-model training: a model without output head."""
     setup = _pairs_setup(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
     return replace(setup, scores=True, section="reward_model")
 
@@ -285,7 +224,7 @@ def _reward_model_setup(config: RewardModelConfig, arch: Architecture, lora: Lor
 def _pairs_setup(
     stage: Preference | RewardModel, dtype: str, arch: Architecture, lora: Lora | None, is_gpu: bool
 ) -> RunSetup:
-    """Two sequences of each pair, which begin alike."""
+    """Setup with two sequences for each pair, which share their prompt."""
     longest = min(stage.max_tokens, arch.max_positions)
     return RunSetup(
         arch,
@@ -302,7 +241,7 @@ def _pairs_setup(
 
 
 def _per_process(setup: RunSetup, parallel: Parallel) -> RunSetup:
-    """The setup of one of the processes that a launcher started, if it did."""
+    """The setup of one of the processes that the launcher started."""
     replicate, shard, sequence, tensor = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
     tokens = -(-setup.update_tokens // (replicate * shard))
     return replace(setup, update_tokens=tokens, shards=shard * sequence * tensor, slices=sequence)
@@ -314,7 +253,7 @@ def _rl_setup(
     lora: Lora | None,
     process: Architecture | None,
     is_gpu: bool,
-    room: int | None,
+    capacity: int | None,
     base: Path | None,
 ) -> RunSetup:
     training, rollout, algorithm = config.training, config.rollout, config.algorithm
@@ -351,7 +290,7 @@ def _rl_setup(
         ),
         plain_copy=rollout.engine == "vllm",
     )
-    return replace(setup, cache=_cache_bytes(config, setup, sequences, room))
+    return replace(setup, cache=_cache_bytes(config, setup, sequences, capacity))
 
 
 def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
@@ -366,7 +305,7 @@ def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
 
 
 def _teacher_parameters(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
-    """Parameters of the teacher, of one that a stage makes the policy's; 0 where there is none, or its shape is not known."""
+    """Number of parameters of the teacher; the policy's if an earlier stage makes it; 0 without one or if it is unknown."""
     slot = config.algorithm.kl.reference
     if slot.name != "teacher" or slot.path is None:
         return 0
@@ -377,8 +316,10 @@ def _teacher_parameters(config: TrainConfig, arch: Architecture, base: Path | No
 
 
 def _process_architecture(config: TrainConfig, arch: Architecture, base: Path | None) -> Architecture | str | None:
-    """The shape of a process reward model that has weights of its own, of one that a stage makes the policy's; or why it is not
-    known. None where it has none."""
+    """The architecture of a process reward model with weights of its own, or the reason why it is unknown; None without one.
+
+    One that an earlier stage makes has the policy's.
+    """
     process = config.algorithm.process
     if process is None or process.path is None:
         return None
@@ -388,8 +329,8 @@ def _process_architecture(config: TrainConfig, arch: Architecture, base: Path | 
     return f"algorithm.process.path={process.path}: {found}" if isinstance(found, str) else found[0]
 
 
-def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, room: int | None) -> int:
-    """Bytes of the engine's cache: what the config says, or what every row at its longest needs, at most a share of a GPU."""
+def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity: int | None) -> int:
+    """Bytes of the engine's KV cache: as configured, or for all rows at their longest, at most a share of a GPU."""
     arch, rollout = setup.arch, config.rollout
     if not _is_local_engine(config):
         return 0
@@ -405,30 +346,93 @@ def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, room: int
         for part in plan_memory(setup).resident
         if part.name in ("weights", "reference", "teacher", "engine's weights", "reward models")
     ]
-    free = None if room is None else max(0, room - CUDA_CONTEXT_BYTES - sum(held))
+    free = None if capacity is None else max(0, capacity - CUDA_CONTEXT_BYTES - sum(held))
     return plan_cache(
         token_bytes=token, max_rows=rollout.max_rows, longest=setup.longest, free_bytes=free, cache_bytes=size
     ).bytes
 
 
 def _is_local_engine(config: TrainConfig) -> bool:
-    """Whether the engine is in this process, and not a server's."""
+    """Whether the engine runs in this process, not on a server."""
     rollout = config.rollout
     return rollout.engine != "sglang" and not (rollout.vllm is not None and rollout.vllm.url is not None)
 
 
+# --- reward models and judges on the policy's device -------------------------------------------------------------------
+
+
+def scorers_bytes(config: TrainConfig, base: Path | None) -> int:
+    """Bytes of reward models in the policy's process on its device. A model that an earlier stage makes is not counted."""
+    total = 0
+    for index, part in enumerate(config.reward.parts):
+        if part.name == MODEL:
+            options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
+            if not is_reference(options.path) and _gpu_index(options.device) == _gpu_index(config.model.device):
+                directory = find_directory(options.path, base)
+                whole = base_model_of(directory) if is_adapter(directory) else directory
+                total += _model_bytes(whole, options.dtype, has_head=False)
+    return total
+
+
+def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
+    """Bytes of local judges on the policy's device: weights, KV cache, and the process itself. A model that an earlier stage makes
+    is not counted."""
+    total = 0
+    for index, part in enumerate(config.reward.parts):
+        if part.name != JUDGE:
+            continue
+        options = JudgeOptions.of(part.options, f"reward.parts[{index}] (judge)")
+        if (
+            options.path is None
+            or is_reference(options.path)
+            or _gpu_index(options.device) != _gpu_index(config.model.device)
+        ):
+            continue
+        directory = find_directory(options.path, base)
+        cache = options.cache_gib if options.cache_gib is not None else (JUDGE_CACHE_GIB if is_gpu else 0.0)
+        total += (
+            _model_bytes(directory, options.dtype)
+            + int(cache * GIB)
+            + (CUDA_CONTEXT_BYTES if is_gpu else PROCESS_BYTES)
+        )
+    return total
+
+
+def _model_bytes(directory: Path, dtype: str, has_head: bool = True) -> int:
+    """Bytes of a model, from its architecture if it is native, else from its files."""
+    config = read_config(directory)
+    if why_not_native(config) is None:
+        arch = architecture_from_hf(config, str(directory / "config.json"))
+        arch = arch if has_head else replace(arch, tied=True)
+        return arch.num_parameters * getattr(torch, dtype).itemsize
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def is_gpu_device(device: str) -> bool:
+    """Whether a device of a config is a GPU on this machine."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _gpu_index(device: str) -> int | None:
+    """Index of the GPU; None for the CPU."""
+    return int(device.partition(":")[2] or 0) if is_gpu_device(device) else None
+
+
+# --- the machine -------------------------------------------------------------------------------------------------------
+
+
 def _device_bytes(device: str, is_gpu: bool) -> int | None:
-    """Bytes that a run may take of its device: all that nobody else has."""
+    """Bytes of the device that are free for a run."""
     if not is_gpu:
         return _host_bytes()
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(torch.device("cuda" if device == "auto" else device))
-    return int(min(total, free + CUDA_CONTEXT_BYTES))  # to ask is to make a context
+    return int(min(total, free + CUDA_CONTEXT_BYTES))  # the query itself creates a CUDA context
 
 
 def _host_bytes() -> int | None:
-    """Bytes of the machine, or of the container this runs in."""
+    """Memory of the machine, or of the container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"

@@ -1,8 +1,7 @@
-"""Where a run's memory goes, before anything is loaded.
+"""Peak memory of a run by part and phase, computed before anything is loaded.
 
-A run holds most in one of its phases: while it samples (the engine's cache), while the policy learns, while the critic or
-the process reward model does. What is resident is there in all of them: weights, master copies and moments, a reference. The engine's cache is given
-back while the learners work.
+The phases are sampling (with the engine's KV cache) and the updates of the policy, the critic or the process reward model.
+Resident parts are there in all of them: weights, master copies, moments, a reference. The KV cache is freed during updates.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from burnish.models.nf4 import weight_bytes
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
-"""What a CUDA context, its libraries and compiled kernels take beside torch's own allocations."""
+"""Memory of a CUDA context, its libraries and compiled kernels, outside of torch's allocator."""
 PROCESS_BYTES = int(0.45 * GIB)
-"""What a process with torch in it takes on a CPU before it has a model."""
+"""Memory of a process with torch before it has a model."""
 SAMPLING, POLICY, CRITIC = "sampling", "the policy learns", "the critic learns"
 PROCESS_MODEL, SCORER = "the process reward model learns", "the reward model learns"
-"""The phases of a run."""
+"""Names of the phases."""
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """All that a run's memory follows from."""
+    """Everything that determines the memory of a run."""
 
     arch: Architecture
     dtype: str
@@ -44,52 +43,52 @@ class RunSetup:
     activations: str = "keep"
     lora: Lora | None = None
     scores: bool = False
-    """Whether it is a scorer that learns: a scalar head in place of the output head."""
+    """Whether a reward model is trained: a scalar head in place of the output head."""
     spread: float = 1.0
-    """Tokens of a packing for each row that is computed, at most: above 1 where samples share their prompt."""
+    """Most tokens of a packed batch for each computed row: above 1 if samples share their prompt."""
     reference: str = "none"
     """none, off (the policy without its adapter), copy, ema, or teacher."""
     teacher: int = 0
-    """Parameters of a teacher."""
+    """Number of parameters of a teacher."""
     full_kl: bool = False
     critic: Optimizer | None = None
     process: Optimizer | None = None
-    """Of a process reward model."""
+    """Optimizer of a process reward model."""
     process_arch: Architecture | None = None
-    """Of one with weights of its own; None is a copy of the policy."""
+    """Architecture of a process reward model with its own weights; None for a copy of the policy."""
     scorers: int = 0
-    """Bytes of reward models that score in this process."""
+    """Bytes of reward models in this process."""
     cache: int = 0
-    """Bytes of the engine's cache, which sleeps while the learners work."""
+    """Bytes of the engine's KV cache, which is freed during updates."""
     engine_copy: bool = False
-    """Whether the engine has weights of its own."""
+    """Whether the engine has a copy of the weights."""
     plain_copy: bool = False
-    """Whether those are plain, also where the policy's are in 4 bits."""
+    """Whether that copy is unquantised even if the policy's weights are in 4 bits."""
     section: str = "training"
-    """Where in the configuration the learner's keys are."""
+    """Section of the config with the learner's keys."""
     may_quantise: bool = True
-    """Whether the configuration lets the weights below adapters be in 4 bits."""
+    """Whether the config allows base weights in 4 bits."""
     shards: int = 1
-    """Processes that hold a piece of every parameter each."""
+    """Processes that share each parameter."""
     slices: int = 1
-    """Those of them that cut the tokens of a micro-batch among them."""
+    """Processes among them that share the tokens of a micro-batch."""
 
     @property
     def rows(self) -> int:
-        """Of the largest micro-batch."""
+        """Rows of the largest micro-batch."""
         return -(-max(min(self.token_budget, self.update_tokens), self.longest) // self.slices)
 
     @property
-    def learning(self) -> LearnerPasses:
-        """The passes of an update."""
+    def passes(self) -> LearnerPasses:
+        """The forward and backward passes of an update."""
         tokens = int(self.rows * self.spread)
-        number = -(-self.update_tokens // self.token_budget)
-        return LearnerPasses(self.activations, self.rows, tokens, number, self.longest, self.full_kl)
+        num_micro_batches = -(-self.update_tokens // self.token_budget)
+        return LearnerPasses(self.activations, self.rows, tokens, num_micro_batches, self.longest, self.full_kl)
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes under a name, and what they are."""
+    """A named part of the memory."""
 
     name: str
     bytes: int
@@ -98,7 +97,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Parts that are there all the time, and those of each phase."""
+    """Resident parts, and the further parts of each phase."""
 
     setup: RunSetup
     resident: list[MemoryPart]
@@ -106,18 +105,18 @@ class MemoryPlan:
     first: dict[str, int]
     """Bytes of each phase in the first update, before the optimizer has state."""
     outside: MemoryPart
-    """What torch's allocator does not know of."""
+    """Memory outside of torch's allocator."""
     host: int = 0
-    """Bytes of host memory that a GPU's run asks for."""
+    """Bytes of host memory that a run on a GPU needs."""
 
     @property
     def phase(self) -> str:
-        """The one that holds most."""
+        """The phase with the most memory."""
         return max(self.phases, key=lambda name: sum(part.bytes for part in self.phases[name]))
 
     @property
     def parts(self) -> list[MemoryPart]:
-        """All that is there at the peak."""
+        """All parts at the peak."""
         return [*self.resident, *self.phases[self.phase], self.outside]
 
     @property
@@ -126,7 +125,7 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts)
 
     def learners_peak(self, updates: int) -> int:
-        """Bytes that torch allocates at the peak of a learner's work when so many updates have been made, from the first on."""
+        """Peak of torch's allocations during the first `updates` updates."""
         learning = [name for name in self.phases if name != SAMPLING]
         most = max(sum(part.bytes for part in self.phases[name]) for name in learning)
         later = sum(part.bytes for part in self.resident) + most
@@ -134,11 +133,11 @@ class MemoryPlan:
 
 
 def plan_memory(setup: RunSetup) -> MemoryPlan:
-    """The plan of a run."""
+    """Plan the memory of a run."""
     dtype = getattr(torch, setup.dtype)
     model = meta_policy(setup.arch, dtype, setup.lora)
     learned = new_score_model(model, seed=0) if setup.scores else model
-    actor = learner_footprint(learned, setup.optimizer, setup.learning, setup.on_gpu).cut(setup.shards)
+    actor = learner_footprint(learned, setup.optimizer, setup.passes, setup.on_gpu).per_process(setup.shards)
     learners = {SCORER if setup.scores else POLICY: actor}
     weights = weight_bytes(learned)
     others = [*_gathered_parts(setup, model), *_reference_parts(setup, actor)]
@@ -149,21 +148,21 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
         others.append(MemoryPart("reward models", setup.scorers, "weights, in this process"))
     if setup.critic is not None:
         critic_model = ValueModel(model)
-        critic = learner_footprint(critic_model, setup.critic, replace(setup.learning, full_kl=False), setup.on_gpu)
-        if setup.lora is not None:  # the frozen weights are the policy's
+        critic = learner_footprint(critic_model, setup.critic, replace(setup.passes, full_kl=False), setup.on_gpu)
+        if setup.lora is not None:  # the frozen weights are shared with the policy
             own = sum(p.nbytes for p in critic_model.parameters() if p.requires_grad)
             critic = replace(critic, weights=own, whole=0)
-        critic = critic.cut(setup.shards)
+        critic = critic.per_process(setup.shards)
         learners[CRITIC] = critic
         others.append(MemoryPart("critic", critic.resident, "weights, master copies, moments"))
     if setup.process is not None:
         shape = setup.process_arch
-        judge = model if shape is None else meta_policy(shape, dtype, setup.lora)
-        process = learner_footprint(judge, setup.process, replace(setup.learning, full_kl=False), setup.on_gpu)
-        if setup.lora is not None and shape is None:  # the frozen weights are the policy's
-            own = sum(p.nbytes for p in judge.parameters() if p.requires_grad)
+        process_model = model if shape is None else meta_policy(shape, dtype, setup.lora)
+        process = learner_footprint(process_model, setup.process, replace(setup.passes, full_kl=False), setup.on_gpu)
+        if setup.lora is not None and shape is None:  # the frozen weights are shared with the policy
+            own = sum(p.nbytes for p in process_model.parameters() if p.requires_grad)
             process = replace(process, weights=own, whole=0)
-        process = process.cut(setup.shards)
+        process = process.per_process(setup.shards)
         learners[PROCESS_MODEL] = process
         start = 0 if setup.lora is not None else process.weights
         others.append(
@@ -186,12 +185,12 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
 
 
 def _first_update_bytes(one: LearnerFootprint) -> int:
-    """Of a first update besides weights: the state is made when activations are gone."""
-    return max(one.passing, one.sums + one.update + one.resident - one.weights)
+    """Bytes of the first update besides weights. Optimizer state is allocated after activations are freed."""
+    return max(one.backward_peak, one.sums + one.update + one.resident - one.weights)
 
 
 def _other_gradients(name: str, learners: dict[str, LearnerFootprint]) -> int:
-    """The gradients of the other learner, which stay until its next update."""
+    """Gradients of the other learners, which stay until their next update."""
     return sum(one.sums for other, one in learners.items() if other != name)
 
 
@@ -211,10 +210,10 @@ def _state_parts(setup: RunSetup, one: LearnerFootprint) -> list[MemoryPart]:
 
 def _learning_parts(setup: RunSetup, name: str, learners: dict[str, LearnerFootprint]) -> list[MemoryPart]:
     one = learners[name]
-    learning = setup.learning
+    passes = setup.passes
     found = []
-    if one.passing >= one.sums + one.update:
-        tokens = f"{learning.rows:,} tokens" if learning.tokens == learning.rows else f"{learning.rows:,} rows"
+    if one.backward_peak >= one.sums + one.update:
+        tokens = f"{passes.rows:,} tokens" if passes.tokens == passes.rows else f"{passes.rows:,} rows"
         found.append(MemoryPart("gradient sums", one.sums * one.is_accumulated))
         arch = setup.process_arch if name == PROCESS_MODEL and setup.process_arch is not None else setup.arch
         found.append(
@@ -237,7 +236,7 @@ def _transient_name(one: LearnerFootprint) -> str:
 
 
 def _gathered_parts(setup: RunSetup, model: Decoder) -> list[MemoryPart]:
-    """What is in pieces is put together for its turn: two layers at once, embedding and head all the time."""
+    """Gathered weights of sharded parameters: two layers at a time, embedding and head all the time."""
     if setup.shards == 1:
         return []
     layer = sum(p.nbytes for p in model.layers[0].parameters())
@@ -258,5 +257,5 @@ def _reference_parts(setup: RunSetup, actor: LearnerFootprint) -> list[MemoryPar
 
 
 def gib(size: int) -> str:
-    """`61.2 GiB`, or MiB where that says more."""
+    """Format bytes as `61.2 GiB`, or in MiB below half a GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 2 else f"{size / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""What to change where a run's memory does not fit, in the order of what it costs, and what each change saves."""
+"""Config changes for a run that does not fit into memory, in the order of their cost, and the plan as text."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from burnish.config.errors import UserError
 from burnish.config.model import Lora, Optimizer
 from burnish.memory_plan.planner import GIB, SAMPLING, MemoryPlan, RunSetup, gib, plan_memory
 
+PLAN_TOLERANCE = 0.05
+"""Relative error of a plan. A plan this near to the capacity is not refused."""
+CPU_LENGTH_SHARE = 0.5
+"""On a CPU memory is allocated as needed: the share of length-dependent memory that must fit."""
+
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A key to set, and how many bytes that saves."""
+    """A config change, and the bytes that it saves."""
 
     text: str
     saves: int
     changes: dict[str, Any]
-    is_gentle: bool
-    """Whether the run computes the same, only more slowly."""
+    keeps_results: bool
+    """Whether the results stay the same and only the speed changes."""
 
-    def pull(self, setup: RunSetup) -> RunSetup:
+    def apply(self, setup: RunSetup) -> RunSetup:
         return replace(setup, **self.changes)
 
 
 def _possible_changes(setup: RunSetup) -> list[tuple[str, dict[str, Any], bool]]:
-    """What can be changed, the cheapest first: little time, more time, other arithmetic, another method."""
+    """Possible changes, the cheapest first: little time, more time, other arithmetic, another method."""
     where, optimizer, critic = setup.section, setup.optimizer, setup.critic
     order = ("keep", "selective", "recompute", "offload")
     less = order[order.index(setup.activations) + 1 :]
@@ -67,87 +72,92 @@ def with_options(optimizer: Optimizer, **changes: Any) -> Optimizer:
 
 
 def suggestions(setup: RunSetup) -> list[Suggestion]:
-    """Those that save a hundredth or more by themselves, in the largest phase or in another, the cheapest first."""
+    """The changes that save at least 1% by themselves in some phase, the cheapest first."""
     start = plan_memory(setup)
     total = start.total
     found = []
-    for text, changes, is_gentle in _possible_changes(setup):
+    for text, changes, keeps_results in _possible_changes(setup):
         made = _try_plan(replace(setup, **changes))
         if made is not None:
             saved = [_phase_bytes(start, phase) - _phase_bytes(made, phase) for phase in start.phases]
             if max(saved) >= total / 100:
-                found.append(Suggestion(text, total - made.total, changes, is_gentle))
+                found.append(Suggestion(text, total - made.total, changes, keeps_results))
     return found
 
 
 def _phase_bytes(made: MemoryPlan, phase: str) -> int:
-    """All that is there in a phase."""
+    """All bytes of a phase."""
     return sum(part.bytes for part in [*made.resident, *made.phases.get(phase, [])])
 
 
 def _try_plan(setup: RunSetup) -> MemoryPlan | None:
-    """The plan of a changed setup; None where the model does not take the change (8-bit moments need matrices of some size)."""
+    """The plan of a changed setup; None if the model does not allow the change (8-bit moments need large enough matrices)."""
     try:
         return plan_memory(setup)
     except UserError:
         return None
 
 
-def enough_suggestions(setup: RunSetup, room: int, host_room: int | None = None) -> tuple[list[Suggestion], MemoryPlan]:
-    """The levers to pull for a plan to fit, and the plan then: one where one is enough, else the cheapest that are together.
+def enough_suggestions(
+    setup: RunSetup, capacity: int, host_capacity: int | None = None
+) -> tuple[list[Suggestion], MemoryPlan]:
+    """The changes that make a plan fit, with the plan then: a single one if that is enough, else the cheapest combination.
 
-    Those that change what is computed come in only where the others are not enough. Where nothing is, all of them.
+    Changes of the results are suggested only if the others are not enough. If nothing is enough, all are returned.
     """
 
     def fits(made: MemoryPlan) -> bool:
-        return made.total <= room and (host_room is None or made.host <= host_room)
+        return made.total <= capacity and (host_capacity is None or made.host <= host_capacity)
 
     known = suggestions(setup)
-    if host_room is not None:
-        known = [lever for lever in known if plan_memory(lever.pull(setup)).host <= host_room]
-    gentle = [lever for lever in known if lever.is_gentle]
-    for lever in gentle:
-        made = plan_memory(lever.pull(setup))
+    if host_capacity is not None:
+        known = [change for change in known if plan_memory(change.apply(setup)).host <= host_capacity]
+    harmless = [change for change in known if change.keeps_results]
+    for change in harmless:
+        made = plan_memory(change.apply(setup))
         if fits(made):
-            return [lever], made
-    pulled, made = _minimal_set(setup, gentle, fits)
-    return (pulled, made) if fits(made) else _minimal_set(setup, known, fits)
+            return [change], made
+    applied, made = _minimal_set(setup, harmless, fits)
+    return (applied, made) if fits(made) else _minimal_set(setup, known, fits)
 
 
 def _accumulate(
     setup: RunSetup, known: list[Suggestion], fits: Callable[[MemoryPlan], bool]
 ) -> tuple[list[Suggestion], MemoryPlan]:
-    """Levers one after the other until the plan fits, each with what it saves after those before it."""
-    pulled: list[Suggestion] = []
+    """Apply changes in order until the plan fits. Each has the bytes it saves after those before it."""
+    applied: list[Suggestion] = []
     now = plan_memory(setup)
-    for lever in [*known, *known]:  # one that saves nothing in the largest phase may do so once that is smaller
+    for change in [
+        *known,
+        *known,
+    ]:  # twice: a change that saves nothing at first may do so once another phase is the largest
         if fits(now):
             break
-        if any(other.text == lever.text for other in pulled):
+        if any(other.text == change.text for other in applied):
             continue
-        # A later lever on the same key takes the earlier one's place: an optimizer's options are changed one by one.
-        changes = {k: _merge_change(now.setup, setup, k, v) for k, v in lever.changes.items()}
+        # Merge changes of the same optimizer instead of replacing the earlier one.
+        changes = {k: _merge_change(now.setup, setup, k, v) for k, v in change.changes.items()}
         after = _try_plan(replace(now.setup, **changes))
         if after is not None and after.total < now.total:
-            pulled.append(replace(lever, saves=now.total - after.total))
+            applied.append(replace(change, saves=now.total - after.total))
             now = after
-    return pulled, now
+    return applied, now
 
 
 def _minimal_set(
     setup: RunSetup, known: list[Suggestion], fits: Callable[[MemoryPlan], bool]
 ) -> tuple[list[Suggestion], MemoryPlan]:
-    """Levers that are enough together, without those that the others make needless."""
-    pulled, made = _accumulate(setup, known, fits)
-    for lever in list(pulled):
-        fewer, less = _accumulate(setup, [other for other in pulled if other.text != lever.text], fits)
+    """Changes that are enough together, without those that the others make unnecessary."""
+    applied, made = _accumulate(setup, known, fits)
+    for change in list(applied):
+        fewer, less = _accumulate(setup, [other for other in applied if other.text != change.text], fits)
         if fits(less):
-            pulled, made = fewer, less
-    return pulled, made
+            applied, made = fewer, less
+    return applied, made
 
 
 def _merge_change(now: RunSetup, start: RunSetup, key: str, value: Any) -> Any:
-    """A changed value of the start as a change of what there is now."""
+    """A change of the initial setup, applied to the present one."""
     if not isinstance(value, Optimizer):
         return value
     before = getattr(start, key)
@@ -155,18 +165,10 @@ def _merge_change(now: RunSetup, start: RunSetup, key: str, value: Any) -> Any:
     return getattr(now, key).model_copy(update=changed)
 
 
-# --- A memory plan in words: the table, the refusal of what cannot fit with what to change, and how wrong the plan was.
-
-PLAN_TOLERANCE = 0.05
-"""A plan this near to what there is may be wrong: it is not refused."""
-CPU_LENGTH_SHARE = 0.5
-"""On a CPU memory is taken as it is needed: the share of what depends on lengths that must fit beside what is always there."""
-
-
-def plan_text(made: MemoryPlan, room: int | None) -> str:
-    """The plan for a person: a table at the peak, and the other phases in a line each."""
+def plan_text(made: MemoryPlan, capacity: int | None) -> str:
+    """The plan as text: a table of the peak, and a line for each other phase."""
     device = "the GPU" if made.setup.on_gpu else "the process"
-    there = "" if room is None else f" of {gib(room)}"
+    there = "" if capacity is None else f" of {gib(capacity)}"
     lines = [f"memory: {gib(made.total)}{there} on {device} at the peak, {_phase_text(made.phase)}"]
     width = max(len(part.name) for part in made.parts)
     lines += [f"  {part.name:<{width}}  {gib(part.bytes):>9}  {part.note}".rstrip() for part in made.parts]
@@ -179,11 +181,11 @@ def plan_text(made: MemoryPlan, room: int | None) -> str:
     return "\n".join(lines)
 
 
-def plan_line(made: MemoryPlan, room: int | None) -> str:
+def plan_line(made: MemoryPlan, capacity: int | None) -> str:
     """The plan in one line."""
     largest = sorted(made.parts, key=lambda part: -part.bytes)[:3]
     parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in largest)
-    there = "" if room is None else f" of {gib(room)}"
+    there = "" if capacity is None else f" of {gib(capacity)}"
     return f"memory: about {gib(made.total)}{there} at the peak ({parts})"
 
 
@@ -191,11 +193,11 @@ def _phase_text(phase: str) -> str:
     return "while it samples" if phase == SAMPLING else f"while {phase}"
 
 
-def suggestions_text(setup: RunSetup, room: int, host_room: int | None = None) -> str:
-    """What to change, a line each."""
-    pulled, after = enough_suggestions(setup, room, host_room)
-    lines = [f"  {lever.text} saves {gib(lever.saves)}" for lever in pulled]
-    if after.total > room:
+def suggestions_text(setup: RunSetup, capacity: int, host_capacity: int | None = None) -> str:
+    """The suggested changes, one a line."""
+    applied, after = enough_suggestions(setup, capacity, host_capacity)
+    lines = [f"  {change.text} saves {gib(change.saves)}" for change in applied]
+    if after.total > capacity:
         lines.append(f"  even so it is {gib(after.total)}: a smaller model, or more devices")
     else:
         host = f", and {gib(after.host)} of host memory" if after.host else ""
@@ -203,52 +205,52 @@ def suggestions_text(setup: RunSetup, room: int, host_room: int | None = None) -
     return "\n".join(lines)
 
 
-def check_plan(made: MemoryPlan, room: int, host_room: int | None = None) -> str | None:
-    """Refuse what cannot fit; a warning for what is too near to tell, or fits unless a sequence is as long as it may be."""
+def check_plan(made: MemoryPlan, capacity: int, host_capacity: int | None = None) -> str | None:
+    """Raise for a plan that cannot fit. Return a warning if it is too near to tell, or fits unless sequences are at their longest."""
     setup = made.setup
-    safe = int(room * (1 - PLAN_TOLERANCE))
+    safe = int(capacity * (1 - PLAN_TOLERANCE))
     if not setup.on_gpu:
-        return _check_cpu_plan(made, room, safe)
-    if host_room is not None and made.host > host_room:
+        return _check_cpu_plan(made, capacity, safe)
+    if host_capacity is not None and made.host > host_capacity:
         raise UserError(
-            f"this run does not fit: {gib(made.host)} of optimizer state in host memory, of which {gib(host_room)} are free\n"
-            f"to make it fit:\n{_on_device_text(setup, safe, host_room)}"
+            f"this run does not fit: {gib(made.host)} of optimizer state in host memory, of which {gib(host_capacity)} are free\n"
+            f"to make it fit:\n{_on_device_text(setup, safe, host_capacity)}"
         )
     if made.total <= safe:
         return None
-    words = suggestions_text(setup, safe, host_room)
+    words = suggestions_text(setup, safe, host_capacity)
     usual = plan_memory(replace(setup, longest=min(setup.longest, setup.token_budget)))
-    if usual.total > room * (1 + PLAN_TOLERANCE):
-        raise UserError(f"this run does not fit.\n{plan_text(made, room)}\nto make it fit:\n{words}")
+    if usual.total > capacity * (1 + PLAN_TOLERANCE):
+        raise UserError(f"this run does not fit.\n{plan_text(made, capacity)}\nto make it fit:\n{words}")
     reason = f" when a sequence has {setup.longest:,} tokens" if usual.total <= safe else ""
-    return f"this run may not fit{reason}: {gib(made.total)} planned of {gib(room)}; if it does not:\n{words}"
+    return f"this run may not fit{reason}: {gib(made.total)} planned of {gib(capacity)}; if it does not:\n{words}"
 
 
-def _check_cpu_plan(made: MemoryPlan, room: int, safe: int) -> str | None:
-    """The same on a CPU, whose plan is exact for weights and optimizer state, and an upper bound for the rest.
+def _check_cpu_plan(made: MemoryPlan, capacity: int, safe: int) -> str | None:
+    """`check_plan` on a CPU. The plan is exact for weights and optimizer state, and an upper bound for activations and cache.
 
-    The rest (activations, cache) is planned for sequences that are all as long as the config allows.
+    These are planned for sequences that are all as long as the config allows.
     """
     if made.total <= safe:
         return None
     least = plan_memory(replace(made.setup, token_budget=1, longest=1, update_tokens=1, cache=0)).total
     words = suggestions_text(made.setup, safe)
-    if least + (made.total - least) * CPU_LENGTH_SHARE > room:
-        raise UserError(f"this run does not fit.\n{plan_text(made, room)}\nto make it fit:\n{words}")
+    if least + (made.total - least) * CPU_LENGTH_SHARE > capacity:
+        raise UserError(f"this run does not fit.\n{plan_text(made, capacity)}\nto make it fit:\n{words}")
     return (
-        f"this run may not fit: {gib(made.total)} planned of {gib(room)}, where all sequences have {made.setup.longest:,} tokens "
+        f"this run may not fit: {gib(made.total)} planned of {gib(capacity)}, where all sequences have {made.setup.longest:,} tokens "
         f"({gib(least)} whatever their lengths); if it does not:\n{words}"
     )
 
 
-def _on_device_text(setup: RunSetup, room: int, host_room: int) -> str:
+def _on_device_text(setup: RunSetup, capacity: int, host_capacity: int) -> str:
     here = replace(setup, optimizer=with_options(setup.optimizer, offload=False, name="adam8bit"))
     return f"  {setup.section}.optimizer.offload=false and optimizer.name=adam8bit\n" + suggestions_text(
-        here, room, host_room
+        here, capacity, host_capacity
     )
 
 
 def plan_error(planned: int, measured: int) -> tuple[float, str]:
-    """How far a plan was off, as a share of what was measured and in words."""
+    """The error of a plan as a share of the measured memory, and as text."""
     error = planned / measured - 1
     return error, f"memory: planned {gib(planned)}, measured {gib(measured)}: {error:+.0%}"

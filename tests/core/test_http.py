@@ -13,11 +13,8 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.core.http import connection_to, is_server_url
-from burnish.inference.sglang.sglang_requests import ServerError as SglangError
-from burnish.inference.sglang.sglang_requests import call as sglang_call
-from burnish.inference.vllm.vllm_requests import ServerError as VllmError
-from burnish.inference.vllm.vllm_requests import call as vllm_call
-from burnish.inference.vllm.vllm_requests import check_url
+from burnish.inference.server_client import ServerError
+from burnish.inference.vllm.vllm_requests import VLLM
 from burnish.rewards.judge_endpoint import JudgeEndpoint, JudgeFailed, RateLimit
 from burnish.rewards.judge_options import JudgeOptions
 
@@ -78,11 +75,10 @@ def judge_call(url: str, path: str, timeout_s: float) -> Any:
 @pytest.mark.parametrize(
     ("call", "error", "wanted"),
     [
-        (vllm_call, VllmError, {"choices": [{"message": {"content": "yes"}}]}),
-        (sglang_call, SglangError, {"choices": [{"message": {"content": "yes"}}]}),
+        (VLLM.call, ServerError, {"choices": [{"message": {"content": "yes"}}]}),
         (judge_call, JudgeFailed, "yes"),
     ],
-    ids=["vllm", "sglang", "judge"],
+    ids=["inference server", "judge"],
 )
 def test_the_deadline_is_that_of_the_whole_request(
     slow: Trickle, call: Callable[..., Any], error: type[Exception], wanted: Any
@@ -108,6 +104,6 @@ def test_a_request_is_not_begun_after_its_deadline(slow: Trickle, monkeypatch: p
 def test_what_is_no_address_is_told_before_anything_is_sent(url: str) -> None:
     assert not is_server_url(url)
     with pytest.raises(UserError, match="is no address of a server; write it as http://host:8000"):
-        check_url(url)
+        VLLM.check_url(url)
     with pytest.raises(UserError, match=r"reward\.parts\[0\]: url .* should begin with http:// or https://"):
         JudgeOptions.of({"url": url, "model": "m"}, "reward.parts[0]")

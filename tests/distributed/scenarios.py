@@ -209,7 +209,7 @@ def relayed(folder: Path, facts: Facts) -> None:
 @contextmanager
 def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None]:
     """A signal to the second engine's process, right after it was given requests for the n-th time."""
-    original, count = RemoteEngine._deal, 0
+    original, count = RemoteEngine._send_requests, 0
 
     def deal(engine: RemoteEngine, requests: Any) -> None:
         nonlocal count
@@ -217,16 +217,16 @@ def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None
         count += 1
         if count == n:
             engine.confirm()  # it is at the requests, and not at the weights before them
-            assert engine.members[1].running
+            assert engine.engines[1].running
             engine.deadline_s = 3.0
             victims.append(engine.workers.backend.pid(1))  # type: ignore[attr-defined]
             os.kill(victims[0], number)
 
-    RemoteEngine._deal = deal  # type: ignore[method-assign]
+    RemoteEngine._send_requests = deal  # type: ignore[method-assign]
     try:
         yield
     finally:
-        RemoteEngine._deal = original  # type: ignore[method-assign]
+        RemoteEngine._send_requests = original  # type: ignore[method-assign]
 
 
 def killed_trainer(folder: Path, facts: Facts) -> None:

@@ -46,12 +46,12 @@ def test_samples_of_a_prompt_stay_together_and_work_is_dealt_evenly(tmp_path: Pa
     parts = parts_of(tmp_path, engines=3)
     asked = requests(9, 4)
     parts.engine.submit(asked)
-    homes = [{request.tokens for request in member.running.values()} for member in parts.engine.members]
+    homes = [{request.tokens for request in member.running.values()} for member in parts.engine.engines]
     assert [len(home) for home in homes] == [3, 3, 3]
     assert not homes[0] & homes[1]
-    assert len({member.work for member in parts.engine.members}) == 1
+    assert len({member.work for member in parts.engine.engines}) == 1
     assert len(list(parts.engine.stream())) == 36
-    assert [member.work for member in parts.engine.members] == [0, 0, 0]
+    assert [member.work for member in parts.engine.engines] == [0, 0, 0]
 
 
 def test_requests_may_be_submitted_while_others_run(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_id_of_a_completion_that_is_not_delivered_yet_is_taken(tmp_path: Pat
     engine = parts_of(tmp_path).engine
     engine.submit(requests(2))
     while engine.num_unfinished:
-        engine._listen()
+        engine._collect()
     with pytest.raises(ValueError, match="its completion is not delivered yet"):
         engine.submit(requests(1))
     assert sorted(completion.id for completion in engine.stream()) == sorted(request.id for request in requests(2))
@@ -162,8 +162,8 @@ def test_an_engine_that_has_answered_is_not_silent_however_long_nobody_listened(
     parts.engine.deadline_s = 600.0
     asked = requests(4)
     parts.engine.submit(asked)
-    parts.engine._listen()
-    assert parts.engine.members[1].listening is not None
+    parts.engine._collect()
+    assert parts.engine.engines[1].listening is not None
     later = time.monotonic() + remote_engine.MAX_SILENCE_S + 1
     monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: later, perf_counter=time.perf_counter))
     if has_answered:
@@ -177,7 +177,7 @@ def test_what_an_engine_took_with_it_counts_as_stopped_before_its_first_token(tm
     asked = requests(6)
     expected = run(parts.local, asked)
     parts.engine.submit(asked)
-    lost = sorted(request.id for request in parts.engine.members[1].running.values())
+    lost = sorted(request.id for request in parts.engine.engines[1].running.values())
     parts.backend.dead.add(1)
     kept = parts.engine.abort(lost[:2], keep=True)
     assert sorted(c.id for c in kept) == lost[:2]
@@ -205,7 +205,7 @@ def test_an_engine_that_ends_while_it_takes_weights_is_sent_them_again(tmp_path:
     parts.engine.load(1, ())
     parts.engine.confirm()
     assert parts.backend.restarted == [0]
-    assert [member.has_weights for member in parts.engine.members] == [True, True]
+    assert [member.has_weights for member in parts.engine.engines] == [True, True]
     assert {version for _, _, version in run(parts.engine, requests(4)).values()} == {1}
 
 

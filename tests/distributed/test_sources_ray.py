@@ -38,16 +38,16 @@ def main(folder: Path) -> None:
     run(folder, "ahead-ray", "rollout.source=ahead", *SPLIT)
     run(folder, "sync")
     run(folder, "none-ray", "rollout.source={name: async, max_staleness: 0}", *SPLIT)
-    deal, victims = RemoteEngine._deal, list[int]()
+    deal, victims = RemoteEngine._send_requests, list[int]()
 
     def killing(engine: Any, requests: Any) -> None:
         deal(engine, requests)
-        last = len(engine.members) - 1
-        if engine.version == 2 and not victims and engine.members[last].running:
+        last = len(engine.engines) - 1
+        if engine.version == 2 and not victims and engine.engines[last].running:
             victims.append(engine.workers.backend.pid(last))
             os.kill(victims[0], signal.SIGKILL)
 
-    RemoteEngine._deal = killing  # type: ignore[method-assign]
+    RemoteEngine._send_requests = killing  # type: ignore[method-assign]
     run(folder, "killed-ray", "rollout.source={name: async, max_staleness: 2}", *SPLIT)
     assert victims
     victims.clear()

@@ -1,4 +1,4 @@
-"""The plan of the KV cache: plain arithmetic, and what the engine really makes of it."""
+"""The plan of the KV cache: plain arithmetic."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
-from burnish.inference.native.paged_engine import PagedEngine
 from burnish.memory_plan.kv_cache import (
     GIB,
     MAX_FREE_SHARE,
-    CachePlan,
     graph_batch_size,
     kv_token_bytes,
     min_split_keys,
@@ -67,48 +65,6 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_numbers() -> N
 @pytest.mark.parametrize(("rows", "most", "size"), [(1, 9, 1), (5, 9, 8), (9, 9, 9), (129, 256, 192), (1025, 4000, 2048), (3000, 2900, 2900)])  # fmt: skip
 def test_buckets(rows: int, most: int, size: int) -> None:
     assert graph_batch_size(rows, most) == size
-
-
-def test_the_engine_makes_the_cache_it_plans_and_says_so(tools: Any) -> None:
-    model = tools.decoder()
-    heard: list[CachePlan] = []
-    engine = PagedEngine(model, max_rows=3, on_cache=heard.append)
-    assert engine.stats.plan is None
-    tools.run(engine, tools.requests([(3,) * 20], max_tokens=20))
-    assert heard == [engine.plan(40)] == [engine.stats.plan]
-    cache = engine.runner.cache
-    assert heard[0].bytes == cache.numel() * cache.element_size()
-    assert heard[0].num_blocks == cache.shape[2] == 3 * 3 + 1
-    tools.run(engine, tools.requests([(3,) * 200], max_tokens=20))
-    assert [plan.blocks_per_row for plan in heard] == [3, 14]
-
-
-def test_a_prepared_engine_makes_nothing_on_the_way(tools: Any, native: Any) -> None:
-    model = tools.decoder()
-    heard: list[CachePlan] = []
-    engine = PagedEngine(model, max_rows=2, on_cache=heard.append)
-    wanted = tools.requests([(3,) * 20, (4,), (5, 6)], max_tokens=30)
-    engine.prepare(50, 3, wanted[0].sampling)
-    address = engine.runner.cache.data_ptr()
-    native.agree(tools, model, tools.run(engine, wanted), wanted)
-    assert len(heard) == 1
-    assert engine.runner.cache.data_ptr() == address
-    with pytest.raises(UserError, match="the KV cache"):
-        PagedEngine(model, max_rows=2, num_blocks=3).prepare(100, 2, wanted[0].sampling)
-
-
-def test_a_reserved_cache_is_made_at_once_and_stays(tools: Any, native: Any) -> None:
-    model = tools.decoder()
-    heard: list[CachePlan] = []
-    engine = PagedEngine(model, max_rows=2, on_cache=heard.append)
-    engine.reserve(100)
-    address = engine.runner.cache.data_ptr()
-    wanted = tools.requests([(3,) * 20, (4,)], max_tokens=60)
-    native.agree(tools, model, tools.run(engine, wanted), wanted)
-    assert len(heard) == 1
-    assert engine.runner.cache.data_ptr() == address
-    with pytest.raises(UserError, match=r"the KV cache: .* needs 7"):
-        PagedEngine(model, max_rows=2, num_blocks=7).reserve(100)
 
 
 def test_rows_are_cut_where_they_are_few_or_where_one_is_much_longer_than_most() -> None:

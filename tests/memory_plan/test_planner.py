@@ -1,4 +1,4 @@
-"""The memory plan: against what is really held, in its order of levers, in its words, and in what it refuses."""
+"""The memory plan: against what is really held, in its order of suggestions, in its words, and in what it refuses."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_plans_of_measured_runs_are_near_what_was_measured(
     model = footprints.meta_policy(arch, torch.bfloat16, lora)
     learning = footprints.LearnerPasses(activations, rows, tokens, micro_batches, longest)
     found = footprints.learner_footprint(model, Optimizer(), learning, on_gpu=True)
-    assert (found.resident + found.learning) / GIB == pytest.approx(measured, rel=0.01)
+    assert (found.resident + found.update_peak) / GIB == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_4_bits_are_advised_last_of_all() -> None:
     setup = on_gpu(OF_7B, lora=Lora(rank=8))
     assert suggestions(setup)[-1].text == "model.lora.base=nf4"
     for without in (on_gpu(OF_7B, lora=Lora(rank=8, base="nf4")), replace(setup, may_quantise=False)):
-        assert all("lora" not in lever.text for lever in suggestions(without))
+        assert all("lora" not in change.text for change in suggestions(without))
 
 
 def test_a_cache_that_is_larger_than_the_learners_work_makes_sampling_the_peak() -> None:
@@ -327,7 +327,7 @@ def test_processes_that_share_a_model_hold_a_piece_each() -> None:
 
 def test_levers_come_in_the_order_of_what_they_cost_and_say_what_they_save() -> None:
     found = suggestions(on_gpu(OF_7B))
-    assert [lever.text for lever in found] == [
+    assert [change.text for change in found] == [
         "training.activations=selective",
         "training.token_budget=4096",
         "training.optimizer.offload=true",
@@ -337,10 +337,10 @@ def test_levers_come_in_the_order_of_what_they_cost_and_say_what_they_save() -> 
         "training.optimizer.precision=stochastic",
         "model.lora={}",
     ]
-    state = next(lever for lever in found if lever.text == "training.optimizer.offload=true")
+    state = next(change for change in found if change.text == "training.optimizer.offload=true")
     assert state.saves == 12 * OF_7B.num_parameters
     total = plan_memory(on_gpu(OF_7B)).total
-    assert all(plan_memory(lever.pull(on_gpu(OF_7B))).total == total - lever.saves for lever in found)
+    assert all(plan_memory(change.apply(on_gpu(OF_7B))).total == total - change.saves for change in found)
 
 
 def test_on_a_cpu_a_plan_far_above_the_memory_is_refused_with_advice_that_fits_and_one_near_it_is_told() -> None:
@@ -358,45 +358,45 @@ def test_on_a_cpu_a_plan_far_above_the_memory_is_refused_with_advice_that_fits_a
 
 def test_a_model_too_small_for_an_option_gets_advice_without_it() -> None:
     tiny = Architecture("llama", 16, 16, 1, 2, 2, 8, 24, 32)
-    assert all("adam8bit" not in lever.text for lever in suggestions(replace(on_gpu(tiny), on_gpu=False)))
+    assert all("adam8bit" not in change.text for change in suggestions(replace(on_gpu(tiny), on_gpu=False)))
 
 
 def test_one_lever_is_advised_where_one_is_enough() -> None:
-    pulled, after = enough_suggestions(on_gpu(OF_7B), H200)
-    assert [lever.text for lever in pulled] == ["training.optimizer.offload=true"]
+    applied, after = enough_suggestions(on_gpu(OF_7B), H200)
+    assert [change.text for change in applied] == ["training.optimizer.offload=true"]
     assert after.total <= H200
 
 
 def test_several_are_advised_together_and_none_that_is_needless() -> None:
     setup, room = on_gpu(OF_7B), 70 * GIB
-    pulled, after = enough_suggestions(setup, room)
-    assert len(pulled) > 1
-    assert all(lever.is_gentle for lever in pulled)
+    applied, after = enough_suggestions(setup, room)
+    assert len(applied) > 1
+    assert all(change.keeps_results for change in applied)
     assert after.total <= room
-    assert after.total == plan_memory(setup).total - sum(lever.saves for lever in pulled)
-    assert "training.optimizer.offload=true" in {lever.text for lever in pulled}
+    assert after.total == plan_memory(setup).total - sum(change.saves for change in applied)
+    assert "training.optimizer.offload=true" in {change.text for change in applied}
 
 
 def test_another_method_is_advised_only_where_nothing_else_is_enough() -> None:
-    pulled, after = enough_suggestions(on_gpu(OF_7B), 40 * GIB)
-    assert pulled[-1].text == "model.lora={}"
+    applied, after = enough_suggestions(on_gpu(OF_7B), 40 * GIB)
+    assert applied[-1].text == "model.lora={}"
     assert after.total <= 40 * GIB
 
 
 def test_a_cache_that_is_too_large_is_halved() -> None:
     setup = on_gpu(OF_1_5B, cache=80 * GIB)
-    assert [lever.text for lever in enough_suggestions(setup, 70 * GIB)[0]] == ["rollout.cache_gib=40"]
+    assert [change.text for change in enough_suggestions(setup, 70 * GIB)[0]] == ["rollout.cache_gib=40"]
 
 
 def test_no_state_is_sent_to_a_host_without_room_for_it() -> None:
-    pulled, _ = enough_suggestions(on_gpu(OF_7B), H200, host_room=32 * GIB)
-    assert all("optimizer.offload" not in lever.text for lever in pulled)
+    applied, _ = enough_suggestions(on_gpu(OF_7B), H200, host_capacity=32 * GIB)
+    assert all("optimizer.offload" not in change.text for change in applied)
 
 
 def test_options_of_an_optimizer_add_up() -> None:
     setup = on_gpu(OF_7B, optimizer=Optimizer(lr=3e-5))
-    pulled, after = enough_suggestions(setup, 75 * GIB, host_room=1 * GIB)
-    names = {lever.text for lever in pulled}
+    applied, after = enough_suggestions(setup, 75 * GIB, host_capacity=1 * GIB)
+    names = {change.text for change in applied}
     assert {"training.optimizer.name=adam8bit", "training.optimizer.precision=stochastic"} <= names
     found = after.setup.optimizer
     assert (found.name, found.precision, found.lr) == ("adam8bit", "stochastic", 3e-5)

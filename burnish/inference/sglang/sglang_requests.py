@@ -1,163 +1,68 @@
-"""A request as `/generate` takes it, and what its answer says. Token ids both ways: no text is read or sent."""
+"""Requests to SGLang servers: the bodies of `/generate`, what its answers say, and calls with retries until a deadline.
+
+Token ids go both ways; no text is sent or read.
+"""
 
 from __future__ import annotations
 
-import json
+import threading
+import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
+
+import numpy as np
 
 from burnish.config.errors import UserError
-from burnish.core.engine import Request, SamplingOptions
-from burnish.core.http import connection_to, is_server_url
+from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.core.random_keys import fold
+from burnish.inference.engine_common import has_stop_string, is_truncated, needs_scoring
+from burnish.inference.server_client import ServerError
+from burnish.inference.sglang.sglang_servers import GENERATE, NEUTRAL_SAMPLING, SGLANG, ServerPool, ServerState
 
-# --- One HTTP call with a deadline, and what can go wrong with it.
-
-CONNECT_S = 5.0
-MAX_SHOWN = 300
-"""Characters of a server's own words in an error."""
-
-Kind = Literal["refused", "failed", "unreachable", "late"]
-
-
-class ServerError(Exception):
-    """A server did not do what it was asked. The text says which server, what it was asked, and what came of it.
-
-    `refused`: asking again is of no use. `failed`: it may pass. `unreachable`: nobody is there, or no more. `late`: the
-    deadline has passed.
-    """
-
-    def __init__(self, kind: Kind, url: str, path: str, what: str) -> None:
-        super().__init__(f"SGLang server {url}, {path}: {what}")
-        self.kind, self.url, self.what = kind, url, what
-
-
-def check_url(url: str) -> str:
-    """The address of a server, without a slash at its end."""
-    if not is_server_url(url):
-        raise UserError(f"rollout.sglang.urls: {url!r} is no address of a server; write it as http://host:30000")
-    return url.rstrip("/")
-
-
-def call(url: str, path: str, timeout_s: float, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
-    """What `url` answers at `path`: JSON if it is, else text. GET, or POST with a body; a status past 299 is an error."""
-    connection = connection_to(url, timeout_s, CONNECT_S)
-    try:
-        connection.connect()
-    except OSError as error:
-        raise ServerError("unreachable", url, path, _describe(error)) from error
-    try:
-        name = method or ("GET" if body is None else "POST")
-        status, data = _exchange(connection, name, urlsplit(url).path + path, body)
-    except TimeoutError as error:
-        raise ServerError("late", url, path, f"no answer within {round(timeout_s, 1):g} s") from error
-    except (OSError, HTTPException) as error:
-        raise ServerError("unreachable", url, path, _describe(error)) from error
-    finally:
-        connection.close()
-    return _answer(url, path, status, data)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _exchange(connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-    sent = None if body is None else json.dumps(body).encode()
-    connection.request(method, path, sent, {"Content-Type": "application/json"} if sent else {})
-    response = connection.getresponse()
-    return response.status, response.read()
-
-
-def _answer(url: str, path: str, status: int, data: bytes) -> Any:
-    text = data.decode(errors="replace")
-    if status >= 300:
-        kind: Kind = "failed" if status >= 500 or status in (408, 429) else "refused"
-        raise ServerError(kind, url, path, f"status {status}: {_error_message(text)}")
-    if not text.lstrip().startswith(("{", "[")):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ServerError("failed", url, path, f"its answer breaks off after {len(data)} bytes") from error
-
-
-def _error_message(text: str) -> str:
-    """The message in an error's body, in the forms servers write it, or the body."""
-    try:
-        found: Any = json.loads(text)
-    except ValueError:
-        found = text
-    for key in ("error", "detail", "message"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    words = " ".join(str(found).split()) or "no reason given"
-    return words if len(words) <= MAX_SHOWN else words[:MAX_SHOWN] + " ..."
-
-
-GENERATE = "/generate"
 SEED_BITS = 31
-"""A server of the first versions with seeds keeps them in 32 bits, with a sign."""
-
-
-NEUTRAL_SAMPLING: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-}
-"""Everything that shapes a distribution, without effect. It is always sent: what a request leaves open a server fills in
-from its --preferred-sampling-params."""
+"""The first versions with seeds keep them in 32 bits, with a sign."""
+MAX_TRIES = 4
+"""How often a call may fail on reachable servers."""
+RETRY_WAIT_S = 0.25
+"""Wait before the second try. Each further wait is twice as long, up to `MAX_RETRY_WAIT_S`."""
+MAX_RETRY_WAIT_S = 2.0
+ABORT_TIMEOUT_S = 20.0
+"""How long a server may take to answer an aborted request."""
 
 
 @dataclass
 class GenerateResult:
-    """What one call of `/generate` gave: some tokens of a completion, perhaps all."""
+    """The result of one call of `/generate`: some or all tokens of a completion."""
 
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     reason: str = "abort"
     """stop, length or abort."""
     url: str = ""
-    """Whose it is."""
-
-
-def is_truncated(options: SamplingOptions) -> bool:
-    """Whether only part of the vocabulary can be drawn. Greedy tokens are reported under the whole distribution."""
-    return options.temperature > 0 and (options.top_p < 1 or options.top_k > 0 or options.min_p > 0)
-
-
-def needs_scoring(options: SamplingOptions) -> bool:
-    """Whether raw log-probs are wanted that are not those of the draw."""
-    plain = options.temperature == 0 or (options.temperature == 1 and not is_truncated(options))
-    return options.raw_logprobs and (bool(options.logit_bias) or not plain)
+    """The server."""
 
 
 def sampling_seed(request: Request) -> int:
-    """The seed of a request's noise, which a server mixes with each token's place in the sequence.
+    """The seed of a request, which a server mixes with each token's position.
 
-    A continued request has the seed it began with, because its prompt and the tokens drawn of it grow alike.
+    A continued request has the seed of its first part: its prompt and its number of generated tokens grow by the same number.
     """
     return fold(request.key, len(request.tokens) - request.generated) & ((1 << SEED_BITS) - 1)
 
 
 def generate_body(request: Request, drawn: list[int], rid: str, vocab_size: int, with_mask: bool) -> dict[str, Any]:
-    """The call that goes on with a request after the tokens it has.
+    """The body of a call that continues a request after the tokens drawn so far.
 
-    `with_mask` asks for log-probs of the truncated distribution. The first versions that have them want a top-k then; the
-    whole vocabulary is one that changes nothing.
+    `with_mask` asks for log-probs of the truncated distribution. The first versions that have it require a top-k; one of the
+    whole vocabulary has no effect.
     """
     options = request.sampling
     sampling = NEUTRAL_SAMPLING | {
         "temperature": options.temperature,
         "max_new_tokens": options.max_tokens - len(drawn),
-        # Without it a server ends at tokens of its own, with it at none, `stop_token_ids` included.
+        # Without it a server also ends at the model's end tokens; with it at none, not even at `stop_token_ids`.
         "ignore_eos": not options.stop_tokens,
         "sampling_seed": sampling_seed(request),
     }
@@ -180,7 +85,7 @@ def generate_body(request: Request, drawn: list[int], rid: str, vocab_size: int,
 
 
 def scoring_body(request: Request, drawn: list[int], rid: str) -> dict[str, Any]:
-    """The call that scores the tokens of a completion under the model itself, as a prompt that nothing follows."""
+    """The body of a call that scores a completion under the model itself, as part of a prompt without new tokens."""
     return {
         "rid": rid,
         "input_ids": [*request.tokens, *drawn],
@@ -192,39 +97,39 @@ def scoring_body(request: Request, drawn: list[int], rid: str) -> dict[str, Any]
 
 
 def read_generation(url: str, answer: Any, with_mask: bool) -> tuple[GenerateResult, str | None]:
-    """The tokens with their log-probs, and the label of the weights that wrote them.
+    """Read the tokens with their log-probs, and the label of the weights that wrote them.
 
-    They come from `output_token_logprobs`, which has the stop token in every version.
+    Tokens are read from `output_token_logprobs`, which has the stop token in every version.
     """
     meta, kind, weights = _meta_info(url, answer)
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
-        if kind == "abort":  # it had not begun
+        if kind == "abort":  # aborted before its first token
             return GenerateResult(reason=kind, url=url), weights
-        raise ServerError("refused", url, GENERATE, "its answer has no log-probs (meta_info.output_token_logprobs)")
+        raise SGLANG.error("refused", url, GENERATE, "its answer has no log-probs (meta_info.output_token_logprobs)")
     try:
         tokens, logp = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
         if with_mask and tokens:
             logp = [float(value) for value in meta["output_token_sampling_logprobs"]]
     except (TypeError, KeyError, ValueError) as error:
-        raise ServerError("refused", url, GENERATE, f"its log-probs cannot be read ({error!r})") from error
-    if kind == "abort":  # it may be stopped between a token and its log-prob
+        raise SGLANG.error("refused", url, GENERATE, f"its log-probs cannot be read ({error!r})") from error
+    if kind == "abort":  # the abort may come between a token and its log-prob
         shorter = min(len(tokens), len(logp))
         return GenerateResult(tokens[:shorter], logp[:shorter], kind, url), weights
     count = meta.get("completion_tokens", len(tokens))
     if len(logp) != len(tokens) or count != len(tokens):
-        what = f"it speaks of {count} tokens and gives {len(tokens)}, with {len(logp)} log-probs"
-        raise ServerError("refused", url, GENERATE, what)
+        reason = f"it counts {count} tokens and gives {len(tokens)}, with {len(logp)} log-probs"
+        raise SGLANG.error("refused", url, GENERATE, reason)
     return GenerateResult(tokens, logp, kind, url), weights
 
 
 def read_scores(url: str, answer: Any) -> tuple[list[float], str | None]:
-    """The log-probs of the scored tokens; the first entry is of the prompt's last token, and has none."""
+    """Read the log-probs of the scored tokens, and the label of the weights. The first entry is of the prompt's last token."""
     meta, _, weights = _meta_info(url, answer)
     try:
         return [float(pair[0]) for pair in meta["input_token_logprobs"][1:]], weights
     except (TypeError, KeyError, ValueError) as error:
-        raise ServerError("refused", url, GENERATE, f"its scores cannot be read ({error!r})") from error
+        raise SGLANG.error("refused", url, GENERATE, f"its scores cannot be read ({error!r})") from error
 
 
 def _meta_info(url: str, answer: Any) -> tuple[dict[str, Any], str, str | None]:
@@ -232,4 +137,160 @@ def _meta_info(url: str, answer: Any) -> tuple[dict[str, Any], str, str | None]:
         meta = answer["meta_info"]
         return meta, str(meta["finish_reason"]["type"]), meta.get("weight_version")
     except (TypeError, KeyError) as error:
-        raise ServerError("refused", url, GENERATE, f"its answer has no {error} of an SGLang answer") from error
+        raise SGLANG.error("refused", url, GENERATE, f"its answer has no {error} of an SGLang answer") from error
+
+
+Result = TypeVar("Result", GenerateResult, list[float])
+
+
+@dataclass(eq=False)
+class InFlightRequest:
+    """A request in state and its tokens so far."""
+
+    request: Request
+    version: int
+    label: str | None
+    """Label of the weights that may write it; None while the servers have the weights of their start."""
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    raw_logp: list[float] | None = None
+    """Set by scoring; None while they are those of `logp` or not asked for."""
+    aborted: threading.Event = field(default_factory=threading.Event)
+    sent: tuple[ServerState, str] | None = None
+    """The server that works on it, and the id there."""
+
+    def completion(self, finish: CompletionFinish) -> Completion:
+        tokens, logp = np.array(self.tokens, dtype=np.int64), np.array(self.logp, dtype=np.float32)
+        raw = None
+        if self.raw_logp is not None:
+            raw = np.array(self.raw_logp, dtype=np.float32)
+        elif self.request.sampling.raw_logprobs:  # NaN if the tokens were never scored
+            raw = np.full_like(logp, np.nan) if needs_scoring(self.request.sampling) else logp.copy()
+        return Completion(self.request.id, tokens, logp, finish, self.version, raw_logp=raw)
+
+
+class RequestSender:
+    """Sends requests until they are complete. `lock` guards the pool and `InFlightRequest.sent`."""
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        lock: threading.Condition,
+        vocab_size: int,
+        decode: Callable[[list[int]], str],
+        timeout_s: float,
+    ) -> None:
+        self.pool, self.lock, self.vocab_size, self.decode, self.timeout_s = pool, lock, vocab_size, decode, timeout_s
+
+    def run(self, state: InFlightRequest) -> Completion:
+        """Complete a request in as many calls as it takes; raise an error that names request and server if that fails."""
+        request, deadline, num_empty = state.request, time.monotonic() + self.timeout_s, 0
+        finish: CompletionFinish | None = None
+        with_mask = is_truncated(request.sampling)
+        while finish is None and not state.aborted.is_set():
+            result = self._ask(
+                state,
+                lambda rid: generate_body(request, state.tokens, rid, self.vocab_size, with_mask),
+                lambda url, answer: read_generation(url, answer, with_mask),
+                deadline,
+            )
+            if result is None:
+                break
+            state.tokens += result.tokens
+            state.logp += result.logp
+            finish = self._finish(state, result)
+            num_empty += not result.tokens
+            if finish is None and num_empty >= MAX_TRIES:
+                raise UserError(f"request {request.id}: SGLang servers abort it again and again")
+        if state.tokens and needs_scoring(request.sampling):
+            state.raw_logp = self._ask(
+                state, lambda rid: scoring_body(request, state.tokens, rid), read_scores, deadline, is_abortable=False
+            )
+        return state.completion(finish or "aborted")
+
+    def abort(self, server: ServerState, rid: str, timeout_s: float = ABORT_TIMEOUT_S) -> None:
+        """Tell a server to abort a request. The answer to the request shows whether it did."""
+        try:
+            SGLANG.call(server.info.url, "/abort_request", timeout_s, {"rid": rid})
+        except ServerError as error:
+            server.last_error = error.reason
+
+    def _ask(
+        self,
+        state: InFlightRequest,
+        body: Callable[[str], dict[str, Any]],
+        read: Callable[[str, Any], tuple[Result, str | None]],
+        deadline: float,
+        is_abortable: bool = True,
+    ) -> Result | None:
+        """Call `/generate` on one server after another until one answers; None if the request was aborted between two tries."""
+        failed, wait = 0, RETRY_WAIT_S
+        avoid: ServerState | None = None
+        while not (is_abortable and state.aborted.is_set()):
+            # All ids have one length: a server aborts every request whose id begins with the given one.
+            rid = uuid.uuid4().hex
+            with self.lock:
+                server = self.pool.pick(avoid)
+                server.num_requests += 1
+                state.sent = (server, rid) if is_abortable else None
+            try:
+                return self._call(state, server, rid, body(rid), read, deadline)
+            except ServerError as error:
+                with self.lock:
+                    self.pool.mark_failed(server, error)
+                avoid = server
+                failed += error.kind != "unreachable"  # an unreachable server is tried until it is lost
+                if error.kind in ("refused", "late") or failed >= MAX_TRIES or time.monotonic() + wait > deadline:
+                    tried = f" (tried {failed} times)" if failed > 1 else ""
+                    raise UserError(f"request {state.request.id}: {error}{tried}") from error
+            state.aborted.wait(wait)
+            wait = min(2 * wait, MAX_RETRY_WAIT_S)
+        return None
+
+    def _call(
+        self,
+        state: InFlightRequest,
+        server: ServerState,
+        rid: str,
+        body: dict[str, Any],
+        read: Callable[[str, Any], tuple[Result, str | None]],
+        deadline: float,
+    ) -> Result:
+        url = server.info.url
+        try:
+            answer = SGLANG.call(url, GENERATE, max(0.001, deadline - time.monotonic()), body)
+            result, weights = read(url, answer)
+        except ServerError as error:
+            if error.kind == "late":
+                self.abort(server, rid)
+            raise
+        finally:
+            with self.lock:
+                server.num_requests -= 1
+                state.sent = None
+        with self.lock:
+            self.pool.mark_answered(server)
+            if state.label is not None and weights != state.label:
+                server.last_error = f"it has weights {weights!r} where {state.label!r} were sent: it was restarted, or another process updated it"
+                self.pool.mark_lost(server)
+                raise SGLANG.error("unreachable", url, GENERATE, server.last_error)
+        return result
+
+    def _finish(self, state: InFlightRequest, result: GenerateResult) -> CompletionFinish | None:
+        """The finish reason after this result; None if the request must continue."""
+        options, tokens = state.request.sampling, state.tokens
+        if tokens and (
+            tokens[-1] in options.stop_tokens
+            or (options.stop and has_stop_string(lambda size: tokens[-size:], options.stop, self.decode))
+        ):
+            return "stop"  # also at the limit, where a server reports `length`
+        if len(tokens) >= options.max_tokens:
+            return "length"
+        if result.reason == "length":
+            raise UserError(
+                f"request {state.request.id}: SGLang server {result.url} ended it after {len(tokens)} of {options.max_tokens} tokens; "
+                "start it with a larger --context-length, or a larger --mem-fraction-static if its cache is smaller than that"
+            )
+        if result.reason == "abort" and state.aborted.is_set():
+            return "aborted"
+        return None  # aborted by another client, or ended at a token that the request does not name

@@ -1,1 +1,1 @@
-"""vLLM as an engine: in this process (`engine.py`), or as a server (`server.py`)."""
+"""vLLM as an engine: in this process (`vllm_engine.py`), or as a server (`vllm_server.py`)."""

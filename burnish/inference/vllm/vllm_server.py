@@ -1,11 +1,11 @@
-"""Rollouts by a vLLM server, behind the engine's protocol.
+"""A vLLM server as an engine.
 
-Every request in flight is one call of `/v1/completions` in a thread of its own, at most `max_rows` at once; the server batches
-them. Calls do not stream: an aborted one is answered with what it has. New weights are files in a folder that the server reads
-(`/collective_rpc` of vLLM's `reload_weights`, or `/v1/load_lora_adapter`), after which its prefix cache is emptied and its
-weights get a label; `stream` asks for the label before and after, so a server that was started again is found out.
+Each request in flight is one call of `/v1/completions` in its own thread, at most `max_rows` at a time; the server batches them.
+Calls do not stream: an aborted call is answered with the tokens so far. New weights are files in a folder that the server reads
+(`/collective_rpc` of vLLM's `reload_weights`, or `/v1/load_lora_adapter`). The prefix cache is then emptied and the weights get a
+label. `stream` compares the label, which finds a server that was restarted.
 
-Randomness is as of the engine in this process. Stop strings are found by the server, with its own tokenizer.
+Randomness is that of the engine in this process. The server finds stop strings with its own tokenizer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +28,40 @@ from torch import Tensor
 from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.inference.engine_common import check_requests, needs_scoring
+from burnish.inference.server_client import ServerError, write_weight_files
 from burnish.inference.vllm import vllm_requests
-from burnish.inference.vllm.vllm_engine import PartialCompletion
 from burnish.inference.vllm.vllm_requests import (
-    ServerError,
-    call,
-    check_url,
-    check_vllm_requests,
+    VLLM,
+    PartialCompletion,
+    check_vllm_request,
     completion_body,
     inspect_server,
-    needs_scoring,
     sampling_params,
     scoring_params,
 )
-from burnish.inference.vllm.vllm_weights import WeightUpdate, verify_weights, write_adapter, write_model
+from burnish.inference.vllm.vllm_weights import WeightUpdate, verify_weights, write_adapter
 from burnish.inference.weight_sync import probe_request
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 
 MAX_LOGIT_BIAS = 100.0
-"""A server cuts a larger one to this."""
+"""A server clips a larger bias to this."""
 ABORT_RETRY_S = 0.25
-"""An abort that overtakes its request is not heard, so it is said again."""
+"""Seconds between two aborts. One that arrives before its request has no effect, so it is repeated."""
 FINISH_REASONS: dict[str, CompletionFinish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class VllmServer:
-    """A server of the policy's model."""
+    """Samples from a server of the policy's model."""
 
     def __init__(self, policy: PolicyModel, options: Vllm, max_rows: int = 256) -> None:
-        assert options.url is not None, "an engine in this process has none"
+        assert options.url is not None, "VllmEngine is for vLLM in this process"
         self.policy, self.max_rows, self.timeout_s = policy, max_rows, options.timeout_s
-        self.vocab = _vocab_size(policy)
+        self.vocab_size = _vocab_size(policy)
         adapters = policy.lora is not None and policy.is_plain_below
-        self.facts = inspect_server(check_url(options.url), self.vocab, adapters)
-        self.update = WeightUpdate(policy, adapters, wide=self.facts.dtype == "float32")
+        self.info = inspect_server(VLLM.check_url(options.url), self.vocab_size, adapters)
+        self.update = WeightUpdate(policy, adapters, wide=self.info.dtype == "float32")
         self.version = 0
         self.ready: deque[Completion] = deque()
         self._root = _weights_root(options.weights_dir)
@@ -71,13 +71,16 @@ class VllmServer:
         self._label: str | None = None
         self._waiting: deque[Request] = deque()
         self._running: dict[str, _RequestThread] = {}
-        self._ended: queue.SimpleQueue[_RequestThread | None] = queue.SimpleQueue()  # None: look whether to stop
+        self._ended: queue.SimpleQueue[_RequestThread | None] = (
+            queue.SimpleQueue()
+        )  # None wakes `stream` to check for an interrupt
         self._interrupted = self._has_weights = self._asleep = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_vllm_requests(requests, self._known(), self.vocab, self.facts.positions)
+        check = partial(check_vllm_request, vocab_size=self.vocab_size, max_positions=self.info.max_positions)
+        check_requests(requests, self._known(), check)
         for request in requests:
             if large := [token for token, value in request.sampling.logit_bias if abs(value) > MAX_LOGIT_BIAS]:
                 raise UserError(
@@ -93,7 +96,7 @@ class VllmServer:
         self._waiting = deque(sorted([*self._waiting, *requests], key=lambda r: -r.priority))
 
     def stream(self) -> Iterator[Completion]:
-        """A request that fails raises, once; the others go on in the next stream."""
+        """Yield completions. A failed request raises once; the others continue in the next stream."""
         if self._known():
             self._check_label()
         while self.ready or ((self._waiting or self._running) and not self._interrupted):
@@ -113,19 +116,20 @@ class VllmServer:
         wanted = set(ids)
         if unknown := wanted - self._known():
             raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
-        flights = [flight for name, flight in self._running.items() if name in wanted]
+        threads = [thread for name, thread in self._running.items() if name in wanted]
         deadline = time.monotonic() + self.timeout_s
-        while left := [flight for flight in flights if not flight.is_done.is_set()]:
-            self._post(vllm_requests.ABORT_REQUESTS, {"request_ids": [flight.server_id for flight in left]})
+        while left := [thread for thread in threads if not thread.is_done.is_set()]:
+            self._post(vllm_requests.ABORT_REQUESTS, {"request_ids": [thread.server_id for thread in left]})
             left[0].is_done.wait(ABORT_RETRY_S)
             if time.monotonic() > deadline:
-                raise ServerError(
-                    self.facts.url,
+                raise VLLM.error(
+                    "failed",
+                    self.info.url,
                     vllm_requests.ABORT_REQUESTS,
                     f"no end of {len(left)} requests in {self.timeout_s:g} s",
                 )
-        for flight in flights:
-            self._collect(flight)
+        for thread in threads:
+            self._collect(thread)
         self.ready.extend(PartialCompletion(r).completion(self.version) for r in self._waiting if r.id in wanted)
         self._waiting = deque(r for r in self._waiting if r.id not in wanted)
         kept = [completion for completion in self.ready if completion.id in wanted]
@@ -136,7 +140,7 @@ class VllmServer:
         if busy := len(self._running) + len(self._waiting):
             raise RuntimeError(f"new weights while {busy} rows are running: finish or abort them first")
         self.wake()
-        self._has_weights = False  # until all of them are there
+        self._has_weights = False  # until the load is complete
         self._num_loads += 1
         label = f"{self._name}-{self._num_loads}"
         folder = self._root / label
@@ -144,13 +148,16 @@ class VllmServer:
         if self.update.adapters:
             self._load_adapter(folder, label, tensors)
         else:
-            write_model(folder, tensors)
+            write_weight_files(folder, tensors)
             self._reload(folder)
         if not self._post(vllm_requests.RESET_PREFIX_CACHE, {}).get("success", True):
-            raise ServerError(
-                self.facts.url, vllm_requests.RESET_PREFIX_CACHE, "it did not empty its prefix cache after new weights"
+            raise VLLM.error(
+                "failed",
+                self.info.url,
+                vllm_requests.RESET_PREFIX_CACHE,
+                "it did not empty its prefix cache after new weights",
             )
-        if self.facts.has_labels:
+        if self.info.has_labels:
             self._post(vllm_requests.SET_LABEL, {"new_version": label})
         if self._label is not None:
             shutil.rmtree(self._root / self._label, ignore_errors=True)
@@ -160,10 +167,10 @@ class VllmServer:
         self._has_weights = True
 
     def sleep(self) -> None:
-        """A server that was started with --enable-sleep-mode gives its memory back; any other is left as it is."""
+        """Free the memory of a server that was started with --enable-sleep-mode; do nothing for others."""
         if busy := len(self._running) + len(self._waiting):
             raise RuntimeError(f"the engine cannot sleep with {busy} requests unfinished")
-        if self.facts.can_sleep and not self._asleep:
+        if self.info.can_sleep and not self._asleep:
             self._post("/sleep?level=1", {})
             self._asleep = True
 
@@ -178,26 +185,26 @@ class VllmServer:
         return self._running.keys() | {r.id for r in self._waiting} | {completion.id for completion in self.ready}
 
     def _start(self) -> None:
-        """As many of those that wait as there is room for."""
+        """Start waiting requests up to `max_rows`."""
         while self._waiting and len(self._running) < self.max_rows:
             self._num_calls += 1
-            flight = _RequestThread(self, self._waiting.popleft(), f"{self._name}-{self._num_calls}")
-            self._running[flight.row.request.id] = flight
-            flight.start()
+            thread = _RequestThread(self, self._waiting.popleft(), f"{self._name}-{self._num_calls}")
+            self._running[thread.state.request.id] = thread
+            thread.start()
 
-    def _collect(self, flight: _RequestThread | None) -> None:
-        """Make a completion of a call that has ended, unless that was done; raises what went wrong with it."""
-        if flight is None or self._running.get(flight.row.request.id) is not flight:
+    def _collect(self, thread: _RequestThread | None) -> None:
+        """Turn an ended call into a completion, once; raise its error if it failed."""
+        if thread is None or self._running.get(thread.state.request.id) is not thread:
             return
-        del self._running[flight.row.request.id]
-        if flight.error is not None:
-            raise flight.error
-        self.ready.append(flight.row.completion(self.version))
+        del self._running[thread.state.request.id]
+        if thread.error is not None:
+            raise thread.error
+        self.ready.append(thread.state.completion(self.version))
 
     # --- the server ----------------------------------------------------------------------------------------------------
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        answer = call(self.facts.url, path, self.timeout_s, body)
+        answer = VLLM.call(self.info.url, path, self.timeout_s, body)
         return answer if isinstance(answer, dict) else {}
 
     def _reload(self, folder: Path) -> None:
@@ -222,82 +229,83 @@ class VllmServer:
             ) from error
 
     def _check_label(self) -> None:
-        """Whether the server still has the weights it was sent."""
-        if not self.facts.has_labels:
+        """Raise if the server no longer has the weights it was sent."""
+        if not self.info.has_labels:
             return
-        found = call(self.facts.url, vllm_requests.GET_LABEL, self.timeout_s).get("weight_version")
+        found = VLLM.call(self.info.url, vllm_requests.GET_LABEL, self.timeout_s).get("weight_version")
         if found != self._label:
-            raise ServerError(
-                self.facts.url,
+            raise VLLM.error(
+                "failed",
+                self.info.url,
                 vllm_requests.GET_LABEL,
                 f"it has weights {found!r} and not {self._label!r}: was it started again?",
             )
 
     def _verify(self) -> None:
-        asked = probe_request(self.vocab, self.facts.positions)
-        flight = _RequestThread(self, asked, f"{self._name}-probe-{self._num_loads}")
-        flight.draw()
-        dtype = self.facts.dtype or "bfloat16"  # one that does not say is given the benefit of the doubt
-        verify_weights(self.policy, asked, flight.row.completion(self.version), dtype, f"vLLM server {self.facts.url}")
+        probe = probe_request(self.vocab_size, self.info.max_positions)
+        thread = _RequestThread(self, probe, f"{self._name}-probe-{self._num_loads}")
+        thread.draw()
+        dtype = self.info.dtype or "bfloat16"  # the widest tolerance if the server does not say its type
+        verify_weights(self.policy, probe, thread.state.completion(self.version), dtype, f"vLLM server {self.info.url}")
 
 
 class _RequestThread(threading.Thread):
-    """A request on its way: one call, and another where raw log-probs are others. It ends with a row or an error."""
+    """One request in flight: a call for its tokens, and a second one if raw log-probs must be scored."""
 
     def __init__(self, server: VllmServer, request: Request, name: str) -> None:
         super().__init__(name=f"vllm {request.id}", daemon=True)
-        self.row = PartialCompletion(request)
+        self.state = PartialCompletion(request)
         self.error: Exception | None = None
         self.is_done = threading.Event()
         self.server_id = f"cmpl-{name}-0"
-        """What the server calls it."""
+        """The server's id of the request."""
         self._server, self._call_name = server, name
 
     def run(self) -> None:
         try:
             self.draw()
-        except Exception as error:  # noqa: BLE001 (whoever streams raises it)
+        except Exception as error:  # noqa: BLE001 (raised by `stream`)
             self.error = error
         self.is_done.set()
         self._server._ended.put(self)
 
     def draw(self) -> None:
-        server, request, row = self._server, self.row.request, self.row
+        server, request, state = self._server, self.state.request, self.state
         options = sampling_params(request) | {"stop": list(request.sampling.stop)}
-        options["priority"] = -request.priority if server.facts.has_priorities else 0
+        options["priority"] = -request.priority if server.info.has_priorities else 0
         choice = self._ask(options, list(request.tokens), self._call_name)
         try:
-            row.tokens = [int(token) for token in choice["token_ids"]]
-            row.logp = [float(value) for value in choice["logprobs"]["token_logprobs"]] if row.tokens else []
-            row.finish = FINISH_REASONS[choice["finish_reason"]]
-            if len(row.tokens) != len(row.logp):
-                raise ValueError(f"{len(row.tokens)} tokens with {len(row.logp)} log-probs")
-            if row.tokens and needs_scoring(request.sampling):
-                *before, last = (*request.tokens, *row.tokens)
-                row.raw_logp = _raw_logprobs(
+            state.tokens = [int(token) for token in choice["token_ids"]]
+            state.logp = [float(value) for value in choice["logprobs"]["token_logprobs"]] if state.tokens else []
+            state.finish = FINISH_REASONS[choice["finish_reason"]]
+            if len(state.tokens) != len(state.logp):
+                raise ValueError(f"{len(state.tokens)} tokens with {len(state.logp)} log-probs")
+            if state.tokens and needs_scoring(request.sampling):
+                *before, last = (*request.tokens, *state.tokens)
+                state.raw_logp = _raw_logprobs(
                     self._ask(scoring_params(last), before, self._call_name + "-raw"), len(request.tokens), last
                 )
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(
-                server.facts.url, vllm_requests.COMPLETIONS, f"its answer cannot be read ({error!r})"
+            raise VLLM.error(
+                "failed", server.info.url, vllm_requests.COMPLETIONS, f"its answer cannot be read ({error!r})"
             ) from error
 
     def _ask(self, options: dict[str, Any], tokens: list[int], name: str) -> Any:
         server = self._server
         model = server._label if server.update.adapters else None
-        answer = call(
-            server.facts.url, vllm_requests.COMPLETIONS, server.timeout_s, completion_body(options, tokens, name, model)
+        answer = VLLM.call(
+            server.info.url, vllm_requests.COMPLETIONS, server.timeout_s, completion_body(options, tokens, name, model)
         )
         try:
             return answer["choices"][0]
         except (KeyError, TypeError, IndexError) as error:
-            raise ServerError(
-                server.facts.url, vllm_requests.COMPLETIONS, f"its answer has no choices: {answer}"
+            raise VLLM.error(
+                "failed", server.info.url, vllm_requests.COMPLETIONS, f"its answer has no choices: {answer}"
             ) from error
 
 
 def _raw_logprobs(choice: Any, start: int, last: int) -> list[float]:
-    """The model's own log-probs of a completion's tokens, from a pass that had all but the last in its prompt."""
+    """The model's own log-probs of a completion, from a scoring pass whose prompt has all tokens but the last."""
     tokens = choice["prompt_token_ids"]
     inside = [float(choice["prompt_logprobs"][i][str(tokens[i])]["logprob"]) for i in range(start, len(tokens))]
     return [*inside, float(choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"])]
@@ -311,10 +319,10 @@ def _vocab_size(policy: PolicyModel) -> int:
 
 
 def _weights_root(weights_dir: str | None) -> Path:
-    """A folder of this engine's own for weights."""
+    """Make a folder for the weights of this engine."""
     if weights_dir is not None:
         Path(weights_dir).mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="burnish-weights-", dir=weights_dir)).absolute()
     if weights_dir is not None:
-        root.chmod(0o755)  # the server may be another user's
+        root.chmod(0o755)  # the server may run as another user
     return root

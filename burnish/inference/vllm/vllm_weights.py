@@ -1,9 +1,8 @@
-"""How named tensors become the weights of vLLM: whole models, and adapters.
+"""Weights for vLLM: whole models and adapters from named tensors, and the check that they arrived.
 
-A whole model goes through `reload_weights`, vLLM's own way for a trainer: it knows which tensors it keeps joined, packed or
-padded. It says nothing of a tensor that is missing, whose place it fills with whatever memory holds, so names and shapes are
-checked here on their way. Adapters are a PEFT directory that is read again. Afterwards the engine continues a probe, and its
-log-probs must be the policy's.
+A whole model goes through vLLM's `reload_weights`, which knows which tensors vLLM joins, packs or pads. It does not report a
+missing tensor and leaves its memory undefined, so names and shapes are checked here. Adapters are sent as a PEFT directory.
+Afterwards the engine continues a probe, and its log-probs must match the policy's.
 """
 
 from __future__ import annotations
@@ -21,48 +20,50 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Completion, Request
 from burnish.inference.engine_wrappers import completion_logprobs
+from burnish.inference.server_client import write_weight_files
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights
 from burnish.models.lora.peft_files import ADAPTER_WEIGHTS, adapter_blocks, save_adapter
 from burnish.models.policy import PolicyModel, full_hf_tensors
-from burnish.models.weight_files import FILE_BYTES, METADATA, block_tensors, decoder_contents, hf_tensors
+from burnish.models.weight_files import METADATA, block_tensors, decoder_contents, hf_tensors
 from burnish.run.checkpoint.saver import keep_in_place
-from burnish.run.checkpoint.snapshot import BytesFile, TensorBytes, TensorFile, write_contents, write_file
+from burnish.run.checkpoint.snapshot import BytesFile, TensorFile, write_contents, write_file
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes that vLLM has room for adapters in."""
+"""Adapter ranks that vLLM can be started for."""
 
 MAX_LOGP_GAP = {"float32": 0.02, "float16": 0.2, "bfloat16": 1.0}
-"""How far a probe's log-probs may be from the learner's, by vLLM's type: other kernels, TF32 on a GPU. Other weights are further off."""
+"""Largest difference of a probe's log-probs from the learner's, by vLLM's type. Other kernels and TF32 stay below it; other weights do not."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @torch.no_grad()
 def trained_tensors(policy: PolicyModel, adapters: bool, wide: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """What an update of vLLM is made of: the whole model by Hugging Face's names, or its adapters by PEFT's."""
+    """The tensors of an update: the whole model under Hugging Face's names, or the adapters under PEFT's."""
     if not adapters:
         yield from full_hf_tensors(policy, wide)
         return
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
-    assert policy.lora is not None, "asked for the adapters of a policy without"
+    assert policy.lora is not None, "the policy has no adapters"
     yield from block_tensors(adapter_weights(policy.module), adapter_blocks(policy.module.arch, policy.lora))
 
 
 class WeightUpdate:
-    """The tensors of new weights: those that are handed over, or the policy's own as they are where none are.
+    """The tensors of new weights: those given to `load`, or the policy's own if none are.
 
-    With `adapters` these alone; else whole weights, those with adapters added in rounded by the engine alone if that is `wide`.
+    With `adapters` only the adapters are sent, else whole weights. `wide` sends weights with merged adapters unrounded, for an
+    engine in float32.
     """
 
     def __init__(self, policy: PolicyModel, adapters: bool, wide: bool = False) -> None:
         self.policy, self.adapters, self.wide = policy, adapters, wide
         self.is_own = False
-        """Whether the last one was of the policy's own tensors."""
+        """Whether the last update had the policy's own tensors."""
         self._shapes: Shapes | None = None
 
     def tensors(self, handed: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All of them, checked on their way."""
+        """Yield the tensors of an update, checked."""
         given = iter(handed)
         first = next(given, None)
         self.is_own = first is None
@@ -75,8 +76,8 @@ class WeightUpdate:
 
 
 def check_tensors(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they come; raises for one that is unknown or does not fit, and at the end for those that are missing."""
-    waiting = dict(shapes)
+    """Yield the tensors; raise for an unknown name or a wrong shape, and at the end for missing ones."""
+    missing = dict(shapes)
     for name, tensor in named_tensors:
         if name not in shapes:
             raise UserError(
@@ -84,19 +85,19 @@ def check_tensors(named_tensors: Iterable[tuple[str, Tensor]], shapes: Shapes) -
             )
         if tuple(tensor.shape) != shapes[name]:
             raise UserError(f"vLLM was sent {name} as {tuple(tensor.shape)}, and the policy's is {shapes[name]}")
-        waiting.pop(name, None)
+        missing.pop(name, None)
         yield name, tensor.detach()
-    if waiting:
+    if missing:
         raise UserError(
-            f"vLLM was sent new weights without {len(waiting)} of {len(shapes)} tensors, first {next(iter(waiting))}"
+            f"vLLM was sent new weights without {len(missing)} of {len(shapes)} tensors, first {next(iter(missing))}"
         )
 
 
 def refresh_tied(model: nn.Module) -> None:
-    """Have layers that share a weight take it again.
+    """Update the packed copies of layers that share a weight.
 
-    On a CPU vLLM multiplies by a packed copy of it; new weights reach the copy of the layer whose name they have, and not that of an
-    output head that is tied to it, which would go on with the old ones.
+    On a CPU vLLM multiplies by a packed copy of a weight. New weights reach only the copy of the layer that they name; an output
+    head tied to it would keep the old ones.
     """
     sharing: dict[int, list[Any]] = {}
     for module in model.modules():
@@ -108,9 +109,9 @@ def refresh_tied(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def verify_weights(policy: PolicyModel, asked: Request, found: Completion, dtype: str, who: str) -> None:
-    """Raise unless an engine's log-probs of a probe are the policy's."""
-    expected = completion_logprobs(policy.module, asked.tokens, found.tokens, asked.sampling.temperature or 1.0)
+def verify_weights(policy: PolicyModel, probe: Request, found: Completion, dtype: str, who: str) -> None:
+    """Raise unless an engine's log-probs of a probe match the policy's."""
+    expected = completion_logprobs(policy.module, probe.tokens, found.tokens, probe.sampling.temperature or 1.0)
     gaps = np.abs(found.logp.astype(np.float64) - expected)
     if not (gaps <= MAX_LOGP_GAP[dtype]).all():
         worst = int(np.nan_to_num(gaps, nan=np.inf).argmax())
@@ -121,59 +122,37 @@ def verify_weights(policy: PolicyModel, asked: Request, found: Completion, dtype
 
 
 def write_config(policy: PolicyModel, folder: Path) -> None:
-    """The config.json that a model is built from, without weights."""
+    """Write the config.json of the policy's model, without weights."""
     module = policy.module
     if isinstance(module, Decoder):
         ends, pad = policy.tokenizer.eos_ids, policy.tokenizer.pad_id
         contents = decoder_contents(module, keep_in_place, policy.source, ends, pad)
-        write_contents(folder, takewhile(lambda content: isinstance(content, BytesFile), contents))  # they come first
+        write_contents(
+            folder, takewhile(lambda content: isinstance(content, BytesFile), contents)
+        )  # these come before the weights
     else:
         config = module.inner.config.to_dict() | {"architectures": [type(module.inner).__name__]}
         write_file(folder, "config.json", [json.dumps(config, indent=1).encode()])
 
 
 def write_base(policy: PolicyModel, folder: Path) -> None:
-    """A model directory of the weights below a policy's adapters, as the plain numbers that the learner multiplies by."""
+    """Write a model directory of a policy's base weights, dequantised as the learner uses them."""
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
-    write_model(folder, hf_tensors(policy.module))
+    write_weight_files(folder, hf_tensors(policy.module))
     write_config(policy, folder)
 
 
-def write_model(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The weight files of a model directory, each as soon as its tensors are there."""
-    folder.mkdir(parents=True)
-    weight_map: dict[str, str] = {}
-    held: dict[str, TensorBytes] = {}
-    total = size = 0
-
-    def flush() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        TensorFile(name, held, METADATA).write(folder)
-        weight_map.update(dict.fromkeys(held, name))
-
-    for name, tensor in named_tensors:
-        taken = keep_in_place(tensor)
-        if held and size + taken.num_bytes > FILE_BYTES:
-            flush()
-            held, size = {}, 0
-        held[name] = taken
-        size, total = size + taken.num_bytes, total + taken.num_bytes
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_file(folder, "model.safetensors.index.json", [json.dumps(index, indent=1).encode()])
-
-
 def write_adapter(folder: Path, policy: PolicyModel, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """A PEFT directory of the policy's kind of adapters with these weights."""
+    """Write a PEFT directory of the policy's adapter settings with these weights."""
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: keep_in_place(tensor) for name, tensor in named_tensors}
+    tensors = {name: keep_in_place(tensor) for name, tensor in named_tensors}
     save_adapter(policy.module, folder, policy.source)
-    TensorFile(ADAPTER_WEIGHTS, held, METADATA).write(folder)
+    TensorFile(ADAPTER_WEIGHTS, tensors, METADATA).write(folder)
 
 
 def max_lora_rank(rank: int) -> int:
-    """The least of vLLM's sizes that holds adapters of a rank."""
+    """The smallest rank of vLLM that fits adapters of `rank`."""
     fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:
         raise UserError(f"model.lora.rank={rank}: vLLM takes adapters up to rank {LORA_RANKS[-1]}")

@@ -1,4 +1,4 @@
-"""Options of the cache: its size in GiB, and 8 bits instead of the model's type."""
+"""The paged cache that the engine makes: as planned, of a given size, in 8 bits, made before the first request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burnish.core.engine import Completion, Request
 from burnish.distributed.roles import build_engine, find_paged_engine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.memory_plan.kv_cache import GIB
+from burnish.memory_plan.kv_cache import GIB, CachePlan
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
@@ -119,3 +119,45 @@ def test_a_model_of_transformers_has_no_such_cache() -> None:
     for settings in ({"cache_gib": 1.0}, {"cache_dtype": "fp8"}):
         with pytest.raises(UserError, match="need the native decoder"):
             build_engine(policy, Rollout(**settings))  # type: ignore[arg-type]
+
+
+def test_the_engine_makes_the_cache_it_plans_and_says_so(tools: Any) -> None:
+    model = tools.decoder()
+    heard: list[CachePlan] = []
+    engine = PagedEngine(model, max_rows=3, on_cache=heard.append)
+    assert engine.stats.plan is None
+    tools.run(engine, tools.requests([(3,) * 20], max_tokens=20))
+    assert heard == [engine.plan(40)] == [engine.stats.plan]
+    cache = engine.runner.cache
+    assert heard[0].bytes == cache.numel() * cache.element_size()
+    assert heard[0].num_blocks == cache.shape[2] == 3 * 3 + 1
+    tools.run(engine, tools.requests([(3,) * 200], max_tokens=20))
+    assert [plan.blocks_per_row for plan in heard] == [3, 14]
+
+
+def test_a_prepared_engine_makes_nothing_on_the_way(tools: Any, native: Any) -> None:
+    model = tools.decoder()
+    heard: list[CachePlan] = []
+    engine = PagedEngine(model, max_rows=2, on_cache=heard.append)
+    wanted = tools.requests([(3,) * 20, (4,), (5, 6)], max_tokens=30)
+    engine.prepare(50, 3, wanted[0].sampling)
+    address = engine.runner.cache.data_ptr()
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+    assert len(heard) == 1
+    assert engine.runner.cache.data_ptr() == address
+    with pytest.raises(UserError, match="the KV cache"):
+        PagedEngine(model, max_rows=2, num_blocks=3).prepare(100, 2, wanted[0].sampling)
+
+
+def test_a_reserved_cache_is_made_at_once_and_stays(tools: Any, native: Any) -> None:
+    model = tools.decoder()
+    heard: list[CachePlan] = []
+    engine = PagedEngine(model, max_rows=2, on_cache=heard.append)
+    engine.reserve(100)
+    address = engine.runner.cache.data_ptr()
+    wanted = tools.requests([(3,) * 20, (4,)], max_tokens=60)
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+    assert len(heard) == 1
+    assert engine.runner.cache.data_ptr() == address
+    with pytest.raises(UserError, match=r"the KV cache: .* needs 7"):
+        PagedEngine(model, max_rows=2, num_blocks=7).reserve(100)

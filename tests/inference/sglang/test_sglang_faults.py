@@ -23,8 +23,8 @@ Connect = Callable[..., SglangEngine]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits that a test need not sit through."""
-    monkeypatch.setattr("burnish.inference.sglang.request_sender.RETRY_WAIT_S", 0.02)
-    monkeypatch.setattr("burnish.inference.sglang.request_sender.LOST_AFTER_S", 0.5)
+    monkeypatch.setattr("burnish.inference.sglang.sglang_requests.RETRY_WAIT_S", 0.02)
+    monkeypatch.setattr("burnish.inference.sglang.sglang_servers.LOST_AFTER_S", 0.5)
 
 
 def drawn(tools: Any, server: SglangServer, request: Request) -> list[int]:
@@ -127,7 +127,8 @@ def test_a_killed_server_is_named_within_seconds(tools: Any, serve: Serve, conne
     started = time.monotonic()
     server.kill()
     with pytest.raises(
-        UserError, match=rf"no SGLang server is left \({server.url}: ConnectionRefusedError.*start it again, and resume"
+        UserError,
+        match=rf"no SGLang server is left \({server.url}: no answer \(ConnectionRefusedError.*start it again, and resume",
     ):
         list(engine.stream())
     assert time.monotonic() - started < 10
@@ -160,7 +161,7 @@ def test_a_restarted_server_is_not_used_before_it_has_the_weights(
     found = tools.run(engine, wanted)
     assert {c.version for c in found.values()} == {3}
     assert {k: c.tokens.tolist() for k, c in found.items()} == {r.id: drawn(tools, second, r) for r in wanted}
-    assert engine.servers == [engine.pool.places[1].facts]
+    assert engine.servers == [engine.pool.servers[1].info]
     assert f"SGLang server {again.url} is lost (it has weights 'default' where" in caplog.text
     engine.load(4, hf_tensors(trained))
     assert len(engine.servers) == 2, "with the weights it is one of them again"
@@ -177,6 +178,6 @@ def test_the_only_server_restarted_with_other_weights_is_an_error(tools: Any, se
     engine.submit(tools.requests([(3, 4)]))
     with pytest.raises(
         UserError,
-        match=r"no SGLang server is left .*it has weights 'default' where '\w+-3' were handed over: it was restarted",
+        match=r"no SGLang server is left .*it has weights 'default' where '\w+-3' were sent: it was restarted",
     ):
         list(engine.stream())

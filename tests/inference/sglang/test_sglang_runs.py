@@ -63,7 +63,7 @@ def test_a_run_learns_from_servers_that_always_have_its_weights(serve: Serve, tm
 def test_a_server_killed_in_a_run_ends_it_by_name_and_the_run_resumes(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burnish.inference.sglang.request_sender.LOST_AFTER_S", 0.3)
+    monkeypatch.setattr("burnish.inference.sglang.sglang_servers.LOST_AFTER_S", 0.3)
     first = serve(model=other_model(TINY, tmp_path))
     overrides = ["run.save_every=1", "training.steps=6"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.inference.sglang.sglang_requests import ServerError, call, check_url
-from burnish.inference.sglang.sglang_servers import inspect_server
+from burnish.inference.server_client import ServerError
+from burnish.inference.sglang.sglang_servers import SGLANG, inspect_server
 from burnish.serve.http_server import bind_socket
 from tests.inference.sglang.fake_sglang_server import SglangServer
 
@@ -68,7 +68,7 @@ def test_where_nobody_listens_it_says_how_to_start_a_server() -> None:
     bound.close()
     with pytest.raises(
         UserError,
-        match=rf"SGLang server {url}, /model_info: ConnectionRefusedError.*sglang\.launch_server.*rollout\.sglang\.urls",
+        match=rf"SGLang server {url}, /model_info: no answer \(ConnectionRefusedError.*sglang\.launch_server.*rollout\.sglang\.urls",
     ):
         inspect_server(url, 13)
 
@@ -92,9 +92,9 @@ def test_another_kind_of_server_is_told_by_its_answers() -> None:
     url = f"http://127.0.0.1:{server.server_port}"
     with pytest.raises(UserError, match="/get_model_info: status 404: nothing here"):
         inspect_server(url, 13)
-    assert call(url, "/v1/models", 5.0) == {"ok": True}
+    assert SGLANG.call(url, "/v1/models", 5.0) == {"ok": True}
     with pytest.raises(ServerError) as caught:
-        call(url, "/other", 5.0)
+        SGLANG.call(url, "/other", 5.0)
     assert caught.value.kind == "refused"
     server.shutdown()
     server.server_close()
@@ -105,8 +105,8 @@ def test_another_kind_of_server_is_told_by_its_answers() -> None:
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(UserError, match=r"rollout\.sglang\.urls: .* write it as http://host:30000"):
-        check_url(url)
+        SGLANG.check_url(url)
 
 
 def test_an_address_may_end_with_a_slash() -> None:
-    assert check_url("http://host:30000/") == "http://host:30000"
+    assert SGLANG.check_url("http://host:30000/") == "http://host:30000"

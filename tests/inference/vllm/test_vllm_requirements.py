@@ -20,9 +20,10 @@ from burnish.config.model import Lora
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Request, SamplingOptions
 from burnish.distributed.roles import build_engine
+from burnish.inference.engine_common import needs_scoring
 from burnish.inference.vllm import vllm_engine, vllm_requests
 from burnish.inference.vllm.vllm_engine import engine_arguments
-from burnish.inference.vllm.vllm_requests import call, needs_scoring, sampling_params
+from burnish.inference.vllm.vllm_requests import VLLM, sampling_params
 from burnish.inference.vllm.vllm_server import VllmServer
 
 # --- vLLM in this process ----------------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def usual(**changes: Any) -> dict[str, Any]:
 
 def test_a_servers_facts(serve: Callable[..., str]) -> None:
     found = vllm_requests.inspect_server(serve(usual()), 13, adapter=False)
-    assert (found.version, found.positions, found.has_labels, found.has_priorities) == ("9.9", 77, True, True)
+    assert (found.version, found.max_positions, found.has_labels, found.has_priorities) == ("9.9", 77, True, True)
     found = vllm_requests.inspect_server(serve(usual(priorities=False, paths=PATHS[:4])), 13, adapter=False)
     assert (found.has_labels, found.has_priorities, found.can_sleep, found.dtype) == (False, False, False, None)
 
@@ -220,7 +221,7 @@ def test_a_server_that_takes_too_long_is_an_error(serve: Callable[..., str]) -> 
 
     url = serve({"/late": late})
     with pytest.raises(UserError, match=r"/late: no answer within 0\.05 s"):
-        call(url, "/late", 0.05, {})
+        VLLM.call(url, "/late", 0.05, {})
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://", "ftp://host:1", "http://host:1?x=2"])

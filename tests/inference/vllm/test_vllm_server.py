@@ -19,7 +19,8 @@ from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.core.engine import Request, SamplingOptions
-from burnish.inference.vllm.vllm_requests import ServerError, call
+from burnish.inference.server_client import ServerError
+from burnish.inference.vllm.vllm_requests import VLLM
 from burnish.inference.vllm.vllm_server import VllmServer
 from burnish.models.policy import PolicyModel, full_hf_tensors
 from burnish.run.metrics import read_metrics
@@ -78,7 +79,7 @@ def url(policy: PolicyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         deadline = time.monotonic() + START_S
         while True:
             try:
-                call(address, "/health", 5.0)
+                VLLM.call(address, "/health", 5.0)
                 break
             except ServerError:
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -97,7 +98,7 @@ def engine(url: str, make_policy: Any) -> VllmServer:
 
 @pytest.fixture
 def subject(engine: VllmServer, subject_of: Callable[..., Subject]) -> Subject:
-    if not engine._has_weights or call(engine.facts.url, "/weight_info", 5.0)["weight_version"] != engine._label:
+    if not engine._has_weights or VLLM.call(engine.info.url, "/weight_info", 5.0)["weight_version"] != engine._label:
         engine.load(engine.version, ())  # another test's client has sent others
     return subject_of(engine.policy, engine)
 
@@ -106,9 +107,9 @@ def subject(engine: VllmServer, subject_of: Callable[..., Subject]) -> Subject:
 
 
 def test_a_server_says_what_it_can_do(engine: VllmServer) -> None:
-    facts = engine.facts
-    assert (facts.positions, facts.has_priorities, facts.can_sleep, facts.dtype) == (256, True, False, "float32")
-    assert facts.has_labels
+    info = engine.info
+    assert (info.max_positions, info.has_priorities, info.can_sleep, info.dtype) == (256, True, False, "float32")
+    assert info.has_labels
 
 
 def test_weights_that_are_handed_over_are_those_it_samples_from(

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
-from burnish.inference.vllm import vllm_weights
+from burnish.inference import server_client
+from burnish.inference.server_client import write_weight_files
 from burnish.inference.vllm.vllm_engine import engine_arguments
 from burnish.inference.vllm.vllm_weights import (
     WeightUpdate,
@@ -22,7 +23,6 @@ from burnish.inference.vllm.vllm_weights import (
     trained_tensors,
     write_adapter,
     write_config,
-    write_model,
 )
 from burnish.models import weight_files
 from burnish.models.lora.adapters import merged_tensors
@@ -68,9 +68,9 @@ def test_a_model_on_its_way_to_a_server_is_whole_in_however_many_files(
     policy = make_policy()
     write_config(policy, tmp_path)
     for size in (weight_files.FILE_BYTES, 40_000):
-        monkeypatch.setattr(vllm_weights, "FILE_BYTES", size)
+        monkeypatch.setattr(server_client, "FILE_BYTES", size)
         folder = tmp_path / str(size)
-        write_model(folder, full_hf_tensors(policy))
+        write_weight_files(folder, full_hf_tensors(policy))
         (folder / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
         read = load_decoder(folder, torch.float32, torch.device("cpu"))
         for (name, ours), (_, theirs) in zip(policy.module.named_parameters(), read.named_parameters(), strict=True):
