@@ -1,7 +1,7 @@
-"""An engine in a thread of its own: requests go in and completions come out while it samples.
+"""An engine in a thread of its own: it accepts requests and returns completions while it samples.
 
-The engine is touched by that thread alone. What is asked of it waits in an inbox, which the thread reads whenever it is outside
-`Engine.stream`; asking interrupts the stream, so it is read within a step.
+Only that thread uses the engine. Calls go to an inbox, which the thread reads whenever it is outside of `Engine.stream`. A new entry
+interrupts the stream, so it is read within one step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Result = TypeVar("Result")
 
 
 class EngineThread:
-    """Runs an engine until `close`. An error of the engine ends the thread, and is raised by everything asked afterwards."""
+    """Runs an engine until `close`. An error of the engine ends the thread, and all later calls raise it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_unfinished = 0
-        """Requests that were submitted and not collected."""
+        """Requests that were submitted and not collected yet."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._finished: list[Completion] = []
         self._running: set[str] = set()
@@ -34,7 +34,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. One that can never run is an error of the next `collect`: whoever submits does not wait."""
+        """Queue requests without waiting. The next `collect` raises for one that can never run."""
         with self._changed:
             self.num_unfinished += len(requests)
 
@@ -45,7 +45,7 @@ class EngineThread:
         self._ask(take)
 
     def collect(self, at_least: int, wait_s: float) -> list[Completion]:
-        """What has finished since the last time: as soon as there are so many, or nothing else is left, or the time is over."""
+        """Return completions since the last call, once there are `at_least` many, none is left, or `wait_s` has passed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._finished) >= max(1, min(at_least, self.num_unfinished)) or self._error is not None,
@@ -58,35 +58,35 @@ class EngineThread:
         return found
 
     def do(self, action: Callable[[Engine], Result]) -> Result:
-        """Something with the engine, between two of its steps; waits for it."""
+        """Run an action with the engine between two steps; wait for its result."""
         return self.wait(self.begin(action))
 
     def begin(self, action: Callable[[Engine], Result]) -> Future[Result]:
-        """The same without waiting."""
+        """Run an action with the engine between two steps, without waiting."""
         done: Future[Result] = Future()
 
         def act() -> None:
             try:
                 done.set_result(action(self.engine))
-            except Exception as error:  # noqa: BLE001 (it is the asker's)
+            except Exception as error:  # noqa: BLE001 (raised by `wait`)
                 done.set_exception(error)
 
         self._ask(act)
         return done
 
     def wait(self, done: Future[Result]) -> Result:
-        """What came of something that was begun."""
+        """Wait for the result of `begin`; raise if the engine fails."""
         while True:
             try:
                 return done.result(timeout=1.0)
             except TimeoutError:
-                if done.done():  # the result came just then, or is this error
+                if done.done():  # the result came just now, or is itself a TimeoutError
                     return done.result()
                 if self._error is not None:
                     raise self._error from None
 
     def abort(self, ids: Sequence[str]) -> list[Completion]:
-        """Stop requests that run or wait, and return what they have; those that have finished are collected as ever."""
+        """Abort running and waiting requests; return their tokens so far. Finished ones are returned by `collect`."""
 
         def stop(engine: Engine) -> list[Completion]:
             stopped = engine.abort([id for id in ids if id in self._running], keep=True)
@@ -99,7 +99,7 @@ class EngineThread:
         return stopped
 
     def close(self) -> None:
-        """End the thread after the step it is in; what is unfinished is dropped."""
+        """End the thread after its present step. Unfinished requests are dropped."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -109,7 +109,7 @@ class EngineThread:
         if self._error is not None:
             raise self._error
         self._inbox.put(action)
-        self.engine.interrupt()  # after the put: whoever comes out of `stream` for this finds it
+        self.engine.interrupt()  # after the put, so that the thread finds the action when `stream` returns
 
     def _run(self) -> None:
         try:
@@ -121,7 +121,7 @@ class EngineThread:
                         self._finished.append(completion)
                         self._changed.notify_all()
             self._end(RuntimeError("the engine's thread was closed"))
-        except BaseException as error:  # noqa: BLE001 (raised by whatever is asked next)
+        except BaseException as error:  # noqa: BLE001 (raised by the next call)
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
@@ -130,7 +130,7 @@ class EngineThread:
             self._changed.notify_all()
 
     def _read_inbox(self) -> None:
-        """Do what was asked for; where nothing runs, wait until something is."""
+        """Run the actions in the inbox; wait for one if no request runs."""
         while not self._is_closing:
             try:
                 action: Any = self._inbox.get(block=not self._running)

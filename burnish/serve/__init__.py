@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server around an engine. It needs the extra `[serve]`, and knows nothing of training."""
+"""OpenAI-compatible server around an engine. It needs the extra `[serve]`."""

@@ -1,11 +1,11 @@
-"""The web application: OpenAI's routes, answered by an engine.
+"""The web application: OpenAI's routes around an engine, and its metrics.
 
-GET  /v1/models, /v1/models/NAME      what is served
-POST /v1/completions                  texts or token ids, continued
-POST /v1/chat/completions             a dialogue, continued
+GET  /v1/models, /v1/models/NAME      the model
+POST /v1/completions                  continue texts or token ids
+POST /v1/chat/completions             continue a dialogue
 POST /tokenize, /detokenize           texts and dialogues as token ids, and back
-GET  /health                          whether the server serves
-GET  /metrics                         counts, for Prometheus
+GET  /health                          whether the server accepts requests
+GET  /metrics                         metrics for Prometheus
 """
 
 from __future__ import annotations
@@ -74,31 +74,31 @@ COUNTED_PATHS = (
     "/metrics",
 )
 OTHER_PATH = "other"
-"""The label of all unknown paths: clients choose them, so their number has no bound."""
+"""Label of all unknown paths. Clients choose paths, so their number has no bound."""
 
 
 @dataclass
 class ServerMetrics:
-    """Counts since the server was started. Used on the event loop."""
+    """Counts since the start of the server. Used on the event loop."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """By path and status."""
     prompt_tokens: int = 0
-    """Tokens of the prompts that the engine got; n samples of a prompt count it once."""
+    """Tokens of submitted prompts; n samples of a prompt count it once."""
     left: int = 0
-    """Requests whose client left before the answer was complete."""
+    """Requests whose client disconnected before the end of the answer."""
 
     def count_request(self, path: str, status: int, has_left: bool) -> None:
-        """Count an answer that has ended."""
+        """Count an ended request."""
         known = "/v1/models" if path.startswith("/v1/models/") else path
         self.requests[known if known in COUNTED_PATHS else OTHER_PATH, status] += 1
         self.left += has_left
 
-    def text(self, loop: AsyncEngine, num_bytes: int) -> str:
+    def text(self, engine: AsyncEngine, num_bytes: int) -> str:
         """All metrics in Prometheus' text format."""
         by_status = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(self.requests.items())}
         refused = {f'{{type="{kind}"}}': n for kind, n in self._errors().items()}
-        finished = {f'{{finish="{finish}"}}': n for finish, n in sorted(loop.finishes.items())}
+        finished = {f'{{finish="{finish}"}}': n for finish, n in sorted(engine.finishes.items())}
         lines = [
             *_metric_lines("requests_total", "counter", "Requests answered, by path and HTTP status.", by_status),
             *_metric_lines(
@@ -108,10 +108,10 @@ class ServerMetrics:
                 "requests_left_total", "counter", "Requests whose client left before the end.", {"": self.left}
             ),
             *_metric_lines("prompt_tokens_total", "counter", "Tokens of prompts.", {"": self.prompt_tokens}),
-            *_metric_lines("completion_tokens_total", "counter", "Tokens sampled.", {"": loop.num_tokens}),
+            *_metric_lines("completion_tokens_total", "counter", "Tokens sampled.", {"": engine.num_tokens}),
             *_metric_lines("completions_total", "counter", "Completions that ended, by how.", finished),
-            *_metric_lines("completions_running", "gauge", "Completions being sampled.", {"": loop.num_running}),
-            *_metric_lines("completions_waiting", "gauge", "Completions in the queue.", {"": loop.num_waiting}),
+            *_metric_lines("completions_running", "gauge", "Completions being sampled.", {"": engine.num_running}),
+            *_metric_lines("completions_waiting", "gauge", "Completions in the queue.", {"": engine.num_waiting}),
             *_metric_lines("request_bytes", "gauge", "Bytes of requests that are being read.", {"": num_bytes}),
         ]
         return "".join(f"{line}\n" for line in lines)
@@ -133,17 +133,17 @@ def _metric_lines(name: str, kind: str, help_text: str, values: Mapping[str, int
 
 T = TypeVar("T")
 SSE_DONE = "data: [DONE]\n\n"
-CLIENT_CLOSED_REQUEST = 499  # nginx's number for it
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected
 
 
 @dataclass
 class Api:
-    """The endpoints and what they need."""
+    """The endpoints."""
 
     served: ServedModel
-    loop: AsyncEngine
+    async_engine: AsyncEngine
     max_body: int
-    """Bytes of one request."""
+    """Most bytes of a request body."""
 
     scorer: TokenScorer
     """Scores prompts and alternatives, on the engine's thread."""
@@ -151,30 +151,30 @@ class Api:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = ServerMetrics()
-        self.intake = BodyReader(self.max_body)
+        self.bodies = BodyReader(self.max_body)
 
     async def models(self, request: Request) -> Response:
-        """The one model there is."""
+        """List the one model."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """The same, asked for by its name."""
+        """Describe the model by its name."""
         check_model(request.path_params["name"], self.served)
         return JSONResponse(self._card())
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, else 503."""
-        self.loop.check_open()
+        """200 while requests are accepted, else 503."""
+        self.async_engine.check_open()
         return JSONResponse({"status": "ok"})
 
     async def counts(self, request: Request) -> Response:
-        """The metrics."""
-        return Response(self.metrics.text(self.loop, self.intake.num_bytes), media_type=METRICS_CONTENT_TYPE)
+        """The metrics in Prometheus' format."""
+        return Response(self.metrics.text(self.async_engine, self.bodies.num_bytes), media_type=METRICS_CONTENT_TYPE)
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or of a dialogue."""
         return JSONResponse(
-            await self.intake.work(
+            await self.bodies.work(
                 request, lambda body: tokenize_response(parse_body(TokenizeRequest, body), self.served)
             )
         )
@@ -182,7 +182,7 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         return JSONResponse(
-            await self.intake.work(
+            await self.bodies.work(
                 request, lambda body: detokenize_response(parse_body(DetokenizeRequest, body), self.served)
             )
         )
@@ -197,13 +197,13 @@ class Api:
         def prepare(body: bytearray) -> tuple[CompletionRequest, list[EngineRequest]]:
             asked = parse_body(CompletionRequest, body)
             check_model(asked.model, self.served)
-            self.loop.check_room(asked.n * len(asked.prompt))
+            self.async_engine.check_room(asked.n * len(asked.prompt))
             requests = engine_requests(asked, completion_prompts(asked, self.served), self.served, name)
             check_scored_length(asked, requests)
-            # Texts that are no part of the answer are not held while tokens are sampled.
+            # Drop texts that the answer does not need, to free their memory while tokens are sampled.
             return asked if asked.echo else asked.model_copy(update={"prompt": []}), requests
 
-        asked, requests = await self.intake.work(request, prepare)
+        asked, requests = await self.bodies.work(request, prepare)
         answer = CompletionResponse(name, asked, requests, self.served.tokenizer)
         if asked.echo:
             answer.echoes = await unless_disconnected(request, self._echoes(asked, requests))
@@ -215,7 +215,7 @@ class Api:
         return await self._answer(request, requests, answer)
 
     async def _echoes(self, asked: CompletionRequest, requests: list[EngineRequest]) -> list[EchoedPrompt]:
-        """The prompts, with their log-probs where they are wanted."""
+        """The prompts, with their log-probs if asked for."""
         found = []
         for prompt, one in zip(asked.prompt, requests[:: asked.n], strict=True):
             tokens = list(one.tokens)
@@ -229,7 +229,7 @@ class Api:
     async def _score(
         self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
     ) -> TokenScores:
-        scores = await self.loop.call(lambda: self.scorer.score(tokens, first, num_top, options))
+        scores = await self.async_engine.call(lambda: self.scorer.score(tokens, first, num_top, options))
         if not all(map(math.isfinite, scores.logp)) and options is None:
             raise nan_error()
         return scores
@@ -237,7 +237,7 @@ class Api:
     async def _complete(
         self, delta: ChoiceDelta, asked: CompletionRequest | ChatRequest, request: EngineRequest
     ) -> ChoiceDelta:
-        """A choice with the alternatives to its tokens, if it has ended and they are wanted."""
+        """Add the top log-probs to a choice that has ended, if asked for."""
         num_top = num_alternatives(asked)
         if delta.finish is None or num_top <= (1 if draws_likeliest(asked) else 0):
             return delta
@@ -252,13 +252,13 @@ class Api:
         def prepare(body: bytearray) -> tuple[ChatRequest, list[EngineRequest], bool]:
             asked = parse_body(ChatRequest, body)
             check_model(asked.model, self.served)
-            self.loop.check_room(asked.n)
+            self.async_engine.check_room(asked.n)
             requests = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
             check_scored_length(asked, requests)
             light = asked.model_copy(update={"messages": [], "tools": [], "chat_template_kwargs": {}})
             return light, requests, bool(offered_tools(asked))
 
-        asked, requests, with_calls = await self.intake.work(request, prepare)
+        asked, requests, with_calls = await self.bodies.work(request, prepare)
         answer = ChatResponse(name, asked, requests, self.served.tokenizer)
         return await self._answer(request, requests, answer, with_calls)
 
@@ -267,8 +267,8 @@ class Api:
     ) -> Response:
         asked = answer.asked
         has_logprobs = asked.logprobs if isinstance(asked, ChatRequest) else asked.logprobs is not None
-        # The engine returns log-probs with the completion, so a stream with log-probs has each choice in one chunk.
-        generation = self.loop.submit(requests, wants_tokens=asked.stream and not has_logprobs)
+        # Log-probs come with the completion, so a stream with log-probs has each choice in one chunk.
+        generation = self.async_engine.submit(requests, wants_tokens=asked.stream and not has_logprobs)
         self.metrics.prompt_tokens += answer.num_prompt_tokens
         choices = Choices(requests, self.served.tokenizer, with_calls)
 
@@ -283,7 +283,7 @@ class Api:
         try:
             if not asked.stream:
                 return await unless_disconnected(request, whole_response(events, choices, deltas, answer))
-            # The first events before the headers: what the engine refuses has a status of its own.
+            # Await the first events before the headers: a request that the engine refuses needs an error status.
             first = await unless_disconnected(request, anext(events))
             return EventStream(generation, sse_chunks(first, events, choices, deltas, answer))
         except UserError as error:
@@ -294,7 +294,7 @@ class Api:
 
 
 async def unless_disconnected(request: Request, wanted: Awaitable[T]) -> T:
-    """What is awaited, unless the client leaves before."""
+    """Await something; raise `ClientDisconnect` if the client disconnects first."""
 
     async def work() -> T:
         return await wanted
@@ -320,9 +320,9 @@ MakeDeltas = Callable[[list[EngineEvent]], Awaitable[list[ChoiceDelta]]]
 async def whole_response(
     events: AsyncIterator[list[EngineEvent]], choices: Choices, deltas: MakeDeltas, answer: ApiResponse
 ) -> Response:
-    """The answer in one piece."""
+    """The whole answer as one JSON response."""
     found = [delta async for batch in events for delta in await deltas(batch)]
-    # In a thread: the names of tokens with log-probs take a decoding each.
+    # In a thread: each token with log-probs is decoded for its name.
     return JSONResponse(await asyncio.to_thread(answer.whole, found, choices.num_tokens))
 
 
@@ -333,11 +333,11 @@ async def sse_chunks(
     deltas: MakeDeltas,
     answer: ApiResponse,
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events; a failure after the first can only be one of them."""
+    """The answer as server-sent events. A failure after the first event is sent as an event."""
     try:
         yield "".join([sse_event(answer.chunk(delta)) for delta in await deltas(first)])
         async for batch in events:
-            # One write for all that came meanwhile: writing costs more than anything else here.
+            # One write for the whole batch: writes are the largest cost here.
             if text := "".join([sse_event(answer.chunk(delta)) for delta in await deltas(batch)]):
                 yield text
         yield sse_event(answer.last_chunk(choices.num_tokens)) + SSE_DONE
@@ -348,14 +348,14 @@ async def sse_chunks(
 
 
 def sse_event(value: dict[str, Any] | None) -> str:
-    """A server-sent event; nothing where there is nothing to say."""
+    """A server-sent event; an empty text for None."""
     if value is None:
         return ""
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'), allow_nan=False)}\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A stream that stops its generation however it ends, also when the client leaves in the middle."""
+    """A stream that cancels its generation however it ends, also if the client disconnects."""
 
     def __init__(self, generation: Generation, content: AsyncIterator[str]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -369,13 +369,13 @@ class EventStream(StreamingResponse):
 
 
 def make_app(api: Api) -> Starlette:
-    """The application; its lifetime is that of the engine's thread."""
+    """Make the application. The engine's thread starts and stops with it."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        api.loop.start()
+        api.async_engine.start()
         yield
-        await asyncio.to_thread(api.loop.stop)
+        await asyncio.to_thread(api.async_engine.stop)
 
     return Starlette(
         routes=[
@@ -413,10 +413,10 @@ async def _routing_error(request: Request, error: Exception) -> Response:
 
 
 async def _client_closed(request: Request, error: Exception) -> Response:
-    """The client has disconnected: only the log shows this status."""
+    """The client has disconnected; only the log shows this status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """A fault of the server: the client gets a plain 500, and uvicorn logs the traceback."""
+    """An error of the server: the client gets a plain 500, and uvicorn logs the traceback."""
     return await _error_response(request, internal_error())

@@ -1,8 +1,8 @@
-"""The thread that owns the engine, and what the event loop holds of it.
+"""An engine in a thread of its own, with an asynchronous interface for the event loop.
 
-The engine is touched by one thread only. Requests and cancellations reach it through an inbox, which it reads whenever it is
-outside `Engine.stream`; putting something in interrupts the stream, so that it is read within a step. Tokens and completions
-travel the other way through an outbox that the event loop empties; one wake-up serves everything that came meanwhile.
+Only that thread uses the engine. Requests and cancellations go to an inbox, which the thread reads whenever it is outside of
+`Engine.stream`; a new entry interrupts the stream, so it is read within one step. Tokens and completions go to an outbox that the
+event loop empties; one wake-up delivers all entries that have come until then.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ MAX_STEP_S = 30
 
 
 class EngineFailure(RuntimeError):
-    """The engine broke down; what it raised is the cause."""
+    """The engine raised an unexpected error, which is the cause."""
 
 
 @dataclass(frozen=True)
 class EngineEvent:
-    """Something happened to one request: a token was drawn, or it ended."""
+    """A token of a request, or its completion."""
 
     index: int
-    """Which of the generation's requests."""
-    what: int | Completion
+    """Index of the request in its generation."""
+    payload: int | Completion
 
 
 class Generation:
-    """Requests submitted together, as the event loop sees them."""
+    """Requests that were submitted together, on the side of the event loop."""
 
-    def __init__(self, loop: AsyncEngine, requests: Sequence[Request], wants_tokens: bool) -> None:
+    def __init__(self, owner: AsyncEngine, requests: Sequence[Request], wants_tokens: bool) -> None:
         self.requests, self.wants_tokens = requests, wants_tokens
         self.num_unfinished = len(requests)
-        self._loop = loop
+        self._owner = owner
         self._is_cancelled = False
         self._events: asyncio.Queue[EngineEvent | Exception] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[list[EngineEvent]]:
-        """Yield the events until the last request has ended. A batch has all events since the one before, so a slow reader gets
-        larger batches. Raises what the engine raised."""
+        """Yield batches of events until the last request has ended; raise what the engine raised.
+
+        A batch has all events since the last one, so a slow reader gets larger batches.
+        """
         num_left = len(self.requests)
         while num_left:
             batch = [self._take(await self._events.get())]
             while not self._events.empty():
                 batch.append(self._take(self._events.get_nowait()))
-            num_left -= sum(isinstance(event.what, Completion) for event in batch)
+            num_left -= sum(isinstance(event.payload, Completion) for event in batch)
             yield batch
 
     @staticmethod
@@ -67,34 +69,35 @@ class Generation:
         return event
 
     def cancel(self) -> None:
-        """Stop what is still running; nothing happens when nothing is, or when it was said before."""
+        """Abort the unfinished requests. Further calls do nothing."""
         if self.num_unfinished and not self._is_cancelled:
             self._is_cancelled = True
-            self._loop.abort(self)
+            self._owner.abort(self)
 
-    def hear(self, event: EngineEvent | Exception) -> None:
-        """Called by the loop, in order."""
+    def put(self, event: EngineEvent | Exception) -> None:
+        """Add an event or an error; called on the event loop."""
         self._events.put_nowait(event)
 
 
 class AsyncEngine:
     """Runs an engine in a thread of its own, from `start` to `stop`.
 
-    `max_unfinished` bounds the requests that run or wait; past it `submit` refuses with 429. An engine that raises anything
-    but a `UserError` is used no more, since its state is unknown: all open generations get the error, and `on_failure` is called.
+    `max_unfinished` bounds the running and waiting requests; above it `submit` raises an error with status 429. An engine that raises
+    anything but a `UserError` is not used again, since its state is unknown: all open generations get the error, and `on_failure`
+    is called.
     """
 
     def __init__(self, make_engine: Callable[[Listener], Engine], max_unfinished: int) -> None:
-        self.engine = make_engine(self._hear)
+        self.engine = make_engine(self._on_token)
         self.max_unfinished = max_unfinished
         self.num_unfinished = 0
-        self.num_tokens = 0  # of all completions that ended
+        self.num_tokens = 0  # of all ended completions
         self.finishes: Counter[str] = Counter()
         self.failure: EngineFailure | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self._open: set[Generation] = set()  # of the event loop
-        self._calls: set[asyncio.Future[Any]] = set()  # of the event loop
-        self._running: dict[str, tuple[Generation, int]] = {}  # of the thread, by the request's id
+        self._open: set[Generation] = set()  # used on the event loop
+        self._calls: set[asyncio.Future[Any]] = set()  # used on the event loop
+        self._running: dict[str, tuple[Generation, int]] = {}  # used on the thread, by request id
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox: deque[tuple[Generation, EngineEvent | Exception] | EngineFailure] = deque()
         self._is_woken = False
@@ -106,22 +109,22 @@ class AsyncEngine:
     # --- on the event loop -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread; events go to the event loop that runs now."""
+        """Start the thread. Events go to the running event loop."""
         self._event_loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Refuse new requests, and end all open generations with the error that the server shuts down."""
+        """Refuse new requests, and end all open generations with a shutdown error."""
         self._is_closed = True
         for generation in list(self._open):
-            generation.hear(_shutting_down())
+            generation.put(_shutting_down())
             generation.cancel()
         self._end_calls(_shutting_down())
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the engine's queue."""
+        """Requests in the engine's waiting queue."""
         queue: Sized = getattr(self.engine, "waiting", ())  # engines without a queue start every request at once
         return min(len(queue), self.num_unfinished)
 
@@ -131,14 +134,14 @@ class AsyncEngine:
         return self.num_unfinished - self.num_waiting
 
     def stop(self) -> None:
-        """Drop what is unfinished and end the thread after the step it is in. A step that takes too long is left behind."""
+        """Drop unfinished requests and end the thread after its present step, waiting at most `MAX_STEP_S`."""
         if self._thread is not None:
             self._send(self._stop)
             self._thread.join(MAX_STEP_S)
             self._thread = None
 
     def check_room(self, num: int) -> None:
-        """Raise if so many more requests cannot be taken, now or ever."""
+        """Raise if `num` more requests cannot be accepted, now or ever."""
         self.check_open()
         if num > self.max_unfinished:
             message = f"{num} completions are asked for at once; the server holds at most {self.max_unfinished}"
@@ -148,14 +151,14 @@ class AsyncEngine:
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
     def check_open(self) -> None:
-        """Raise if nothing more is taken."""
+        """Raise if no more requests are accepted."""
         if self.failure is not None:
             raise ApiError(503, "the engine has failed, and the server is going down", code="engine_failed")
         if self._is_closed:
             raise _shutting_down()
 
     def submit(self, requests: Sequence[Request], wants_tokens: bool) -> Generation:
-        """Hand requests over; `wants_tokens` asks for an event for every token, and not only at the end."""
+        """Submit requests. With `wants_tokens` there is an event for every token, not only for completions."""
         self.check_room(len(requests))
         generation = Generation(self, requests, wants_tokens)
         self.num_unfinished += len(requests)
@@ -164,16 +167,16 @@ class AsyncEngine:
         return generation
 
     async def call(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, called on the engine's thread between two steps: it may use the engine's model.
+        """Run `work` on the engine's thread between two steps, so that it may use the engine's model; return its result.
 
-        Calls take room from requests, but are not refused for lack of it: each belongs to a request that was taken.
+        Calls count as unfinished requests, but are never refused: each belongs to a request that was accepted.
         """
         self.check_open()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def tell(result: T | None, error: Exception | None) -> None:
-            if future.done():  # the client has left, or the server ends
+            if future.done():  # the client disconnected, or the server shuts down
                 return
             if error is None:
                 future.set_result(result)  # type: ignore[arg-type]
@@ -186,7 +189,7 @@ class AsyncEngine:
             result, error = None, None
             try:
                 result = work()
-            except Exception as raised:  # noqa: BLE001 (the caller has it; the engine was not touched)
+            except Exception as raised:  # noqa: BLE001 (raised by the caller; the engine was not used)
                 error = raised
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(tell, result, error)
@@ -204,7 +207,7 @@ class AsyncEngine:
                 future.set_exception(error)
 
     def abort(self, generation: Generation) -> None:
-        """Stop what is left of a generation."""
+        """Abort the unfinished requests of a generation."""
         self._send(lambda: self._abort(generation))
 
     def _send(self, action: Callable[[], None]) -> None:
@@ -212,30 +215,30 @@ class AsyncEngine:
         self.engine.interrupt()  # after the put, so that the engine's thread finds the action when `stream` returns
 
     def _deliver(self) -> None:
-        self._is_woken = False  # before emptying: what comes from here on wakes again
+        self._is_woken = False  # before emptying: later entries wake the loop again
         while self._outbox:
             item = self._outbox.popleft()
             if isinstance(item, EngineFailure):
                 for generation in list(self._open):
-                    self._tell(generation, item)
+                    self._dispatch(generation, item)
                 self._end_calls(item)
                 self.on_failure()
             else:
-                self._tell(*item)
+                self._dispatch(*item)
 
-    def _tell(self, generation: Generation, event: EngineEvent | Exception) -> None:
+    def _dispatch(self, generation: Generation, event: EngineEvent | Exception) -> None:
         ended = 0
         if isinstance(event, Exception):
             ended = generation.num_unfinished
-        elif isinstance(event.what, Completion):
+        elif isinstance(event.payload, Completion):
             ended = 1
-            self.num_tokens += len(event.what.tokens)
-            self.finishes[event.what.finish] += 1
+            self.num_tokens += len(event.payload.tokens)
+            self.finishes[event.payload.finish] += 1
         generation.num_unfinished -= ended
         self.num_unfinished -= ended
         if not generation.num_unfinished:
             self._open.discard(generation)
-        generation.hear(event)
+        generation.put(event)
 
     # --- on the thread ---------------------------------------------------------------------------------------------------
 
@@ -246,13 +249,13 @@ class AsyncEngine:
                 for completion in self.engine.stream():
                     self._end(completion)
                 self._read_inbox()
-        except Exception as error:  # noqa: BLE001 (all open generations get it, and the server ends with it)
+        except Exception as error:  # noqa: BLE001 (all open generations get it, and the server ends)
             self.failure = EngineFailure(f"the engine failed: {type(error).__name__}: {error}")
             self.failure.__cause__ = error
             self._post(self.failure)
 
     def _read_inbox(self) -> None:
-        """Do what was asked for; where nothing runs, wait until something is."""
+        """Run the actions in the inbox; wait for one if no request runs."""
         while not self._is_stopping:
             try:
                 action = self._inbox.get(block=not self._running)
@@ -268,18 +271,18 @@ class AsyncEngine:
     def _submit(self, generation: Generation) -> None:
         try:
             self.engine.submit(generation.requests)
-        except UserError as error:  # one of them can never run, and none was taken
+        except UserError as error:  # one of them can never run; none was accepted
             self._post((generation, error))
             return
         self._running.update({request.id: (generation, i) for i, request in enumerate(generation.requests)})
 
     def _abort(self, generation: Generation) -> None:
         ids = [request.id for request in generation.requests if request.id in self._running]
-        # What does not come back could not be stopped, and ends by itself.
+        # A request that is not returned could not be aborted, and ends by itself.
         for completion in self.engine.abort(ids, keep=True) if ids else []:
             self._end(completion)
 
-    def _hear(self, request_id: str, token: int) -> None:
+    def _on_token(self, request_id: str, token: int) -> None:
         generation, index = self._running[request_id]
         if generation.wants_tokens:
             self._post((generation, EngineEvent(index, token)))
@@ -293,7 +296,7 @@ class AsyncEngine:
         if not self._is_woken:
             self._is_woken = True
             assert self._event_loop is not None
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, and all requests with it
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and all requests have ended
                 self._event_loop.call_soon_threadsafe(self._deliver)
 
 

@@ -1,8 +1,8 @@
-"""Connections: how long a client may take to send a request, and how many connections there may be.
+"""Connection limits, API key and access log.
 
-uvicorn waits without end for the headers and the body of a request, and for as many clients as there are file descriptors: a thousand
-silent sockets would keep all others out, before any key is asked for. Here a connection that does not send its request in time is closed.
-When there are too many connections, the one that has been idle longest is closed for the new one.
+uvicorn waits without limit for the headers and the body of a request, and accepts connections up to the number of file
+descriptors. A thousand silent sockets would lock out all other clients before a key is checked. Here a connection that does not
+send its request in time is closed. With too many connections, the one that has been idle longest is closed for the new one.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from burnish.serve.openai_schema import ApiError
 
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 128
-"""Files left for everything but connections, and for new connections that are accepted and not counted yet."""
+"""File descriptors reserved for other files, and for accepted connections that are not counted yet."""
 MIN_CONNECTIONS = 16
 ACCEPTED_AT_ONCE = 16
-"""New connections that one turn of the event loop accepts. Closing one for another takes several turns, in which both have a file open."""
+"""Connections accepted in one turn of the event loop. Closing one for another takes several turns, in which both are open."""
+MAX_NOTE = 300
+HEALTH = "/health"
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """The time limits of a request and the number of connections of a server."""
+    """Time limits of a request, and the number of connections."""
 
     headers_s: float = 20.0
-    """From the connection, or the first byte of a further request, to the end of its headers."""
+    """From the connection, or from the first byte of a further request, to the end of the headers."""
     body_s: float = 120.0
-    """From there to the end of its body."""
+    """From the end of the headers to the end of the body."""
     most: int = MAX_CONNECTIONS
-    """Connections at once."""
+    """Most connections at the same time."""
 
 
 def process_limits() -> ConnectionLimits:
-    """The limits with as many connections as the process may open files."""
+    """The limits with a number of connections that the process's file limit allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = (
         MAX_CONNECTIONS
@@ -86,20 +88,20 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of this connection is being answered."""
+        """Whether no request of the connection is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Start the timer of what the client has to send next, unless it runs already."""
+        """Start the timer for what the client must send next, unless it runs already."""
         theirs = self.conn.their_state
         if self.transport.is_closing():
             self._set_phase(None)
         elif theirs is h11.SEND_BODY:
             self._set_phase(("body", self.cycle))
         elif theirs is h11.IDLE and (self.conn.trailing_data[0] or self.timeout_keep_alive_task is None):
-            # uvicorn has no keep-alive timer for a new connection, nor where the rest of a body came after its answer.
+            # uvicorn has no keep-alive timer for a new connection, or if the rest of a body comes after the answer.
             self._set_phase(("headers", self.cycle))
-        else:  # a complete request, or a connection kept alive, which uvicorn closes after its own time
+        else:  # a complete request, or a kept-alive connection, which uvicorn closes by its own timer
             self._set_phase(None)
 
     def _set_phase(self, phase: tuple[str, object] | None) -> None:
@@ -122,7 +124,7 @@ class LimitedProtocol(H11Protocol):
             self._close("503 Service Unavailable")
 
     def _close(self, status: str) -> None:
-        """End the connection. The client gets the status unless an answer has begun."""
+        """Close the connection. The client gets the status unless an answer has started."""
         if not self.transport.is_closing():
             if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
                 head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
@@ -133,25 +135,22 @@ class LimitedProtocol(H11Protocol):
 
 
 def limited_protocol(limits: ConnectionLimits) -> type[LimitedProtocol]:
-    """The protocol with other limits."""
+    """The protocol class with these limits."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits})
 
 
-# --- Around every request: the API key before it, or where it was sent to; a line in the log after it.
-
-MAX_NOTE = 300
-HEALTH = "/health"
+# --- API key and access log ----------------------------------------------------------------------------------------------
 
 
 class AccessMiddleware:
-    """An application behind a key, with a log."""
+    """ASGI middleware that checks the API key, or the Host header without one, and logs every request."""
 
     def __init__(
         self, app: ASGIApp, api_key: str | None, log: Callable[[str], None], count: Callable[[str, int, bool], None]
     ) -> None:
         self.app, self.api_key, self.log = app, api_key, log
         self.count = count
-        """Called with the path and status of every answer, and whether its client left before the end."""
+        """Called with the path and status of every answer, and whether its client disconnected before the end."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -172,7 +171,7 @@ class AccessMiddleware:
         async def watched_receive() -> Message:
             nonlocal has_left
             message = await receive()
-            # After the answer a server says the same of a client that stays.
+            # After the answer a disconnect is also reported for a client that stays connected.
             has_left |= message["type"] == "http.disconnect" and not is_complete
             return message
 
@@ -196,21 +195,21 @@ class AccessMiddleware:
                 code="ambiguous_length",
                 headers={"Connection": "close"},
             )
-        if scope["path"] == HEALTH:  # for probes, which have no key; the answer shows only whether the server serves
+        if scope["path"] == HEALTH:  # for probes, which have no key; the answer tells only whether the server is up
             return None
         if self.api_key is None:
             here, asked = (scope.get("server") or ("", 0))[0], _host_name(headers.get("host", ""))
             if not _is_this_machine(here) or _is_this_machine(asked):
                 return None
-            # A page whose name was made to mean this machine may read what is sent back to it.
+            # DNS rebinding: a web page under a name that resolves to this machine could read the answers.
             return ApiError(
                 403,
-                f"this server is for its own machine and asks for no key: it answers to localhost, not to {asked!r}; start it with "
+                f"this server has no API key and answers only to localhost, not to {asked!r}; start it with "
                 "--api-key to reach it by another name",
                 code="unknown_host",
             )
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        # In constant time, so that a wrong key tells nothing about the right one.
+        # In constant time, so that timing reveals nothing about the key.
         if hmac.compare_digest(given.strip().encode(), self.api_key.encode()) and scheme.lower() == "bearer":
             return None
         return ApiError(
@@ -231,17 +230,17 @@ class AccessMiddleware:
             "client left" if has_left else "",
             note,
         ]
-        # What a client sent may be in it: one line stays one line, and moves no cursor.
+        # The text may contain what a client sent: replace control characters, so that it stays one line.
         self.log("".join(c if c.isprintable() else "?" for c in "  ".join(part for part in parts if part)))
 
 
 def _host_name(header: str) -> str:
-    """The name in a Host header, without its port."""
+    """The name in a Host header, without the port."""
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether a name can mean nothing but the machine it is used on."""
+    """Whether a name always resolves to the local machine."""
     name = host.lower().rstrip(".")
     return (
         name in ("localhost", "::1")

@@ -1,4 +1,4 @@
-"""Runs the application until a signal says stop: one line when it is ready, one a request, and a tidy end."""
+"""The uvicorn server: it logs a line when it is ready and one for each request, and shuts down gracefully on a signal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from burnish.serve.connections import (
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
-"""Connections that the kernel holds until they are accepted."""
+"""Connections that the kernel queues until they are accepted."""
 SLOW_CLIENT_TIMEOUT_S = 5
-"""How long a client may take to read the end of its answer when the server stops."""
+"""Time for slow clients to read the end of their answers at shutdown."""
 
 
 class ApiServer(uvicorn.Server):
-    """A server that says when it is ready, gives requests some time when it is stopped, and ends when the engine fails."""
+    """A uvicorn server that logs when it is ready, gives running requests `grace_s` at shutdown, and ends if the engine fails."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class ApiServer(uvicorn.Server):
             )
         )
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        api.loop.on_failure = self.stop
+        api.async_engine.on_failure = self.stop
 
     def stop(self) -> None:
-        """Take no more requests, let those that run finish, then end."""
+        """Accept no more requests, let running ones finish, then end."""
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops the server, another one ends the time it gives."""
+        """The first signal stops the server; a second one ends the grace period."""
         if self.should_exit and self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self.api.loop.close)
+            self._event_loop.call_soon_threadsafe(self.api.async_engine.close)
         else:
             super().handle_exit(sig, frame)
 
@@ -72,14 +72,14 @@ class ApiServer(uvicorn.Server):
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
         for bound in sockets or []:
-            bound.listen(BACKLOG)  # asyncio has one number for this and for the connections that it accepts at once
+            bound.listen(BACKLOG)  # asyncio uses one number for the backlog and for connections accepted in one turn
         if self.started:
             self.log(self.ready)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.server_state.tasks:
-            self.log(f"stopping: requests that run have {self.grace_s} s to finish (Ctrl-C: at once)")
-        timer = asyncio.get_running_loop().call_later(self.grace_s, self.api.loop.close)
+            self.log(f"stopping: running requests have {self.grace_s} s to finish (Ctrl-C: at once)")
+        timer = asyncio.get_running_loop().call_later(self.grace_s, self.api.async_engine.close)
         try:
             await super().shutdown(sockets)
         finally:
@@ -87,7 +87,7 @@ class ApiServer(uvicorn.Server):
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, before anything is loaded for it; port 0 takes a free one."""
+    """Bind a socket before the model is loaded. Port 0 takes a free one."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -105,13 +105,13 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def server_url(bound: socket.socket) -> str:
-    """Where clients reach a bound socket."""
+    """The URL at which clients reach a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def is_loopback(bound: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach the socket."""
     host = bound.getsockname()[0]
     return host == "::1" or host.startswith("127.")
 
@@ -119,22 +119,22 @@ def is_loopback(bound: socket.socket) -> bool:
 def run_server(
     api: Api, bound: socket.socket, *, api_key: str | None, grace_s: int, log: Callable[[str], None], note: str
 ) -> None:
-    """Serve until SIGINT or SIGTERM (a second one ends it at once); raises what the engine failed with."""
+    """Serve until SIGINT or SIGTERM (a second one ends it at once); raise if the engine failed."""
     ready = f"serving {api.served.name} at {server_url(bound)} ({note})"
     server = ApiServer(api, api_key, grace_s, log, ready)
 
     def handle(number: int, frame: FrameType | None) -> None:
         server.stop()
 
-    # uvicorn raises a signal again after it has stopped. This handler keeps Ctrl-C from ending with a traceback.
+    # uvicorn raises the signal again after it has stopped. This handler prevents a traceback on Ctrl-C.
     previous: dict[int, Any] = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         server.run([bound])
     finally:
-        api.loop.stop()
+        api.async_engine.stop()
         bound.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if api.loop.failure is not None:
-        raise api.loop.failure
+    if api.async_engine.failure is not None:
+        raise api.async_engine.failure
     log("stopped")

@@ -1,11 +1,11 @@
-"""What a client may ask for: the fields of OpenAI's two APIs that the engine can honour, checked one by one.
+"""Request schemas of OpenAI's two APIs, as far as the engine supports them, and errors in OpenAI's format.
 
-An unknown field is refused; the error names the nearest known one. A field OpenAI has and the engine cannot do is refused unless its value
-changes nothing (`NEUTRAL`); those that never touch the tokens (`IGNORED`) are let through. `null` is the same as leaving out.
-Beyond OpenAI's: `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
+An unknown field is refused with the nearest known name. A field of OpenAI that the engine does not support is refused unless its
+value has no effect (`NEUTRAL_VALUES`); fields that never change tokens are ignored (`IGNORED_FIELDS`). `null` means the field is left
+out. Beyond OpenAI's there are `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
 
-A body may hold millions of wrong values, and pydantic makes an object of several hundred bytes for each of them. So every list stops at its
-first wrong item (`FailFast`), and every list and object has a bound that is checked before its items are.
+A body may hold millions of wrong values, and pydantic makes an error object of several hundred bytes for each. Every list therefore
+stops at its first wrong item (`FailFast`), and the length of every list and object is checked before its items.
 """
 
 from __future__ import annotations
@@ -29,74 +29,26 @@ from typing_extensions import TypeAliasType
 from burnish.config.errors import did_you_mean
 from burnish.core.engine import MIN_TEMPERATURE
 
-# --- What a client is told when a request cannot be answered, in OpenAI's shape:
-#
-# {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
-
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 MAX_ERROR_TEXT = 600
-
-
-class ApiError(Exception):
-    """A refusal with its HTTP status; `param` names the field it is about, `code` says why in one word."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, headers
-        # What a client sent may be in them, and may be of any length.
-        self.message, self.param = message[:MAX_ERROR_TEXT], param if param is None else param[:MAX_ERROR_TEXT]
-
-    def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
-        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def bad_value(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """A field whose value cannot be used."""
-    return ApiError(400, f"{param}: {message}", param=param, code=code)
-
-
-def nan_error() -> ApiError:
-    """For a model whose arithmetic broke: an answer drawn from it would mean nothing."""
-    return ApiError(
-        500, "the model computed log-probs that are not numbers; serve it with a wider --dtype", code="not_a_number"
-    )
-
-
-def internal_error() -> ApiError:
-    """The error for a fault of the server: the log has its cause, the client gets no details."""
-    # uvicorn closes the connection after a failure; the header keeps clients from sending another request on it.
-    close = {"Connection": "close"}
-    return ApiError(500, "the server failed on this request; its log says why", code="internal_error", headers=close)
-
-
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
-"""Characters: for each new token as many of the last ones are looked at."""
+"""Most characters of a stop string: so many are compared for each new token."""
 MAX_N = 128
 INT64_LIMIT = 2**63
 MAX_NAME = 200
-"""Longest name that is looked at."""
+"""Most characters of a name."""
 MAX_FIELDS = 64
-"""Fields of one object."""
+"""Most fields of one object."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 16384
-"""Text parts of all messages together."""
+"""Most text parts of all messages together."""
 MAX_TOOLS = 512
 """The most tools of a request, and the most tool calls of one message."""
 MAX_TOKENS = 2**20
 """The most tokens of one `/detokenize` request."""
 MAX_LOGIT_BIASES = 4096
-"""Keys of `logit_bias` that are looked at; the engine's own bound is lower and has its own message."""
+"""Most keys of `logit_bias` that are parsed. The engine's bound is lower and has its own message."""
 
 IGNORED_FIELDS = frozenset(
     {
@@ -122,18 +74,63 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""What OpenAI's APIs have and the engine cannot do, with the values that ask for nothing."""
+"""Fields of OpenAI that the engine does not support, with their values without effect."""
 UNSUPPORTED_REASONS = {
     "frequency_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
     "presence_penalty": "the engine draws each token from the model's distribution and does not count those drawn before",
     "response_format": "the engine does not constrain tokens to a grammar, so JSON could not be promised; ask for it in the prompt",
     "best_of": "the engine does not rank completions; ask for n of them with logprobs",
 }
-"""Why, where it is not plain from the name."""
+"""Reasons, if the name does not tell."""
+
+
+class ApiError(Exception):
+    """An error response: {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}, with an HTTP status.
+
+    `param` names the field, `code` is the reason in one word.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, headers
+        # They may contain text of the client, of any length.
+        self.message, self.param = message[:MAX_ERROR_TEXT], param if param is None else param[:MAX_ERROR_TEXT]
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the response."""
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_value(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """The error for a field with an invalid value."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def nan_error() -> ApiError:
+    """The error for a model with NaN log-probs, whose samples mean nothing."""
+    return ApiError(
+        500, "the model computed log-probs that are not numbers; serve it with a wider --dtype", code="not_a_number"
+    )
+
+
+def internal_error() -> ApiError:
+    """The error for a failure of the server. The log has its cause; the client gets no details."""
+    # uvicorn closes the connection after a failure. The header keeps clients from reusing it.
+    close = {"Connection": "close"}
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error", headers=close)
 
 
 class StrictFields(BaseModel):
-    """Strict: `"1"` is no number, and an unknown field is an error."""
+    """Base of the schemas. It is strict: `"1"` is no number, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -147,7 +144,7 @@ class StrictFields(BaseModel):
 
 
 def _at_most(limit: int, what: str) -> Callable[[Any], Any]:
-    """A check of a list's or an object's length, before any of its items is looked at."""
+    """A validator of the length of a list or object, before its items are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -167,7 +164,7 @@ class StreamOptions(StrictFields):
 
 
 class SamplingFields(StrictFields):
-    """What both APIs share."""
+    """Fields of both APIs."""
 
     model: str = Field(max_length=MAX_NAME)
     n: int = Field(1, ge=1, le=MAX_N)
@@ -209,7 +206,7 @@ class SamplingFields(StrictFields):
 
 
 def _as_prompts(value: Any) -> Any:
-    """A text, several, the token ids of one prompt, or of several: always several."""
+    """Prompts as a list: from a text, several texts, the token ids of one prompt, or of several."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value and not isinstance(value[0], str | list):
@@ -259,7 +256,7 @@ def _as_parts(value: Any) -> Any:
 
 
 MessageContent = TypeAliasType("MessageContent", Annotated[list[TextPart], FailFast(), BeforeValidator(_as_parts)])
-# By a name of its own, since a union hashes its members and pydantic's FailFast cannot be hashed.
+# A named type, since a union hashes its members and pydantic's FailFast cannot be hashed.
 
 
 class FunctionCall(StrictFields):
@@ -298,7 +295,7 @@ class Message(StrictFields):
 
     @property
     def text(self) -> str:
-        """The content as one text; empty where there is none."""
+        """The content as one text; empty without content."""
         return "".join(part.text for part in self.content or [])
 
 
@@ -315,7 +312,7 @@ class Tool(StrictFields):
 
 
 def _bounded_messages(value: Any) -> Any:
-    """The messages, if there are not too many of them, nor of their parts."""
+    """Raise if there are too many messages or parts."""
     if not isinstance(value, list):
         return value
     _at_most(MAX_MESSAGES, "messages")(value)
@@ -376,7 +373,7 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, Detokeni
 
 
 def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
-    """The request in a body, or the `ApiError` that says what is wrong with it."""
+    """Parse the body of a request; raise an `ApiError` if it is invalid."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -395,7 +392,7 @@ def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
 
 
 def validate_fields(kind: type[Body], fields: dict[str, Any]) -> Body:
-    """The request that the fields make, or the `ApiError` that names the first one that is wrong."""
+    """Make a request from its fields; raise an `ApiError` that names the first invalid one."""
     unknown = next((name for name in fields if name not in kind.model_fields), None)
     if unknown is not None:
         message = f"unknown parameter: {unknown}{did_you_mean(unknown[:MAX_NAME], kind.model_fields)}"
@@ -409,7 +406,7 @@ def validate_fields(kind: type[Body], fields: dict[str, Any]) -> Body:
 
 
 def _neutral_best_of(fields: dict[str, Any]) -> tuple[Any, ...]:
-    """The value of `best_of` that asks for nothing: n itself, where it is a number."""
+    """The value of `best_of` without effect: n, if it is a number."""
     n = fields.get("n", 1)
     return (n,) if isinstance(n, int) else ()
 
@@ -420,12 +417,12 @@ def _unsupported(name: str, neutral: Sequence[Any]) -> str:
 
 
 def num_alternatives(request: CompletionRequest | ChatRequest) -> int:
-    """How many of the likeliest tokens are wanted beside each token."""
+    """Number of top log-probs that the request asks for at each token."""
     return request.top_logprobs if isinstance(request, ChatRequest) else request.logprobs or 0
 
 
 def draws_likeliest(request: CompletionRequest | ChatRequest) -> bool:
-    """Whether the token drawn is the likeliest under the log-probs in the answer. With a bias it may not be under `raw_logprobs`."""
+    """Whether the drawn token is the likeliest under the reported log-probs. With a bias and `raw_logprobs` it may not be."""
     return request.temperature == 0 and not (request.raw_logprobs and request.logit_bias)
 
 
@@ -435,7 +432,7 @@ def _check_logprobs(request: CompletionRequest | ChatRequest) -> None:
 
 
 def _validation_error(error: ErrorDetails) -> ApiError:
-    """Pydantic's first complaint in OpenAI's words."""
+    """The first error of pydantic as an `ApiError`."""
     path = error["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if error["type"] == "missing":
@@ -443,7 +440,7 @@ def _validation_error(error: ErrorDetails) -> ApiError:
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
     message = error["msg"].removeprefix("Value error, ")
-    if not param:  # of the whole body: our own checks name the field themselves
+    if not param:  # an error of the whole body: our own validators name the field in the message
         param, _, message = message.partition(": ")
     is_type = error["type"].endswith("_type")
     return bad_value(param, message, "invalid_type" if is_type else "invalid_value")

@@ -1,9 +1,9 @@
-"""Request bodies: read, parsed and tokenised within a bound of memory.
+"""Request bodies: read, parsed and tokenised within a memory bound.
 
-A body takes 25 times its bytes while it is parsed, and a text 300 times its bytes while it is tokenised. Large bodies are therefore worked on
-one at a time, in a thread, and their bytes together are bounded until they are prompts. Small bodies are always admitted: their number is
-bounded by that of the connections. Clients that send large bodies and stall would use up the bound, so a stalled body is refused when
-another large body needs its room.
+Parsing takes 25 times the bytes of a body, and tokenising 300 times the bytes of a text. Large bodies are therefore processed one
+at a time in a thread, and their total size is bounded until they are prompts. Small bodies are always admitted: the number of
+connections bounds them. Clients that send large bodies and stall would use up the bound, so a stalled body is refused when
+another large body needs its memory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from burnish.serve.openai_schema import ApiError
 
 T = TypeVar("T")
 LARGE_BODY = 2**18
-"""Bytes from which on a body is large."""
+"""Least bytes of a large body."""
 MAX_LARGE_BODIES = 4
 """The bound on the bytes of all large bodies, as a multiple of the largest body."""
 PROGRESS_BYTES = 2**16
 STALL_TIMEOUT_S = 2.0
-"""A large body is stalled if it has brought fewer than STEP bytes for longer than this. That is less than half the rate at which a body of 8 MiB
+"""A large body is stalled if it got fewer than PROGRESS_BYTES in this time. That is less than half the rate of a body of 8 MiB that
 meets the limit of 120 s."""
 RETRY_AFTER_S = 1
 CLOSE_HEADER = {"Connection": "close"}
-"""For a refusal before the end of the body: the rest of it is not read."""
+"""For an error before the end of the body, whose rest is not read."""
 
 
 @dataclass(eq=False)
 class _Body:
-    """A body that is being read or worked on."""
+    """A body that is being read or processed."""
 
     step_at: float
     """When the last STEP bytes were complete."""
@@ -45,7 +45,7 @@ class _Body:
     """The size of the body at that time."""
     data: bytearray = field(default_factory=bytearray)
     reading: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    """Ends the reading when the body is refused for another one."""
+    """Ends the reading if the body is refused for another one."""
     is_whole: bool = False
 
     @property
@@ -56,24 +56,24 @@ class _Body:
 
 @dataclass
 class BodyReader:
-    """The bodies of all requests until each has become prompts. Used on the event loop."""
+    """Reads the bodies of all requests. Used on the event loop."""
 
     max_body: int
     """Bytes of one body."""
     clock: Callable[[], float] = time.monotonic
     num_bytes: int = 0
-    """Bytes of the bodies, small and large, that are read or worked on now."""
+    """Bytes of all bodies that are being read or processed."""
     _large: set[_Body] = field(default_factory=set)
     _working: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Locked while a large body is worked on."""
+    """Locked while a large body is processed."""
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of all large bodies together."""
+        """Most bytes of all large bodies together."""
         return MAX_LARGE_BODIES * self.max_body
 
     async def work(self, request: Request, prepare: Callable[[bytearray], T]) -> T:
-        """What `prepare` makes of the body of a request, in a thread."""
+        """Read the body of a request and run `prepare` on it in a thread; return the result."""
         async with self._read(request) as data:
             if len(data) < LARGE_BODY:
                 return await asyncio.to_thread(prepare, data)
@@ -82,7 +82,7 @@ class BodyReader:
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body, if it is JSON and not larger than allowed; its bytes count until the block ends."""
+        """Read a JSON body within the limits. Its bytes count until the block ends."""
         _check_content_type(request)
         body = _Body(self.clock())
         try:
@@ -95,7 +95,7 @@ class BodyReader:
         try:
             async with body.reading:
                 async for part in request.stream():
-                    # The timeout takes effect in the next turn of the event loop; a part may come before.
+                    # The timeout takes effect in the next turn of the event loop, and a part may come before it.
                     if not body.is_refused:
                         self._add(body, part)
         except TimeoutError:
@@ -120,7 +120,7 @@ class BodyReader:
             self._make_room(body)
 
     def _make_room(self, body: _Body) -> None:
-        """Refuse the large body that is stalled longest; if none is stalled, or it is this one, refuse this one."""
+        """Refuse the body that has been stalled longest, or this one if no other is stalled."""
         slowest = min((one for one in self._large if not one.is_whole), key=lambda one: one.step_at)
         if slowest is body or self.clock() - slowest.step_at <= STALL_TIMEOUT_S:
             message = (
@@ -140,7 +140,7 @@ class BodyReader:
 
 def _too_slow() -> ApiError:
     message = (
-        f"the body came too slowly, and another large request needed its room: send bodies of {LARGE_BODY} bytes and more with at least "
+        f"the body came too slowly, and another large request needed the memory: send bodies of {LARGE_BODY} bytes and more with at least "
         f"{PROGRESS_BYTES} bytes in {STALL_TIMEOUT_S:g} s"
     )
     return ApiError(408, message, code="body_too_slow", headers=CLOSE_HEADER)
@@ -158,26 +158,26 @@ def _check_content_type(request: Request) -> None:
 # --- texts that cannot fit -----------------------------------------------------------------------------------------------
 
 TOKENS_PER_POSITION = 2
-"""A text is refused if a beginning of it has more than this many times as many tokens as there are positions."""
+"""A text is refused if a prefix has more tokens than this times the number of positions."""
 PREFIX_GROWTH = (2, 8)
-"""The least and the largest factor by which the next beginning is longer."""
+"""Least and largest growth factor of the next prefix."""
 MAX_NFC_RATIO = 4
 """The most characters that NFC composes into one."""
 
 
 @dataclass(frozen=True)
 class TextLimit:
-    """Finds texts that are certain to have more tokens than there are positions, without tokenising all of them.
+    """Finds texts that are certain to have more tokens than positions, without tokenising all of them.
 
-    The first test divides the length of the text by that of the longest token. The second one tokenises ever longer beginnings of
-    the text: what follows a beginning changes its tokens near the cut alone, so twice as many tokens as positions are too many.
+    The first test divides the length of the text by that of the longest token. The second one tokenises ever longer prefixes: the
+    rest of a text changes the tokens of a prefix only near its end, so twice as many tokens as positions are too many.
     """
 
     tokenizer: Tokenizer
     max_positions: int | None
 
     def check(self, text: str, param: str) -> None:
-        """Raise for a text that cannot fit; one that passes may still be too long by a little."""
+        """Raise for a text that cannot fit. A text that passes may still be slightly too long."""
         if self.max_positions is None:
             return
         least = self.least_tokens(text)
@@ -193,7 +193,7 @@ class TextLimit:
             size = int(size * max(least_growth, min(most_growth, 1.2 * limit / max(1, num))))
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least."""
+        """A lower bound of the number of tokens of a text."""
         if self._longest is None:
             return 0
         size = len(text.encode()) if self._longest.in_bytes else len(text)
@@ -216,20 +216,20 @@ class TextLimit:
 
 @dataclass(frozen=True)
 class LongestToken:
-    """How much of a text one token stands for at most."""
+    """The longest piece of text that one token can stand for."""
 
     size: int
     in_bytes: bool
-    """Whether the size is in bytes of UTF-8, else in characters."""
+    """Whether the size is in bytes of UTF-8; otherwise in characters."""
     is_composed: bool
-    """Whether the text is brought to NFC first, which makes it shorter."""
+    """Whether the text is normalised to NFC first, which can shorten it."""
 
 
 def longest_token(tokenizer: Tokenizer) -> LongestToken | None:
-    """The longest token of a tokenizer; None where a token may stand for any number of characters.
+    """The longest token of a tokenizer; None if a token may stand for any number of characters.
 
-    That is so where the tokenizer drops or joins characters: unknown ones, white space around a special token, what its
-    normaliser removes. Only the steps that are known not to do so are accepted.
+    This is the case if the tokenizer drops or joins characters: unknown ones, white space around a special token, or what its
+    normaliser removes. Only steps that are known not to do so are accepted.
     """
     pipeline = tokenizer.pipeline()
     if pipeline is None:
@@ -251,7 +251,7 @@ def longest_token(tokenizer: Tokenizer) -> LongestToken | None:
 
 
 def _has_all_bytes(model: dict[str, Any], in_bytes: bool) -> bool:
-    """Whether any text has tokens, so that no part of it is dropped or joined as unknown."""
+    """Whether every text can be tokenised without unknown tokens."""
     in_utf8 = set(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
     if not in_bytes:
         return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in in_utf8)

@@ -1,4 +1,9 @@
-"""From what a client asks to what the engine samples: prompts as token ids, sampling options, random keys."""
+"""Conversion of API requests to engine requests, and log-probs of given tokens.
+
+The engine returns the log-prob of each drawn token only. Log-probs of a prompt (`echo`) and of alternatives (`top_logprobs`) are
+computed here by one forward pass over the sequence, on the same weights. They agree with the engine's to rounding: sums are taken in
+another order, and an 8-bit cache rounds what the engine reads.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +39,17 @@ from burnish.serve.openai_schema import (
 )
 from burnish.serve.request_bodies import TextLimit
 
-# --- Log-probs of given tokens and of their alternatives, by one forward pass over a sequence.
-#
-# The engine returns the log-prob of the token it drew and of no other. A prompt's log-probs (`echo`) and the alternatives to a drawn token
-# (`top_logprobs`) are computed here, on the same weights. They agree with the engine's numbers to rounding: the sums of a pass over the whole
-# sequence are taken in another order, and a cache in 8 bits rounds what the engine reads.
-
 MAX_SCORED_TOKENS = 16384
-"""Longest sequence that is scored: it takes one forward pass, whose memory is needed besides the engine's cache."""
+"""Longest sequence that is scored: one forward pass needs memory besides the engine's cache."""
 LOGIT_ROWS = 256
-"""Positions whose logits are in memory at once."""
+"""Positions whose logits are in memory at the same time."""
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+        "continue_final_message", "tokenize",
+    }
+)  # fmt: skip
+"""Variables of a chat template that a client cannot set."""
 
 
 @dataclass
@@ -51,14 +57,14 @@ class TokenScores:
     """Log-probs of consecutive tokens of a sequence."""
 
     logp: list[float] = field(default_factory=list)
-    """Of the tokens themselves."""
+    """Log-probs of the tokens."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The likeliest tokens at each place with their log-probs, the likeliest first; fewer where fewer may be drawn."""
+    """The likeliest tokens at each position with their log-probs; fewer if fewer can be drawn."""
 
 
 @dataclass(frozen=True)
 class TokenScorer:
-    """Scores sequences. The engine samples from the same module, so only the engine's thread may call this."""
+    """Scores sequences with the engine's module, so only the engine's thread may call it."""
 
     module: Decoder | TransformersPolicy
 
@@ -66,7 +72,7 @@ class TokenScorer:
     def score(
         self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
     ) -> TokenScores:
-        """Score the tokens from `first` on: under the model itself, or under the distribution that `options` draw from."""
+        """Score the tokens from `first` on, under the model itself or under the distribution of `options`."""
         device = next(self.module.parameters()).device
         packed = torch.tensor(tokens, device=device)
         found = TokenScores()
@@ -95,7 +101,7 @@ class TokenScorer:
 
 
 def _log_probs(logits: Tensor, options: SamplingOptions | None) -> Tensor:
-    """[n, vocab] in float32 at least; as the sampler computes them from the same logits."""
+    """Log-probs [n, vocab] as the sampler computes them, in float32 at least."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if options is None:
         return logits.log_softmax(-1)
@@ -112,35 +118,26 @@ def _log_probs(logits: Tensor, options: SamplingOptions | None) -> Tensor:
     return (logits / scale).log_softmax(-1)
 
 
-RESERVED_VARIABLES = frozenset(
-    {
-        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-        "continue_final_message", "tokenize",
-    }
-)  # fmt: skip
-"""Variables of a chat template that are not the client's to set by name."""
-
-
 @dataclass(frozen=True)
 class ServedModel:
-    """The model a server answers with, and what it allows."""
+    """The served model and its limits."""
 
     name: str
     tokenizer: Tokenizer
     num_embeddings: int
     max_positions: int | None
-    """The longest sequence the model is made for and the cache has room for; None where nothing says."""
+    """Longest sequence of the model and the cache; None if unknown."""
     max_tokens: int | None = None
-    """Most new tokens of one completion, where the server limits them further."""
+    """Most new tokens of a completion, if the server limits them further."""
 
     @cached_property
     def text_limit(self) -> TextLimit:
-        """What refuses texts that are certain to be too long."""
+        """The check for texts that are certainly too long."""
         return TextLimit(self.tokenizer, self.max_positions)
 
 
 def completion_prompts(request: CompletionRequest, served: ServedModel) -> list[tuple[int, ...]]:
-    """The token ids of each prompt: texts get what the tokenizer puts before a text, token ids are taken as they are."""
+    """The token ids of each prompt. Texts get the tokenizer's special tokens; token ids are used as they are."""
     prompts = []
     for prompt in request.prompt:
         tokens = _encode(prompt, served) if isinstance(prompt, str) else prompt
@@ -158,7 +155,7 @@ def _encode(text: str, served: ServedModel, special: bool = True) -> list[int]:
 
 
 def chat_prompt(request: ChatRequest, served: ServedModel) -> tuple[int, ...]:
-    """The token ids of a dialogue up to where the assistant speaks, as the model's own chat template writes it."""
+    """The token ids of a dialogue up to the assistant's turn, by the model's chat template."""
     tokenizer, kwargs = served.tokenizer, request.chat_template_kwargs
     if not tokenizer.has_chat_template:
         raise ApiError(
@@ -173,22 +170,22 @@ def chat_prompt(request: ChatRequest, served: ServedModel) -> tuple[int, ...]:
     try:
         messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
         variables = kwargs | ({"tools": tools} if tools else {})
-        # A template may leave texts out: what it wrote is measured, not what it was given.
+        # Check the rendered text: a template may leave parts out.
         served.text_limit.check(tokenizer.chat_text(messages, **variables), "messages")
         return tuple(tokenizer.chat(messages, **variables))
-    except (UserError, TypeError) as error:  # a template that meets what it did not expect raises a TypeError
+    except (UserError, TypeError) as error:  # a template raises a TypeError for unexpected values
         raise bad_value("messages", str(error)) from error
 
 
 def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools the model hears of; with tool_choice=none, none."""
+    """The tools for the prompt; none with tool_choice=none."""
     if request.tool_choice == "none":
         return []
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message in the form chat templates are written for: arguments as objects, `developer` under its older name."""
+    """A message in the form that chat templates expect: arguments as objects, `developer` as `system`."""
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": message.text}
     found |= message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
@@ -206,7 +203,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
 def max_tokens_of(
     request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: ServedModel
 ) -> int:
-    """Most new tokens of each completion; a chat that does not say gets all positions that are left."""
+    """Most new tokens of each completion. A chat without a limit gets all remaining positions."""
     if not all(prompts):
         raise ApiError(400, "a prompt has no tokens", param="prompt", code="empty_prompt")
     longest = max(len(prompt) for prompt in prompts)
@@ -238,8 +235,8 @@ def max_tokens_of(
 def engine_requests(
     request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: ServedModel, name: str
 ) -> list[Request]:
-    """`n` requests of each prompt, in the order of the choices. With a seed, noise depends on it, on the prompt and on the
-    place among the choices alone."""
+    """`n` requests of each prompt, in the order of the choices. With a seed the noise depends only on it, the prompt and the index of
+    the choice."""
     options = SamplingOptions(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -262,7 +259,7 @@ def engine_requests(
 
 
 def check_scored_length(request: CompletionRequest | ChatRequest, requests: Sequence[Request]) -> None:
-    """Raise for sequences that are too long for the forward pass that `echo` and alternatives need."""
+    """Raise for sequences that are too long to be scored for `echo` or `top_logprobs`."""
     is_echo = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     is_top = num_alternatives(request) > (1 if draws_likeliest(request) else 0)
     longest = max(len(r.tokens) + (r.sampling.max_tokens if is_top else 0) for r in requests)
@@ -276,7 +273,7 @@ def check_scored_length(request: CompletionRequest | ChatRequest, requests: Sequ
 
 
 def tokenize_response(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """The answer of `/tokenize`."""
+    """The response of `/tokenize`."""
     if request.model is not None:
         check_model(request.model, served)
     if request.prompt is not None:
@@ -292,7 +289,7 @@ def tokenize_response(request: TokenizeRequest, served: ServedModel) -> dict[str
 
 
 def detokenize_response(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """The answer of `/detokenize`, with the text of markup too."""
+    """The response of `/detokenize`, with special tokens as text."""
     if request.model is not None:
         check_model(request.model, served)
     _check_tokens(request.tokens, "tokens", served)
@@ -306,7 +303,7 @@ def _check_tokens(tokens: Sequence[int], param: str, served: ServedModel) -> Non
 
 
 def logit_bias_of(request: CompletionRequest | ChatRequest, served: ServedModel) -> tuple[tuple[int, float], ...]:
-    """The biases by token id; whatever adds nothing is left out."""
+    """The biases by token id, without zeros."""
     pairs = {int(name): value for name, value in request.logit_bias.items()}
     wrong = next((token for token in pairs if token >= served.num_embeddings), None)
     if wrong is not None:
@@ -319,7 +316,7 @@ def logit_bias_of(request: CompletionRequest | ChatRequest, served: ServedModel)
 
 
 def check_model(asked: str, served: ServedModel) -> None:
-    """There is one model here, and a client must mean it."""
+    """Raise unless a client names the served model."""
     if asked != served.name:
         raise ApiError(
             404,

@@ -1,7 +1,7 @@
-"""Answers in the shapes of OpenAI's two APIs, whole and as the chunks of a stream.
+"""Responses of OpenAI's two APIs, whole and as chunks of a stream.
 
-Beyond them, with `return_token_ids`: `token_ids` of each choice, and `prompt_token_ids` (of a chat beside the choices, of a completion
-in each choice). Log-probs and token ids are of every token sampled, the end token and those of a stop string included.
+With `return_token_ids` each choice also has `token_ids`, and there are `prompt_token_ids`: next to the choices of a chat, in each
+choice of a completion. Log-probs and token ids are of all sampled tokens, with the end token and those of a stop string.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.serve.async_engine import EngineEvent
 from burnish.serve.openai_schema import ChatRequest, CompletionRequest, nan_error
 
-# --- The text of a completion, cut at stop strings, whole or as its tokens come.
+# --- the text of a completion --------------------------------------------------------------------------------------------
 #
-# The text ends before the stop string that is complete first, as OpenAI cuts it; an end token is no text. Both ways give the same:
-# streamed pieces joined are the whole text. What is shown is final: no half character, nothing a stop string could still take back.
+# The text ends before the stop string that is complete first, as OpenAI cuts it. An end token has no text. Streamed pieces join to
+# the whole text, and are final: no half character, and no text that may turn out to be part of a stop string.
 
 
 def stop_position(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first (of two complete at once, the longer); None without one."""
+    """Start of the stop string that is complete first, of two the longer one; None without one."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def partial_match(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of a text that is the beginning of one of the marks, and not all of it."""
+    """Length of the longest suffix of a text that is a proper prefix of one of the marks."""
     longest = max((len(mark) - 1 for mark in marks), default=0)
     for size in range(min(longest, len(text)), 0, -1):
         if any(len(mark) > size and mark.startswith(text[-size:]) for mark in marks):
@@ -48,7 +48,7 @@ def partial_match(text: str, marks: Sequence[str]) -> int:
 def completion_text(
     tokens: Sequence[int], tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]
 ) -> str:
-    """The text of all tokens of a completion."""
+    """The whole text of a completion."""
     if tokens and tokens[-1] in end_tokens:
         tokens = tokens[:-1]
     text = tokenizer.decode(tokens)
@@ -56,22 +56,22 @@ def completion_text(
 
 
 class VisibleText:
-    """The text of a completion piece by piece."""
+    """The text of a completion in pieces, token by token."""
 
     def __init__(self, tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]) -> None:
         self.end_tokens, self.stops = end_tokens, stops
         self._stream = TextStream(tokenizer)
-        self._pending = ""  # decoded, perhaps the beginning of a stop string
+        self._pending = ""  # decoded text that may be the start of a stop string
         self._has_stopped = False
 
     def push(self, token: int) -> str:
-        """The text that is sure to stay now that this token is known, perhaps none."""
+        """Add a token; return the text that is final now, perhaps none."""
         if self._has_stopped or token in self.end_tokens:
             return ""
         return self._show(self._stream.push(token), is_last=False)
 
     def finish(self) -> str:
-        """What was held back, once no token follows."""
+        """The rest of the text after the last token."""
         return "" if self._has_stopped else self._show(self._stream.finish(), is_last=True)
 
     def _show(self, text: str, is_last: bool) -> str:
@@ -85,14 +85,16 @@ class VisibleText:
         return shown
 
 
-# --- Tool calls in the text of an answer, in the format of Hermes and Qwen:
+# --- tool calls ----------------------------------------------------------------------------------------------------------
+#
+# Tool calls in the text of an answer, in the format of Hermes and Qwen:
 #
 #     <tool_call>
 #     {"name": "get_weather", "arguments": {"city": "Paris"}}
 #     </tool_call>
 #
-# An answer is read as calls only if everything from the first `<tool_call>` on is such blocks, one or several, and nothing else.
-# Otherwise all of it stays text: a call that is cut short or malformed is never guessed at.
+# An answer has calls only if everything from the first `<tool_call>` on consists of such blocks. Otherwise all of it stays text: an
+# incomplete or malformed call is not repaired.
 
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 
@@ -105,7 +107,7 @@ JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """What an answer says before its calls, and the calls as OpenAI writes them; all of it and none where it has none."""
+    """Split an answer into the text before its tool calls and the calls in OpenAI's format. Without calls all of it is text."""
     at = text.find(TOOL_CALL_OPEN)
     calls = _read_tool_calls(text[at:]) if at >= 0 else None
     if not calls:
@@ -121,7 +123,7 @@ def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _read_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """The name and arguments of each block; None unless the text is blocks throughout."""
+    """The name and arguments of each block; None unless the text consists of blocks."""
     calls = []
     rest = text.strip()
     while rest:
@@ -144,46 +146,46 @@ def _read_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
 
 class ToolCallStream:
-    """Splits an answer as it comes: text goes through until it may be the beginning of a call."""
+    """Splits a streamed answer: text passes until it may be the start of a call."""
 
     def __init__(self) -> None:
         self._pending = ""
 
     def push(self, text: str) -> str:
-        """The text that is sure to stand before any call."""
+        """Add text; return what certainly stands before any call."""
         self._pending += text
         at = self._pending.find(TOOL_CALL_OPEN)
         if at < 0:
             at = len(self._pending) - partial_match(self._pending, [TOOL_CALL_OPEN])
-        at = len(self._pending[:at].rstrip())  # space before a call is no part of what is said
+        at = len(self._pending[:at].rstrip())  # drop white space before a call
         shown, self._pending = self._pending[:at], self._pending[at:]
         return shown
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """What is left: text, or calls."""
+        """The rest: text, or calls."""
         return split_tool_calls(self._pending)
 
 
-# --- What became of each choice of an answer, from what the engine says of its requests.
+# --- choices ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ChoiceDelta:
-    """What is new of one choice; all of it, if nothing of it was seen before."""
+    """New content of one choice; all of it in a whole answer."""
 
     index: int
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logp: list[float] | None = None
-    """Of the tokens, under the model itself where the request asked for that; known when the choice has ended."""
+    """Log-probs of the tokens, raw if the request asks for these; known when the choice has ended."""
     finish: str | None = None
     top: list[list[tuple[int, float]]] | None = None
-    """The likeliest tokens at each place with their log-probs, where they were computed."""
+    """The likeliest tokens at each position with their log-probs, if computed."""
 
 
 class Choice:
-    """One choice, token by token or all at once."""
+    """State of one choice."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer, with_calls: bool) -> None:
         self.index, self.request, self.tokenizer = index, request, tokenizer
@@ -192,7 +194,7 @@ class Choice:
         self._calls = ToolCallStream() if with_calls else None
 
     def take(self, tokens: list[int], completion: Completion | None) -> ChoiceDelta:
-        """What these tokens add, and the end if the completion is there; it has all tokens, also those taken before."""
+        """Add tokens, or the completion, which has all tokens; return the new content."""
         delta = ChoiceDelta(self.index, tokens=tokens)
         if completion is not None:
             if not np.isfinite(completion.logp).all():
@@ -211,7 +213,7 @@ class Choice:
         return delta
 
     def _show(self, tokens: list[int], is_last: bool) -> str:
-        if is_last and not self.num_tokens:  # the whole at once, which is much faster than token by token
+        if is_last and not self.num_tokens:  # decode the whole text, which is much faster than token by token
             options = self.request.sampling
             return completion_text(tokens, self.tokenizer, options.stop_tokens, options.stop)
         text = "".join([self._text.push(token) for token in tokens])
@@ -219,7 +221,7 @@ class Choice:
 
 
 class Choices:
-    """All choices of an answer."""
+    """The choices of an answer."""
 
     def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, with_calls: bool) -> None:
         self.all = [Choice(i, request, tokenizer, with_calls) for i, request in enumerate(requests)]
@@ -231,15 +233,15 @@ class Choices:
         return sum(choice.num_tokens for choice in self.all)
 
     def take(self, events: Iterable[EngineEvent]) -> Iterator[ChoiceDelta]:
-        """What a batch of events adds, one delta a choice."""
+        """Yield the new content of each choice in a batch of events."""
         tokens: dict[int, list[int]] = {}
         ended: dict[int, Completion] = {}
         for event in events:
             heard = tokens.setdefault(event.index, [])
-            if isinstance(event.what, Completion):
-                ended[event.index] = event.what
+            if isinstance(event.payload, Completion):
+                ended[event.index] = event.payload
             else:
-                heard.append(event.what)
+                heard.append(event.payload)
         for index, heard in tokens.items():
             delta = self.all[index].take(heard, ended.get(index))
             if delta.finish is not None:
@@ -254,17 +256,17 @@ TopTokens = Sequence[tuple[int, float]]
 
 @dataclass
 class EchoedPrompt:
-    """A prompt that is part of the answer."""
+    """A prompt that the answer repeats (`echo`)."""
 
     text: str
     tokens: list[int]
     logp: list[float] | None = None
-    """The log-probs of all tokens but the first, under the model itself; None unless the request has `logprobs`."""
+    """Raw log-probs of all tokens but the first; None unless the request has `logprobs`."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class ApiResponse(ABC):
-    """What both shapes share. A subclass says what a choice looks like."""
+    """Base of both response formats. A subclass formats a choice."""
 
     object = chunk_object = ""
 
@@ -277,19 +279,19 @@ class ApiResponse(ABC):
     ) -> None:
         self.asked, self.requests, self.tokenizer = asked, requests, tokenizer
         self.head = {"id": name, "created": int(time.time()), "model": asked.model}
-        # n samples of a prompt count it once.
+        # n samples of a prompt count it once
         self.num_prompt_tokens = sum(len(r.tokens) for r in requests[:: asked.n])
-        self._opened: set[int] = set()  # choices of which a chunk was made
+        self._opened: set[int] = set()  # choices with at least one chunk
         options = asked.stream_options
         self.usage_at_end = options is not None and options.include_usage
 
     def whole(self, deltas: Sequence[ChoiceDelta], num_tokens: int) -> Json:
-        """The answer to a request without `stream`."""
+        """The whole response, without `stream`."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.index)]
         return self._framed(self.object, choices) | self._prompt() | {"usage": self.usage(num_tokens)}
 
     def chunk(self, delta: ChoiceDelta) -> Json | None:
-        """One event of a stream; None where a client has nothing to learn from it."""
+        """One chunk of a stream; None if it has no content."""
         if not (delta.text or delta.calls or delta.finish or (delta.tokens and self.asked.return_token_ids)):
             return None
         is_first = delta.index not in self._opened
@@ -302,13 +304,13 @@ class ApiResponse(ABC):
         )
 
     def last_chunk(self, num_tokens: int) -> Json | None:
-        """The event after all choices, if the client wants the counts there."""
+        """The last chunk with the token counts; None unless the request asks for it."""
         if not self.usage_at_end:
             return None
         return self._framed(self.chunk_object, []) | {"usage": self.usage(num_tokens)}
 
     def usage(self, num_tokens: int) -> Json:
-        """Tokens read and written."""
+        """Numbers of prompt and completion tokens."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_tokens,
@@ -320,11 +322,11 @@ class ApiResponse(ABC):
 
     @abstractmethod
     def _choice(self, delta: ChoiceDelta) -> Json:
-        """A choice of a whole answer."""
+        """A choice of a whole response."""
 
     @abstractmethod
     def _part(self, delta: ChoiceDelta, is_first: bool) -> Json:
-        """A choice of one event."""
+        """A choice of one chunk."""
 
     def _prompt(self) -> Json:
         return {}
@@ -333,25 +335,25 @@ class ApiResponse(ABC):
         return {"token_ids": delta.tokens} if self.asked.return_token_ids else {}
 
     def _name(self, token: int, piece: str) -> str:
-        """A token as its text; markup, which has none, by its name."""
+        """A token as its text; a special token, which has none, by its name."""
         return self._alone(token) if self.tokenizer.is_special(token) else piece
 
     def _alone(self, token: int) -> str:
-        """A token as its text where it stands alone, which may be a part of a character."""
+        """A token decoded alone, which may be a part of a character."""
         return self.tokenizer.decode([token], skip_special=False)
 
     def _alternatives(
         self, token: int, name: str, logp: float, top: TopTokens | None, num_top: int
     ) -> list[tuple[str, float]]:
-        """Names and log-probs of the likeliest tokens. The token itself is added if it is not among them, with the engine's log-prob."""
-        if top is None:  # drawn greedily: the token is the likeliest
+        """Names and log-probs of the likeliest tokens. The token itself is added if it is missing, with the engine's log-prob."""
+        if top is None:  # greedy: the token is the likeliest
             return [(name, logp)] if num_top else []
         found = [(name, logp) if other == token else (self._alone(other), value) for other, value in top[:num_top]]
         return found if token in [other for other, _ in top[:num_top]] else [*found, (name, logp)]
 
 
 class CompletionResponse(ApiResponse):
-    """`text_completion`: a chunk looks like the whole."""
+    """`text_completion`, for whole responses and chunks."""
 
     object = chunk_object = "text_completion"
     echoes: Sequence[EchoedPrompt] = ()
@@ -378,7 +380,7 @@ class CompletionResponse(ApiResponse):
             return None
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
         if echo is not None and echo.logp is not None:
-            # The first token of a text has no past, and so no log-prob.
+            # The first token of a text has no log-prob.
             top = [None, *echo.top] if num_top else None
             self._add(found, echo.tokens, [None, *echo.logp], top, 0, len(echo.text))
         start = 0 if echo is None else len(echo.text)
@@ -394,7 +396,7 @@ class CompletionResponse(ApiResponse):
         start: int,
         end: int,
     ) -> None:
-        """Append tokens whose text goes from `start` to `end`."""
+        """Append tokens whose text is at `start` to `end`."""
         num_top = self.asked.logprobs
         pieces = self.tokenizer.pieces(tokens)
         names = [self._name(token, piece) for token, piece in zip(tokens, pieces, strict=True)]

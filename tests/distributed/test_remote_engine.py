@@ -163,7 +163,7 @@ def test_an_engine_that_has_answered_is_not_silent_however_long_nobody_listened(
     asked = requests(4)
     parts.engine.submit(asked)
     parts.engine._collect()
-    assert parts.engine.engines[1].listening is not None
+    assert parts.engine.engines[1].pending is not None
     later = time.monotonic() + remote_engine.MAX_SILENCE_S + 1
     monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: later, perf_counter=time.perf_counter))
     if has_answered:

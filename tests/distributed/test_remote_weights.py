@@ -200,7 +200,7 @@ def test_of_what_was_published_no_more_is_kept_than_may_be_asked_for(
     publisher = parts.trainer._publisher
     assert publisher is not None
     assert sum(tensor.nbytes for tensor in publisher._base.values()) == copies * trained
-    held = sum(bucket.data.nbytes for bucket in publisher._held)
+    held = sum(bucket.data.nbytes for bucket in publisher._last_buckets)
     assert held == (trained if (source, sync) == ("ahead", "full") else 0)
     for worker in parts.backend.workers:
         assert are_same(weights_of(worker), weights_of(parts.trainer))

@@ -72,12 +72,12 @@ async def read(generation: Generation) -> tuple[dict[int, list[int]], dict[int, 
     ended: dict[int, Completion] = {}
     async for batch in generation.events():
         for event in batch:
-            if isinstance(event.what, Completion):
+            if isinstance(event.payload, Completion):
                 assert event.index not in ended
-                ended[event.index] = event.what
+                ended[event.index] = event.payload
             else:
                 assert event.index not in ended
-                tokens[event.index].append(event.what)
+                tokens[event.index].append(event.payload)
     return tokens, ended
 
 

@@ -49,7 +49,7 @@ def test_a_request_that_does_not_come_to_its_end_is_closed_in_time(start_server:
     running = start_server(limits=ConnectionLimits(headers_s=0.2, body_s=0.2))
     assert read(connect(running, sent)).startswith(b"HTTP/1.1 408 ")
     running.wait_until(lambda: not running.server.server_state.connections)
-    running.wait_until(lambda: running.server.api.intake.num_bytes == 0)
+    running.wait_until(lambda: running.server.api.bodies.num_bytes == 0)
 
 
 def test_the_body_of_a_request_that_was_refused_is_not_waited_for_without_end(start_server: Any) -> None:

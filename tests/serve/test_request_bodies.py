@@ -170,14 +170,14 @@ def test_large_bodies_are_worked_on_one_at_a_time_and_never_on_the_event_loop() 
         return len(body)
 
     async def main() -> list[int]:
-        intake = BodyReader(2 * LARGE_BODY)
-        large = [asyncio.create_task(intake.work(request_of(b"x" * LARGE_BODY), prepare)) for _ in range(3)]
+        bodies = BodyReader(2 * LARGE_BODY)
+        large = [asyncio.create_task(bodies.work(request_of(b"x" * LARGE_BODY), prepare)) for _ in range(3)]
         while not running:
             await asyncio.sleep(0.001)
-        assert intake.num_bytes == 3 * LARGE_BODY
-        small = await intake.work(request_of(b"{}"), prepare)
+        assert bodies.num_bytes == 3 * LARGE_BODY
+        small = await bodies.work(request_of(b"{}"), prepare)
         found = [*await asyncio.gather(*large), small]
-        assert intake.num_bytes == 0
+        assert bodies.num_bytes == 0
         return found
 
     assert asyncio.run(main()) == [LARGE_BODY] * 3 + [2]
@@ -197,8 +197,8 @@ class Clock:
 def test_the_bytes_of_large_bodies_in_work_are_bounded_and_stalled_ones_make_room(start_server: Any) -> None:
     size = 2 * LARGE_BODY
     running = start_server(max_body=size)
-    intake = running.server.api.intake
-    intake.clock = clock = Clock()
+    bodies = running.server.api.bodies
+    bodies.clock = clock = Clock()
     host, port = running.url.split("/")[2].split(":")
 
     def send(body: bytes) -> socket.socket:
@@ -220,41 +220,41 @@ def test_the_bytes_of_large_bodies_in_work_are_bounded_and_stalled_ones_make_roo
         return answer.usage.completion_tokens
 
     stalled = send(b" " * (size - 1))
-    running.wait_until(lambda: intake.num_bytes == size - 1)
+    running.wait_until(lambda: bodies.num_bytes == size - 1)
     assert ask() == 2  # so the event loop has done with the part before the clock moves
     clock.now += STALL_TIMEOUT_S / 2
     others = [send(b" " * (size - 1)) for _ in range(3)]
-    running.wait_until(lambda: intake.num_bytes == 4 * (size - 1))
+    running.wait_until(lambda: bodies.num_bytes == 4 * (size - 1))
     assert ask() == 2  # a small body is admitted all the same
 
     clock.now += STALL_TIMEOUT_S / 2
     answer = answer_to(send(b" " * LARGE_BODY))
     assert answer.startswith("HTTP/1.1 429 ")
     assert f"large requests of {4 * size} bytes are in work" in answer
-    running.wait_until(lambda: intake.num_bytes == 4 * (size - 1))
+    running.wait_until(lambda: bodies.num_bytes == 4 * (size - 1))
 
     clock.now += STALL_TIMEOUT_S / 4
     admitted = send(b" " * LARGE_BODY)
     answer = answer_to(stalled)
     assert answer.startswith("HTTP/1.1 408 ")
     assert "body_too_slow" in answer
-    running.wait_until(lambda: intake.num_bytes == 3 * (size - 1) + LARGE_BODY)
+    running.wait_until(lambda: bodies.num_bytes == 3 * (size - 1) + LARGE_BODY)
     admitted.sendall(b" " * (size - LARGE_BODY - 2) + b"{}")
     assert admitted.recv(12) == b"HTTP/1.1 400"  # read to its end and parsed
     admitted.close()
     for connection in others:
         connection.close()
-    running.wait_until(lambda: intake.num_bytes == 0)
+    running.wait_until(lambda: bodies.num_bytes == 0)
     assert ask() == 2
 
 
 def test_a_stalled_body_is_refused_also_if_its_last_part_comes_at_the_same_time() -> None:
     async def main() -> None:
         clock = Clock()
-        intake = BodyReader(LARGE_BODY, clock)
+        bodies = BodyReader(LARGE_BODY, clock)
         queues = [asyncio.Queue[dict[str, Any]]() for _ in range(5)]
         scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-        reading = [asyncio.create_task(intake.work(Request(scope, queue.get), len)) for queue in queues]
+        reading = [asyncio.create_task(bodies.work(Request(scope, queue.get), len)) for queue in queues]
 
         def part(more_body: bool, size: int = LARGE_BODY) -> dict[str, Any]:
             return {"type": "http.request", "body": b" " * size, "more_body": more_body}
@@ -262,7 +262,7 @@ def test_a_stalled_body_is_refused_also_if_its_last_part_comes_at_the_same_time(
         for k, queue in enumerate(queues[:4]):
             clock.now = k
             queue.put_nowait(part(more_body=True))
-            while intake.num_bytes < (k + 1) * LARGE_BODY:
+            while bodies.num_bytes < (k + 1) * LARGE_BODY:
                 await asyncio.sleep(0)
         clock.now = STALL_TIMEOUT_S + 0.5
         queues[4].put_nowait(part(more_body=False))
@@ -271,10 +271,10 @@ def test_a_stalled_body_is_refused_also_if_its_last_part_comes_at_the_same_time(
             await reading[0]
         assert (caught.value.status, caught.value.code) == (408, "body_too_slow")
         assert await reading[4] == LARGE_BODY
-        assert intake.num_bytes == 3 * LARGE_BODY
+        assert bodies.num_bytes == 3 * LARGE_BODY
         for queue in queues[1:4]:
             queue.put_nowait(part(more_body=False, size=0))
         assert await asyncio.gather(*reading[1:4]) == [LARGE_BODY] * 3
-        assert intake.num_bytes == 0
+        assert bodies.num_bytes == 0
 
     asyncio.run(main())

@@ -226,8 +226,8 @@ class SglangServer:
         drawn = 0
         async for batch in generation.events():
             for event in batch:
-                if isinstance(event.what, Completion):
-                    return event.what
+                if isinstance(event.payload, Completion):
+                    return event.payload
                 drawn += 1
                 if fault == "abort" and drawn == 2:
                     generation.cancel()
