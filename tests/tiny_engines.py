@@ -1,4 +1,4 @@
-"""Tiny decoders, and a sampler that computes every token by a full forward: what every engine must agree with."""
+"""Tiny decoders, and a reference sampler that computes every token by a full forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NextLogits = Callable[[list[int]], Tensor]
 
 @dataclass(frozen=True)
 class Tools:
-    """What the tests of this folder share (test modules cannot import one another)."""
+    """Functions for tests of engines, as a fixture (test modules cannot import one another)."""
 
     decoder: Callable[..., Decoder]
     successor: Callable[..., Decoder]
@@ -115,7 +115,7 @@ def reference(next_logits: NextLogits, request: Request) -> tuple[list[int], lis
 
 
 def run(engine: Engine, wanted: list[Request]) -> dict[str, Completion]:
-    """Every request's completion, by id; each must come exactly once."""
+    """Run requests; return the completions by id. Each must come exactly once."""
     engine.submit(wanted)
     found = list(engine.stream())
     assert sorted(c.id for c in found) == sorted(r.id for r in wanted)

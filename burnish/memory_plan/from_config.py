@@ -218,7 +218,7 @@ def _preference_setup(config: PreferConfig, arch: Architecture, lora: Lora | Non
 def _reward_model_setup(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> RunSetup:
     """Setup of reward-model training: a model without output head."""
     setup = _pairs_setup(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
-    return replace(setup, scores=True, section="reward_model")
+    return replace(setup, is_reward_model=True, section="reward_model")
 
 
 def _pairs_setup(
@@ -236,7 +236,7 @@ def _pairs_setup(
         2 * stage.batch_size * longest,
         activations=stage.activations,
         lora=lora,
-        spread=2.0,
+        tokens_per_row=2.0,
     )
 
 
@@ -274,14 +274,14 @@ def _rl_setup(
         -(-math.ceil(sequences * back) // training.mini_batches) * longest,
         activations=training.activations,
         lora=lora,
-        spread=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
+        tokens_per_row=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
         reference=_reference_kind(config, lora),
         teacher=_teacher_parameters(config, arch, base),
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         process=None if algorithm.process is None else algorithm.process.optimizer,
         process_arch=process,
-        scorers=scorers_bytes(config, base),
+        reward_model_bytes=reward_models_bytes(config, base),
         engine_copy=_is_local_engine(config)
         and (
             rollout.engine == "vllm"
@@ -361,7 +361,7 @@ def _is_local_engine(config: TrainConfig) -> bool:
 # --- reward models and judges on the policy's device -------------------------------------------------------------------
 
 
-def scorers_bytes(config: TrainConfig, base: Path | None) -> int:
+def reward_models_bytes(config: TrainConfig, base: Path | None) -> int:
     """Bytes of reward models in the policy's process on its device. A model that an earlier stage makes is not counted."""
     total = 0
     for index, part in enumerate(config.reward.parts):

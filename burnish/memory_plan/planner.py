@@ -42,9 +42,9 @@ class RunSetup:
     """Most tokens of an update."""
     activations: str = "keep"
     lora: Lora | None = None
-    scores: bool = False
+    is_reward_model: bool = False
     """Whether a reward model is trained: a scalar head in place of the output head."""
-    spread: float = 1.0
+    tokens_per_row: float = 1.0
     """Most tokens of a packed batch for each computed row: above 1 if samples share their prompt."""
     reference: str = "none"
     """none, off (the policy without its adapter), copy, ema, or teacher."""
@@ -56,7 +56,7 @@ class RunSetup:
     """Optimizer of a process reward model."""
     process_arch: Architecture | None = None
     """Architecture of a process reward model with its own weights; None for a copy of the policy."""
-    scorers: int = 0
+    reward_model_bytes: int = 0
     """Bytes of reward models in this process."""
     cache: int = 0
     """Bytes of the engine's KV cache, which is freed during updates."""
@@ -81,7 +81,7 @@ class RunSetup:
     @property
     def passes(self) -> LearnerPasses:
         """The forward and backward passes of an update."""
-        tokens = int(self.rows * self.spread)
+        tokens = int(self.rows * self.tokens_per_row)
         num_micro_batches = -(-self.update_tokens // self.token_budget)
         return LearnerPasses(self.activations, self.rows, tokens, num_micro_batches, self.longest, self.full_kl)
 
@@ -136,16 +136,16 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
     """Plan the memory of a run."""
     dtype = getattr(torch, setup.dtype)
     model = meta_policy(setup.arch, dtype, setup.lora)
-    learned = new_score_model(model, seed=0) if setup.scores else model
+    learned = new_score_model(model, seed=0) if setup.is_reward_model else model
     actor = learner_footprint(learned, setup.optimizer, setup.passes, setup.on_gpu).per_process(setup.shards)
-    learners = {SCORER if setup.scores else POLICY: actor}
+    learners = {SCORER if setup.is_reward_model else POLICY: actor}
     weights = weight_bytes(learned)
     others = [*_gathered_parts(setup, model), *_reference_parts(setup, actor)]
     if setup.engine_copy:
         own = setup.arch.num_parameters * dtype.itemsize if setup.plain_copy else weights
         others.append(MemoryPart("engine's weights", own, "a sampler with a fault has its own"))
-    if setup.scorers:
-        others.append(MemoryPart("reward models", setup.scorers, "weights, in this process"))
+    if setup.reward_model_bytes:
+        others.append(MemoryPart("reward models", setup.reward_model_bytes, "weights, in this process"))
     if setup.critic is not None:
         critic_model = ValueModel(model)
         critic = learner_footprint(critic_model, setup.critic, replace(setup.passes, full_kl=False), setup.on_gpu)
@@ -156,10 +156,10 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
         learners[CRITIC] = critic
         others.append(MemoryPart("critic", critic.resident, "weights, master copies, moments"))
     if setup.process is not None:
-        shape = setup.process_arch
-        process_model = model if shape is None else meta_policy(shape, dtype, setup.lora)
+        arch = setup.process_arch
+        process_model = model if arch is None else meta_policy(arch, dtype, setup.lora)
         process = learner_footprint(process_model, setup.process, replace(setup.passes, full_kl=False), setup.on_gpu)
-        if setup.lora is not None and shape is None:  # the frozen weights are shared with the policy
+        if setup.lora is not None and arch is None:  # the frozen weights are shared with the policy
             own = sum(p.nbytes for p in process_model.parameters() if p.requires_grad)
             process = replace(process, weights=own, whole=0)
         process = process.per_process(setup.shards)
@@ -171,7 +171,7 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
     resident = [*_state_parts(setup, actor), *others]
     phases = {name: _learning_parts(setup, name, learners) for name in learners}
     if setup.cache:
-        phases[SAMPLING] = [MemoryPart("KV cache", setup.cache, "given back while the learners work")]
+        phases[SAMPLING] = [MemoryPart("KV cache", setup.cache, "freed while the learners work")]
     before = sum(part.bytes for part in others) + weights
     first = {
         name: before + _first_update_bytes(one) + _other_gradients(name, learners) for name, one in learners.items()
@@ -223,7 +223,7 @@ def _learning_parts(setup: RunSetup, name: str, learners: dict[str, LearnerFootp
     else:
         found += [
             MemoryPart("gradient sums", one.sums),
-            MemoryPart("update", one.update, "state on its way from the host and back"),
+            MemoryPart("update", one.update, "state copied from the host and back"),
         ]
     found.append(MemoryPart("other gradients", _other_gradients(name, learners), "of the learner that worked before"))
     return [part for part in found if part.bytes]
@@ -250,10 +250,10 @@ def _reference_parts(setup: RunSetup, actor: LearnerFootprint) -> list[MemoryPar
     if setup.reference == "teacher":
         size = setup.teacher * getattr(torch, setup.dtype).itemsize // setup.shards
         return [MemoryPart("teacher", size, f"{setup.teacher:,} parameters")]
-    held = actor.weights if setup.lora is None else actor.gradients or actor.sums
+    size = actor.weights if setup.lora is None else actor.gradients or actor.sums
     if setup.reference == "ema" and setup.dtype != "float32":
-        return [MemoryPart("reference", held + actor.sums, "a copy and its float32 average")]
-    return [MemoryPart("reference", held, "a copy")]
+        return [MemoryPart("reference", size + actor.sums, "a copy and its float32 average")]
+    return [MemoryPart("reference", size, "a copy")]
 
 
 def gib(size: int) -> str:

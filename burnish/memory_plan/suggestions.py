@@ -32,20 +32,20 @@ class Suggestion:
 
 def _possible_changes(setup: RunSetup) -> list[tuple[str, dict[str, Any], bool]]:
     """Possible changes, the cheapest first: little time, more time, other arithmetic, another method."""
-    where, optimizer, critic = setup.section, setup.optimizer, setup.critic
+    section, optimizer, critic = setup.section, setup.optimizer, setup.critic
     order = ("keep", "selective", "recompute", "offload")
     less = order[order.index(setup.activations) + 1 :]
     smaller = max(setup.longest, setup.token_budget // 4, 1024)
     found: list[tuple[str, dict[str, Any], bool]] = []
     if "selective" in less:
-        found.append((f"{where}.activations=selective", {"activations": "selective"}, True))
+        found.append((f"{section}.activations=selective", {"activations": "selective"}, True))
     if smaller < setup.token_budget:
-        found.append((f"{where}.token_budget={smaller}", {"token_budget": smaller}, True))
+        found.append((f"{section}.token_budget={smaller}", {"token_budget": smaller}, True))
     if setup.on_gpu and not optimizer.offload:
-        found.append((f"{where}.optimizer.offload=true", {"optimizer": with_options(optimizer, offload=True)}, True))
+        found.append((f"{section}.optimizer.offload=true", {"optimizer": with_options(optimizer, offload=True)}, True))
     if setup.on_gpu and critic is not None and not critic.offload:
         found.append(("algorithm.critic.optimizer.offload=true", {"critic": with_options(critic, offload=True)}, True))
-    found += [(f"{where}.activations={p}", {"activations": p}, True) for p in less if p in ("recompute", "offload")]
+    found += [(f"{section}.activations={p}", {"activations": p}, True) for p in less if p in ("recompute", "offload")]
     for part in (2,) if setup.on_gpu else (2, 4, 8, 16):
         if setup.cache:
             less_cache = setup.cache // part
@@ -54,11 +54,11 @@ def _possible_changes(setup: RunSetup) -> list[tuple[str, dict[str, Any], bool]]
         found.append(("model.dtype=bfloat16", {"dtype": "bfloat16"}, False))
     if optimizer.name == "adamw" and not optimizer.offload:
         found.append(
-            (f"{where}.optimizer.name=adam8bit", {"optimizer": with_options(optimizer, name="adam8bit")}, False)
+            (f"{section}.optimizer.name=adam8bit", {"optimizer": with_options(optimizer, name="adam8bit")}, False)
         )
     if optimizer.precision == "master" and setup.dtype == "bfloat16":
         rounded = with_options(optimizer, precision="stochastic")
-        found.append((f"{where}.optimizer.precision=stochastic", {"optimizer": rounded}, False))
+        found.append((f"{section}.optimizer.precision=stochastic", {"optimizer": rounded}, False))
     if setup.lora is None:
         reference = setup.reference if setup.reference in ("none", "teacher") else "off"
         found.append(("model.lora={}", {"lora": Lora(), "reference": reference}, False))
@@ -77,11 +77,11 @@ def suggestions(setup: RunSetup) -> list[Suggestion]:
     total = start.total
     found = []
     for text, changes, keeps_results in _possible_changes(setup):
-        made = _try_plan(replace(setup, **changes))
-        if made is not None:
-            saved = [_phase_bytes(start, phase) - _phase_bytes(made, phase) for phase in start.phases]
+        changed = _try_plan(replace(setup, **changes))
+        if changed is not None:
+            saved = [_phase_bytes(start, phase) - _phase_bytes(changed, phase) for phase in start.phases]
             if max(saved) >= total / 100:
-                found.append(Suggestion(text, total - made.total, changes, keeps_results))
+                found.append(Suggestion(text, total - changed.total, changes, keeps_results))
     return found
 
 

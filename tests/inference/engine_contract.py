@@ -21,9 +21,9 @@ from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.random_keys import fold
 
 LETTERS = "abcdefghijklm"
-"""The tokens' text."""
+"""Text of the tokens."""
 MEAN, MOST = 1e-5, 2e-4
-"""How far log-probs in float32 may be from the learner's."""
+"""Largest difference of float32 log-probs from the learner's."""
 OPTIONS = {
     "plain": SamplingOptions(max_tokens=9, raw_logprobs=True),
     "stop tokens": SamplingOptions(max_tokens=30, temperature=0.7, stop_tokens=(1, 4)),
@@ -49,16 +49,16 @@ class Subject:
 
     engine: Engine
     logits: Callable[[list[int]], Tensor]
-    """[tokens, vocab] logits after each token, of the weights the engine has."""
+    """Logits [tokens, vocab] after each token, with the engine's weights."""
     change: Callable[[int], None]
-    """Give the model other weights and hand them to the engine as a version."""
+    """Change the model's weights and load them into the engine as a version."""
     rows: int
-    """Requests that run at once."""
+    """Requests that run at the same time."""
     positions: int
     stops_at_work: bool = True
-    """Whether a request that runs can be aborted, and new weights are refused while one does."""
+    """Whether running requests can be aborted, and new weights are refused while they run."""
     refused: tuple[str, ...] = ()
-    """Which of `OPTIONS` the engine refuses, because it would draw or report them differently."""
+    """The entries of `OPTIONS` that the engine refuses, since it would draw or report them differently."""
 
 
 def spell(tokens: list[int]) -> str:
@@ -75,7 +75,7 @@ def requests_of(options: SamplingOptions, n: int = 2, name: str = "r") -> list[R
 
 
 def judge(tools: Any, subject: Subject, request: Request, completion: Completion) -> np.ndarray:
-    """The distances of a completion's log-probs from the model's, each token having been possible, and it having ended rightly."""
+    """Differences of a completion's log-probs from the model's. Every token must be possible, and the finish reason right."""
     options, tokens = request.sampling, completion.tokens.tolist()
     logits = subject.logits([*request.tokens, *tokens])[len(request.tokens) - 1 : -1].double()
     p = torch.stack([tools.distribution(line, options) for line in logits])
@@ -132,7 +132,7 @@ def test_a_key_always_gives_the_same_tokens_and_another_key_others(tools: Any, s
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(tools: Any, subject: Subject) -> None:
-    """Four standard deviations: a sampler that is right fails once in a thousand runs of other keys, and the keys are these."""
+    """Four standard deviations: a correct sampler fails once in a thousand choices of keys, and the keys are fixed."""
     options, num = SamplingOptions(max_tokens=1, temperature=1.4, top_k=9), 600
     wanted = [Request(f"d{k}", (4, 5, 6), options, fold("drawn", k)) for k in range(num)]
     got = tools.run(subject.engine, wanted)
@@ -262,7 +262,7 @@ def test_aborting_what_is_not_there_is_an_error_and_changes_nothing(subject: Sub
 
 
 def test_after_a_load_everything_comes_from_the_new_weights(tools: Any, subject: Subject) -> None:
-    """Also what was computed of a long prompt before."""
+    """Also the cached prefix of a long prompt."""
     prompt = tuple((7 * i + i * i) % 13 for i in range(200))
     wanted = [
         Request(f"p{k}", prompt, SamplingOptions(max_tokens=10, temperature=0.8), fold("probe", k)) for k in range(3)

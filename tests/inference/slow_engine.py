@@ -25,12 +25,12 @@ def token_of(key: int, position: int) -> int:
 
 
 def length_of(key: int, limit: int) -> int:
-    """Most answers are short, one in eight is as long as it may be."""
+    """Most answers are short; one in eight has the maximum length."""
     return limit if fold(key, "long") % 8 == 0 else 1 + int(uniform_from_key(fold(key, "length")) * (limit // 2))
 
 
 class SlowEngine:
-    """`stuck(request)` says which requests draw nothing as long as they are not issued again."""
+    """`stuck(request)` tells which requests draw nothing until they are submitted again."""
 
     def __init__(self, pause_s: float = 0.0, stuck: Callable[[Request], bool] = lambda request: False) -> None:
         self.pause_s, self.stuck = pause_s, stuck
@@ -80,7 +80,7 @@ class SlowEngine:
         return Completion(name, np.array(tokens, dtype=np.int64), logp, finish, self.version)
 
     def clock(self) -> float:
-        """A time that goes on, a second a look, only while nothing moves: a busy machine makes nobody late."""
+        """A clock that advances one second a call, only while nothing moves, so that a busy machine causes no timeouts."""
         rows = list(self.rows.values())
         self.time_s += float(bool(rows) and not self.ready and all(self.stuck(request) for request, *_ in rows))
         return self.time_s
@@ -100,7 +100,7 @@ class SlowEngine:
         self.version, self.num_loads = version, self.num_loads + 1
 
     def sleep(self) -> None:
-        """It holds nothing."""
+        """Nothing to do."""
 
     def wake(self) -> None:
         """Nothing to do."""

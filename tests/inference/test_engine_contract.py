@@ -1,4 +1,4 @@
-"""The contract of every engine, on those that need nothing installed."""
+"""The engine contract, on the engines that need no extra packages."""
 
 from __future__ import annotations
 

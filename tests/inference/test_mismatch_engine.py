@@ -1,4 +1,4 @@
-"""The engine with a known fault: each makes the gap it claims, tells the truth where it says so, and repeats exactly."""
+"""Engines with a known fault: each fault has its gap, the true tokens and log-probs stay known, and runs repeat exactly."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def step(model: nn.Module, seed: int, size: float = 0.05) -> None:
-    """An update of the policy, in place as the learner's are."""
+    """Change the policy in place, as the learner does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -431,7 +431,7 @@ def test_reencoding_needs_a_tokenizer(tools: Any) -> None:
 
 
 def test_any_engine_can_be_wrapped(tools: Any) -> None:
-    """Here transformers', with a head tied to its embedding."""
+    """With a transformers model whose head is tied to its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

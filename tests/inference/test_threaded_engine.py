@@ -1,4 +1,4 @@
-"""An interrupted stream ends early, loses nothing, and goes on where it was."""
+"""An interrupted stream ends early, loses nothing, and continues where it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine for other architectures, on a tiny GPT-2: the same contract as the native one."""
+"""The transformers engine on a tiny GPT-2: the same contract as the native engines."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_logprobs_are_the_learners(tools: Any, policy: TransformersPolicy) -> No
 
 
 def test_the_models_own_generation_settings_change_nothing(tools: Any, policy: TransformersPolicy) -> None:
-    """Its end token, its penalties and its forbidden tokens are not what the request asked for."""
+    """The model's own end token, penalties and forbidden tokens must not apply."""
     other = make(eos=5)
     settings = {"eos_token_id": 5, "repetition_penalty": 3.0, "suppress_tokens": [2, 3, 4], "min_new_tokens": 6}
     settings |= {"forced_eos_token_id": 5, "no_repeat_ngram_size": 1, "stop_strings": ["a", "b"], "do_sample": True}

@@ -1,4 +1,4 @@
-"""Weights in buckets: they arrive bit for bit, whole or as what changed, and every bit counts in their checksums."""
+"""Weight transfer in buckets: weights arrive bit for bit, whole or as deltas, and checksums depend on every bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def sent(publication: Publication) -> Publication:
-    """As it comes out of a wire: nobody may write to what lies in a store."""
+    """A read-only copy, as from an object store."""
     found: Publication = pickle.loads(pickle.dumps(publication))
     for bucket in found.buckets:
         bucket.data.flags.writeable = False
@@ -84,7 +84,7 @@ def test_what_changed_everywhere_is_sent_whole() -> None:
 
 
 def test_a_step_at_a_small_learning_rate_changes_few_values_of_a_half_type() -> None:
-    """AdamW moves a master weight by about the learning rate, 1e-6 here; most bfloat16 weights stay what they are."""
+    """AdamW moves a master weight by about the learning rate, 1e-6 here; most bfloat16 weights do not change."""
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(1 << 16, generator=generator) * 0.02
     publisher = Publisher(lambda data: data, keeps_base=True)

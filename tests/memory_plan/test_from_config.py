@@ -53,7 +53,7 @@ def test_a_plan_needs_config_json_alone(directory: Path) -> None:
     assert made.setup.arch.num_parameters == 1_543_714_304
     assert (made.setup.longest, made.setup.rows) == (384, 16384)
     assert made.setup.update_tokens == 64 * 8 * 384
-    assert made.setup.spread == pytest.approx(8 * 384 / (128 + 8 * 256))
+    assert made.setup.tokens_per_row == pytest.approx(8 * 384 / (128 + 8 * 256))
     cache = next(part.bytes for part in made.phases[SAMPLING])
     assert cache == (256 * 24 + 1) * 16 * 2 * 28 * 2 * 128 * 2  # all rows at their longest, in pages of 16
 
@@ -62,7 +62,7 @@ def test_a_plan_needs_config_json_alone(directory: Path) -> None:
     ("overrides", "field", "value"),
     [
         (["training.activations=recompute"], "activations", "recompute"),
-        (["training.share_prompts=false"], "spread", 1.0),
+        (["training.share_prompts=false"], "tokens_per_row", 1.0),
         (["algorithm.kl.reference=none", "algorithm.kl.loss.coef=0"], "reference", "none"),
         (["algorithm.kl.reference=ema"], "reference", "ema"),
         (["model.lora={}"], "reference", "off"),
@@ -183,7 +183,7 @@ def test_a_reward_model_is_planned_with_its_adapters_and_without_an_output_head(
         made = plan_run(load(RewardModelConfig, None, [*basic, *more]).config, None).stages["reward model"]
         setup = made.setup
         assert (setup.longest, setup.update_tokens, setup.section) == (2048, 2 * 64 * 2048, "reward_model")
-        assert setup.scores
+        assert setup.is_reward_model
         sizes[name] = {part.name: part.bytes for part in made.parts}
     layers = 28 * 1536 * (2048 + 1536 + 3 * 8960)  # numbers in the matrices
     rest = 1_543_714_304 - layers

@@ -1,4 +1,4 @@
-"""The memory plan: against what is really held, in its order of suggestions, in its words, and in what it refuses."""
+"""The memory plan: against measured memory, the order of its suggestions, its texts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_plan_of_a_scorer_is_what_its_learner_holds(lora: Lora | None, activ
             *(arch, "float32", False, Optimizer(), budget, LENGTH, 2 * num_pairs * LENGTH),
             activations=activations,
             lora=lora,
-            scores=True,
+            is_reward_model=True,
         )
         made = plan_memory(setup)
         assert list(made.phases) == ["the reward model learns"]

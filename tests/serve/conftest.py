@@ -37,7 +37,7 @@ NAME = "tiny"
 
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """A token a byte, a few longer ones, and markup: every character beyond ASCII is spread over several tokens."""
+    """One token for each byte, a few longer ones, and special tokens: characters beyond ASCII take several tokens."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -72,7 +72,7 @@ class Scripted(Decoder):
         self.gate.set()
 
     def say(self, script: list[int], after: int = 1) -> None:
-        """The tokens to say behind a prompt of so many tokens."""
+        """Set the tokens to say after a prompt of so many tokens."""
         self.script, self.start = script, after
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
@@ -98,7 +98,7 @@ def architecture(vocab: int, max_positions: int) -> Architecture:
 
 @dataclass
 class Running:
-    """A server that answers, and everything behind it."""
+    """A running server with its engine and model."""
 
     model: Any
     tokenizer: Tokenizer
@@ -111,7 +111,7 @@ class Running:
     name: str = NAME
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """A client that does not try again; one is enough for all threads, and making one takes a while."""
+        """A client without retries, shared by all threads, since making one is slow."""
         if self._client is None:
             self._client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=30)
         return self._client.with_options(**options) if options else self._client
@@ -178,7 +178,7 @@ def plain_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def random_server(tokenizer: Tokenizer) -> Iterator[Running]:
-    """A decoder of random weights in float64, whose answers do not depend on what else runs; it writes nonsense of all bytes."""
+    """A random decoder in float64, whose answers do not depend on other requests; it writes random bytes."""
     model = Decoder(architecture(tokenizer.vocab_size, 2048))
     initialise(model, seed=3, std=0.3)
     stops: list[Callable[[], None]] = []
@@ -195,7 +195,7 @@ def _script_server(tokenizer: Tokenizer) -> Iterator[Running]:
 
 @pytest.fixture
 def script_server(_script_server: Running) -> Iterator[Running]:
-    """A model that says what a test wants; it must be idle again when the test ends."""
+    """A model that says a given text; it must be idle at the end of a test."""
     yield _script_server
     _script_server.model.gate.set()
     _script_server.model.hold_from = 0

@@ -1,4 +1,4 @@
-"""The thread around the engine: whatever clients do, everyone is answered once and nothing is left behind."""
+"""The thread around the engine: every request is answered exactly once, whatever clients do, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = Callable[..., DenseEngine | PagedEngine]
 
 @pytest.fixture(params=[DenseEngine, PagedEngine], ids=["dense", "paged"])
 def run(request: pytest.FixtureRequest, model: Decoder) -> Run:
-    """`run(body)`: a coroutine against a started loop; the engine must be empty afterwards."""
+    """`run(body)` runs a coroutine with a started engine thread; the engine must be empty afterwards."""
 
     def build(body: Callable[[AsyncEngine], Coroutine[Any, Any, None]], max_unfinished: int = 1000) -> Any:
         loop = AsyncEngine(lambda listener: request.param(model, 6, listener=listener), max_unfinished)
@@ -67,7 +67,7 @@ def run(request: pytest.FixtureRequest, model: Decoder) -> Run:
 
 
 async def read(generation: Generation) -> tuple[dict[int, list[int]], dict[int, Completion]]:
-    """The tokens heard and the completions of a generation."""
+    """The streamed tokens and the completions of a generation."""
     tokens: dict[int, list[int]] = {i: [] for i in range(len(generation.requests))}
     ended: dict[int, Completion] = {}
     async for batch in generation.events():

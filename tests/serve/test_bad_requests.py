@@ -1,4 +1,4 @@
-"""Bad requests: the right status, OpenAI's shape, and a message that says what to do."""
+"""Bad requests: status, OpenAI's error format, and a message that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/completions` through the real client: what comes back is what the engine drew."""
+"""`/v1/completions` through the real client: answers are what the engine drew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that connect and do not ask, and bytes that could be read as two requests."""
+"""Clients that connect and send nothing, and bytes that could be read as two requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = HEAD + f"Content-Length: {len(BODY)}\r\nConnection: close\r\n\r\n".encod
 
 
 def connect(running: Any, sent: bytes = b"") -> socket.socket:
-    """A connection whose bytes have come before the server accepts it, so that its time limits do not measure this process."""
+    """A connection whose bytes arrive before the server accepts it, so that its time limits do not depend on this process."""
     host, port = running.url.split("/")[2].split(":")
     has_sent = threading.Event()
     running.server._event_loop.call_soon_threadsafe(has_sent.wait, 30)

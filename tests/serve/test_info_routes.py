@@ -1,4 +1,4 @@
-"""What a server tells of itself, and of its tokenizer."""
+"""Routes about the server and its tokenizer: models, health, metrics, tokenize, detokenize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`echo` and alternatives to the token drawn: the numbers are those of a plain forward pass."""
+"""`echo` and top log-probs: the numbers are those of a plain forward pass."""
 
 from __future__ import annotations
 

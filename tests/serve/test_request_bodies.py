@@ -1,4 +1,4 @@
-"""Bodies and texts of any size: what they cost is bounded, and nothing that fits is refused."""
+"""Bodies and texts of any size: their memory is bounded, and nothing that fits is refused."""
 
 from __future__ import annotations
 

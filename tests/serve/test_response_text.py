@@ -1,4 +1,4 @@
-"""The text of a completion: streamed pieces are final and join to the whole, stop strings are cut out."""
+"""The text of a completion and its tool calls: streamed pieces are final and join to the whole, stop strings are cut."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pieces_join_to_the_whole_also_of_bytes_that_are_no_text(
 @settings(max_examples=300)
 @given(data=st.data())
 def test_so_do_those_of_long_runs_of_bytes_that_are_no_text(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Bytes that begin or continue a character, few of which come to its end; and markup in between."""
+    """Bytes that begin or continue characters, mostly incomplete ones, with special tokens in between."""
     letters = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_special(token)]
     broken = [token for token in letters if "\ufffd" in tokenizer.decode([token])]
     markup = [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)]

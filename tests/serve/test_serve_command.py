@@ -1,4 +1,4 @@
-"""`burnish serve` as a process of its own: it says where it is, answers, and ends when told to; and what it refuses."""
+"""`burnish serve` as a process: it prints its address, answers, ends on a signal, and refuses bad options."""
 
 from __future__ import annotations
 

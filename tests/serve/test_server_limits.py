@@ -1,4 +1,4 @@
-"""Keys, limits, clients that leave, an engine that fails: nothing hangs and nothing is left running."""
+"""API keys, limits, clients that disconnect, an engine that fails: nothing hangs and nothing keeps running."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(script_server: Any) -> N
 
 
 def ask_and_leave(running: Any, while_waiting: Callable[[], bool], **body: Any) -> None:
-    """Send a request without reading the answer, and hang up when the server is where it should be."""
+    """Send a request without reading the answer, and disconnect when a condition holds."""
     connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
     connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     running.wait_until(while_waiting)
@@ -118,7 +118,7 @@ def test_a_number_beyond_all_tokens_is_no_limit_and_disturbs_nobody(random_serve
 def test_without_a_key_a_server_of_this_machine_answers_to_no_other_name(
     random_server: Any, host: str, status: int
 ) -> None:
-    """A page in a browser whose name was pointed at this machine."""
+    """DNS rebinding: a web page under a name that resolves to this machine."""
     connection = http.client.HTTPConnection(random_server.url.split("/")[2], timeout=20)
     connection.request("GET", "/v1/models", headers={"Host": host})
     answer = connection.getresponse()

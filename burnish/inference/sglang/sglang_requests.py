@@ -145,7 +145,7 @@ Result = TypeVar("Result", GenerateResult, list[float])
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """A request in state and its tokens so far."""
+    """A request in flight and its tokens so far."""
 
     request: Request
     version: int

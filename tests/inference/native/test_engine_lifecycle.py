@@ -1,4 +1,4 @@
-"""The life of a request and of an engine: submitted meanwhile, first in the queue, interrupted, aborted; new weights, sleep, refusals."""
+"""Life cycle of requests and engines: late submission, priorities, interrupts, aborts, new weights, sleep, refusals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def model(tools: Any) -> Decoder:
 
 @pytest.fixture(scope="module")
 def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
-    """Each mixed request by itself in an engine of its own."""
+    """Each mixed request alone in an engine."""
     return {r.id: tools.run(DenseEngine(model), [r])[r.id] for r in native.mixed_requests()}
 
 
 def running(engine: DenseEngine | PagedEngine) -> list[str]:
-    """The requests that have a row."""
+    """Ids of the running requests."""
     if isinstance(engine, DenseEngine):
         return [request.id for request in engine.rows.requests]
     return [state.request.id for state in engine.scheduler.running()]
@@ -83,7 +83,7 @@ def test_a_stream_interrupted_again_and_again_loses_nothing(
 
 
 def test_a_stream_that_is_left_goes_on_in_the_next_one(tools: Any, make: Any, model: Decoder) -> None:
-    """Also with requests that ended in the same step as the last one seen."""
+    """Also for requests that ended in the same step as the last one yielded."""
     wanted = tools.requests([(3, 4), (5,)], 4, max_tokens=5)
     engine = make(model, max_rows=8)
     engine.submit(wanted)
@@ -179,7 +179,7 @@ def test_aborting_what_is_not_there_is_an_error_and_changes_nothing(tools: Any, 
 def test_a_prompt_whose_waiting_samples_are_aborted_is_forgotten(
     tools: Any, make: Any, model: Decoder, keep: bool
 ) -> None:
-    """Or new weights would be refused for ever, and the next sample would read the cache of old ones."""
+    """Otherwise new weights would be refused without end, and the next sample would read the cache of old ones."""
     a, b = SamplingOptions(max_tokens=2), SamplingOptions(max_tokens=2)
     engine = make(model, max_rows=1)
     engine.submit([Request("a1", (3, 4), a, 1), Request("b", (5,), b, 2), Request("a2", (3, 4), a, 3)])
@@ -194,7 +194,7 @@ def test_a_prompt_whose_waiting_samples_are_aborted_is_forgotten(
 
 
 def test_the_engine_reads_the_very_tensors_of_the_model(tools: Any, native: Any, make: Any) -> None:
-    """And nothing of a prompt that the old weights have computed."""
+    """Keys and values of the old weights are not used again."""
     model = tools.decoder()
     addresses = [p.data_ptr() for p in model.parameters()]
     engine = make(model, max_rows=4)
@@ -305,7 +305,7 @@ def test_numbers_that_no_row_can_hold_are_refused(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_request_whose_numbers_are_none_leaves_none_to_others(tools: Any, make: Any, dtype: torch.dtype) -> None:
-    """Token 5 is poison; the rows and blocks of prompts with it are another's next."""
+    """Token 5 gives NaN; the rows and blocks of prompts with it are reused by other requests."""
     model = tools.decoder(dtype)
     model.embedding.weight.data[5] = torch.nan
     clean = tools.requests([(1, 2, 3), (4, 6), tuple([7, 8] * 20)], 2, max_tokens=6, logit_bias=((5, -100.0),))

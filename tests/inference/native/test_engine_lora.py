@@ -1,4 +1,4 @@
-"""The native engines generate with the adapter: dense, paged and exact, as the learner sees it."""
+"""The dense, paged and exact engines sample with the adapter; log-probs match the learner's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact mode: the learner's log-prob of every sampled token is the engine's, bit for bit, beside any neighbours."""
+"""Exact mode: the learner's log-prob of every sampled token equals the engine's bit for bit, for any other requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def wanted() -> list[Request]:
-    """Prompts around the size of a block, in groups, of which two begin alike."""
+    """Prompts of about one block, in groups; two share a prefix."""
     random = np.random.default_rng(0)
     prompts = [tuple(random.integers(0, 13, size).tolist()) for size in (3, 17, 40, 16, 33)]
     prompts.append((*prompts[2][:32], 7, 7))
@@ -88,7 +88,7 @@ def test_the_learner_sees_the_engines_very_bits(tools: Any, dtype: torch.dtype, 
 
 
 def test_without_exactness_they_differ_by_rounding(tools: Any) -> None:
-    """Else the test above would show nothing."""
+    """Without this difference the test above would prove nothing."""
     model, requests = tools.decoder(torch.float32), wanted()
     batch, logp = packed(requests, tools.run(PagedEngine(model, 8), requests))
     with torch.no_grad():

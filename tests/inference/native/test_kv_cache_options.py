@@ -80,7 +80,7 @@ def test_8_bits_take_less_memory_and_leave_a_gap_that_shows(
 
 
 def test_8_bits_are_shared_copied_and_recomputed_like_any(tools: Any, native: Any) -> None:
-    """A group's prompt, rows that lose their blocks: the same tokens as a crowd that has room, and as alone."""
+    """With shared prompts and preempted rows: the same tokens as in a large cache, and as alone."""
     model = tools.decoder(torch.float32)
     wanted = tools.requests([TEXT[:20], TEXT[:37]], 3, max_tokens=40)
     roomy = tools.run(PagedEngine(model, 6, quantised=True), wanted)

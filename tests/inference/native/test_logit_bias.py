@@ -1,4 +1,4 @@
-"""Logit bias and log-probs of the model itself: in every engine, beside rows that ask for neither."""
+"""Logit bias and raw log-probs in every engine, next to rows without them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ GEMMA3 = {
 
 @pytest.fixture(scope="module")
 def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
-    """Each mixed request by itself in an engine of its own."""
+    """Each mixed request alone in an engine."""
     return {r.id: tools.run(DenseEngine(model), [r])[r.id] for r in native.mixed_requests()}
 
 
@@ -90,7 +90,7 @@ def test_a_fixed_set_gives_the_same_alone_or_in_a_crowd_in_float32(tools: Any, n
 
 @pytest.fixture(scope="module")
 def greedy(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, list[list[int]]]:
-    """A model, and what transformers' own greedy decoding makes of the prompts with its weights."""
+    """A model, and the greedy completions of transformers with its weights."""
     folder: Path = tmp_path_factory.mktemp("greedy")
     model = tools.decoder(torch.float32)
     save_decoder(model, folder, source=None)
@@ -178,7 +178,7 @@ def test_bfloat16_logprobs_are_near_the_learners(tools: Any, native: Any, make: 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 8, 64])
 def test_the_prompt_of_a_group_is_prefilled_once(tools: Any, model: Decoder, max_rows: int) -> None:
-    """However few rows there are: the dense engine keeps the prompt until its last sample has a row."""
+    """For any number of rows: the dense engine keeps a prompt until its last sample is admitted."""
     prompts = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)]
     engine = DenseEngine(model, max_rows)
     tools.run(engine, tools.requests(prompts, 8, max_tokens=4))
@@ -249,7 +249,7 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(tools: Any, make: Any) ->
 def test_stop_strings_end_a_completion_across_token_borders(
     tools: Any, native: Any, make: Any, stop: tuple[str, ...], length: int | None
 ) -> None:
-    """The prompt is `d`, the model continues the alphabet; what the prompt says does not stop it."""
+    """The prompt is `d`, and the model continues the alphabet. The text of the prompt does not stop it."""
     engine = make(tools.successor(16), decode=native.spell)
     got = tools.run(engine, tools.requests([(3,)], stop=stop, max_tokens=8))["0.0"]
     assert got.finish == ("length" if length is None else "stop")

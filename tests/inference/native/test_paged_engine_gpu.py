@@ -42,7 +42,7 @@ TEXT = tuple((5 * i + i * i // 7) % 13 for i in range(600))
 
 
 def decoder(tools: Any, family: str = "llama", **options: Any) -> Decoder:
-    """A float32 decoder on the CPU of the shape of real ones, biases and norms not trivial."""
+    """A float32 decoder on the CPU with realistic shapes, and with biases and norms that matter."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "mlp_size": 192}
     model: Decoder = tools.decoder(
         torch.float32, family=family, max_positions=1024, **(FAMILIES[family] | sizes | options)
@@ -141,7 +141,7 @@ def test_float64_runs_without_kernels_and_is_exact(tools: Any, native: Any) -> N
     ids=str,
 )
 def test_sampled_frequencies_follow_the_model(tools: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Of pairs of tokens: the first is drawn behind the prefill, the second in a graph."""
+    """Frequencies of token pairs: the first is drawn after the prefill, the second in a graph."""
     model, n, prompt = decoder(tools).to(DEVICE, dtype), 8192, [3, 4, 5]
     wanted = tools.requests([tuple(prompt)], n, max_tokens=2, **options)
     got = tools.run(PagedEngine(model, max_rows=1024), wanted)
@@ -182,7 +182,7 @@ def test_logprobs_are_the_learners(tools: Any, native: Any, family: str, dtype: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_errs_no_more_than_transformers_does(tools: Any, tmp_path: Path, family: str) -> None:
-    """Of the same tokens, against a float32 forward of the same weights: in the mean, and of the worst hundredth."""
+    """Errors of the same tokens against a float32 forward of the same weights: mean and 99th percentile."""
     model = decoder(tools, family, vocab=97)
     if model.arch.scaled_embedding:
         # Else it is nearly certain of every token, and the errors are those of the few others.

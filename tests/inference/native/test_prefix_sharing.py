@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once: whatever is shared, the tokens are those of a sampler without a cache."""
+"""Common prefixes are computed once, and the tokens are those of a sampler without a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model(tools: Any) -> Decoder:
 
 
 def test_a_common_beginning_of_many_prompts_is_prefilled_once(tools: Any, native: Any, model: Decoder) -> None:
-    """Also when only a later request brings it again, and nobody holds it any more."""
+    """Also if only a later request has it again, when no running request uses it."""
     tails = [(i % 13, i // 13, 3)[: 2 + i % 2] for i in range(64)]
     wanted = tools.requests([TEXT[:512] + tail for tail in tails], max_tokens=2)
     engine = PagedEngine(model, max_rows=64)
@@ -82,7 +82,7 @@ def test_a_group_that_comes_row_by_row_computes_only_the_end_of_its_prompt_again
 def test_beginnings_that_differ_or_end_before_a_block_does_share_nothing(
     tools: Any, native: Any, model: Decoder
 ) -> None:
-    """Equal tokens behind a different first block are not equal blocks."""
+    """Equal tokens after a different first block are different blocks."""
     prompts = [TEXT[:15], TEXT[:14], (0, *TEXT[:40]), (1, *TEXT[:40]), TEXT[16:32] + TEXT[:16] + (1,)]
     prompts.append(TEXT[32:48] + TEXT[:16] + (1,))
     engine = PagedEngine(model, max_rows=8)
@@ -95,7 +95,7 @@ def test_beginnings_that_differ_or_end_before_a_block_does_share_nothing(
 def test_long_prompts_in_pieces_and_what_they_share(
     tools: Any, native: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """A beginning may still be under way when a prompt that shares it is admitted."""
+    """A prefix may still be computed when a prompt that shares it is admitted."""
     monkeypatch.setattr("burnish.inference.native.scheduler.MAX_PREFILL_TOKENS", size)
     prompts = [TEXT[:100], TEXT[:3], (*TEXT[:64], 7, 7), TEXT[:100], TEXT[50:71]]
     engine = PagedEngine(model, max_rows=10)
@@ -118,7 +118,7 @@ def test_new_weights_forget_what_was_shared(tools: Any, native: Any) -> None:
 
 
 def test_a_beginning_is_found_again_after_others_took_room(tools: Any, native: Any, model: Decoder) -> None:
-    """The end of a prompt that nobody holds loses its blocks before the beginning, without which no end is found."""
+    """The end of an unused prompt is evicted before its beginning, without which the end cannot be found."""
     engine = PagedEngine(model, max_rows=1, num_blocks=1 + 8)
     first, other = (
         replace(r, id=str(i)) for i, r in enumerate(tools.requests([TEXT[:97], TEXT[200:240]], max_tokens=2))

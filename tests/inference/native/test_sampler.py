@@ -109,7 +109,7 @@ def test_rows_with_different_options_do_not_disturb_one_another() -> None:
 
 
 def test_a_top_p_of_one_keeps_the_whole_tail() -> None:
-    """Also where a row beside it truncates, and the tail is below what a running sum in float32 can tell from 1."""
+    """Also next to a truncated row, and with a tail below the resolution of a float32 running sum near 1."""
     logits = torch.tensor([[0.0, -25.0], [0.0, 0.0]])
     top_p = torch.tensor([1.0, 0.5], dtype=torch.float64)
     uniform = torch.tensor([ALMOST_ONE, 0.5], dtype=torch.float64)
@@ -120,7 +120,7 @@ def test_a_top_p_of_one_keeps_the_whole_tail() -> None:
 
 @pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.1, 4), (0.26, 3), (0.51, 2), (0.99, 2), (1.0, 2)])
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest(min_p: float, kept: int) -> None:
-    """By hand: beside the likeliest the others are 1, 1/2 and 1/4 as likely."""
+    """By hand: the tokens are 1, 1, 1/2 and 1/4 times as likely as the likeliest."""
     p = torch.tensor([0.4, 0.2, 0.1, 0.4], dtype=torch.float64) / 1.1
     options = [SamplingOptions(min_p=min_p)] * 400
     uniform = (torch.arange(400, dtype=torch.float64) + 0.5) / 400

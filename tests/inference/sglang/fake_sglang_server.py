@@ -39,12 +39,12 @@ SHAPES = (
     ("temperature", 1.0), ("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("frequency_penalty", 0.0),
     ("presence_penalty", 0.0), ("repetition_penalty", 1.0), ("min_new_tokens", 0),
 )  # fmt: skip
-"""What shapes a distribution, with the value a server takes where neither request nor preferences have one."""
+"""Parameters that shape a distribution, with the server's defaults."""
 
 
 @dataclass
 class Behaviour:
-    """Which server this is."""
+    """Version of the server."""
 
     version: str = "0.5.10"
     labels_weights: bool = True
@@ -52,23 +52,23 @@ class Behaviour:
     """SGLANG_RETURN_ORIGINAL_LOGPROB."""
     logprobs: bool = True
     mask: bool = True
-    """It knows `return_sampling_mask`,"""
+    """It supports `return_sampling_mask`."""
     mask_tokens: int = 4096
-    """with at most this top-k."""
+    """Most top-k with `return_sampling_mask`."""
     renamed: bool = False
-    """The info endpoints have their newer names alone."""
+    """The info endpoints have only their newer names."""
     memory_saver: bool = True
     context: int = 512
     longest: int | None = None
-    """Tokens that fit its cache, where that is less than its context but two: longer requests are cut without a word."""
+    """Tokens that fit into its cache, if less than its context minus two. Longer requests are cut silently."""
     eos: tuple[int, ...] = ()
     """End tokens of the model's own generation_config."""
     preferred: dict[str, Any] = field(default_factory=dict)
     """--preferred-sampling-params."""
     delay_s: float = 0.0
-    """A token takes so long,"""
+    """Seconds for each token."""
     delay_from: int = 0
-    """of requests for at least so many."""
+    """Least tokens of the requests that are slowed down."""
 
 
 class BadRequestError(Exception):
@@ -94,11 +94,11 @@ class SglangServer:
         """One for each of the next calls of /generate: 500, 503, 400, hang, cut (the body breaks off), bare (no log-probs),
         abort (someone else's), fine."""
         self.gate = threading.Event()
-        """While it is closed no token is drawn, beyond the first `free` of a request."""
+        """While it is cleared, no token is drawn after the first `free` of a request."""
         self.gate.set()
         self.free = 0
         self.busy = 0
-        """How often it will not empty its cache, as if a request still ran."""
+        """How often it refuses to empty its cache, as if a request ran."""
         self.asleep: set[str] = set()
         self.running: dict[str, Generation] = {}
         self.loop = AsyncEngine(self._make_engine, max_unfinished=10_000)
@@ -141,7 +141,7 @@ class SglangServer:
         self._server.should_exit = True
 
     def kill(self) -> None:
-        """What clients see when its process is killed: connections are reset, and nobody listens."""
+        """Act like a killed process: connections are reset and refused."""
         assert self._server is not None
         server = self._server
 
@@ -234,7 +234,7 @@ class SglangServer:
         raise AssertionError("a generation ended without a completion")
 
     def _read(self, body: dict[str, Any]) -> tuple[Request, int]:
-        """The native engine's request, and the most tokens that were asked for."""
+        """The request for the native engine, and the most tokens asked for."""
         behaviour, vocab = self.behaviour, self.model.arch.vocab_size
         given = behaviour.preferred | body["sampling_params"]
         shape = {name: given.get(name, default) for name, default in SHAPES}
@@ -303,7 +303,7 @@ class SglangServer:
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     def _scored(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request for no token: log-probs of its prompt from a place on, always of temperature 1."""
+        """The answer to a scoring request: log-probs of its prompt from a position on, at temperature 1."""
         start, tokens = body["logprob_start_len"], request.tokens
         logp = all_logits(self.model, list(tokens)).log_softmax(-1)
         pairs = [[None, tokens[start], None]]
@@ -312,7 +312,7 @@ class SglangServer:
         return {"text": "", "output_ids": [], "meta_info": meta | {"id": request.id, "input_token_logprobs": pairs}}
 
     def _logprobs(self, request: Request, tokens: list[int], num_top: int) -> dict[str, Any]:
-        """Under the whole distribution, after bias, and after temperature unless the server gives original ones."""
+        """Log-probs of the whole distribution after bias, and after temperature unless the server reports original ones."""
         options = request.sampling
         logits = all_logits(self.model, [*request.tokens, *tokens])[len(request.tokens) - 1 : -1]
         for token, value in options.logit_bias:

@@ -1,4 +1,4 @@
-"""The contract of every engine, on an SGLang server."""
+"""The engine contract, on an SGLang server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, CONTEXT = 4, 256
 
 @pytest.fixture(scope="module")
 def subject(tools: Any) -> Iterator[Subject]:
-    """One for all tests: the server has a copy of the model, as a server has."""
+    """One engine for all tests; its server has a copy of the model."""
     model, served = tools.decoder(torch.float32), tools.decoder(torch.float32)
     server = SglangServer(served, Behaviour(context=CONTEXT, delay_s=0.004, delay_from=60), spell).start()
     engine = SglangEngine([server.url], 13, ROWS, spell, 60.0, weights=lambda: hf_tensors(model))

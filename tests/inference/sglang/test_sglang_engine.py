@@ -1,4 +1,4 @@
-"""The engine's contract, held by SGLang servers: the right tokens and log-probs, ends, order, interrupts and aborts."""
+"""The engine on SGLang servers: tokens, log-probs, finish reasons, order, interrupts and aborts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)]
 
 
 def as_served(request: Request) -> Request:
-    """The request as the server of these tests draws it: with its seed, and noise by the position in the sequence."""
+    """The request as the fake server draws it: with its seed, and noise by the position in the sequence."""
     return replace(request, key=sampling_seed(request), generated=len(request.tokens))
 
 
@@ -89,7 +89,7 @@ def test_logprobs_are_the_learners(tools: Any, serve: Serve, connect: Connect) -
 
 
 def test_no_parameter_is_left_to_the_servers_preferences(tools: Any, serve: Serve, connect: Connect) -> None:
-    """Penalties would fail an assertion of the server's; a preferred temperature or top-k would change the tokens."""
+    """Penalties would fail an assertion of the fake server; a preferred temperature or top-k would change the tokens."""
     odd = {"temperature": 0.2, "top_k": 1, "top_p": 0.1, "min_p": 0.5, "repetition_penalty": 1.3, "min_new_tokens": 5}
     server = serve()
     wanted = tools.requests(PROMPTS, 2, top_k=5)
@@ -326,7 +326,7 @@ def test_requests_are_dealt_to_the_server_with_least_work(tools: Any, serve: Ser
 
 
 def held(tools: Any, serve: Serve, connect: Connect, free: int = 4) -> tuple[SglangServer, SglangEngine, list[Request]]:
-    """A server that stands still behind the first tokens of three requests; a fourth waits."""
+    """A server that stops after the first tokens of three requests, while a fourth waits."""
     server = serve()
     engine = connect(server, max_rows=3)
     server.free, server.behaviour.delay_s = free, 0.001
@@ -370,7 +370,7 @@ def test_nothing_remains_of_what_is_aborted_without_keeping(tools: Any, serve: S
 
 
 def test_an_abort_stops_no_other_request(tools: Any, serve: Serve, connect: Connect) -> None:
-    """A server takes an id for the beginning of ids."""
+    """A server matches an id as a prefix of ids."""
     server = serve()
     engine = connect(server, max_rows=20)
     server.gate.clear()

@@ -1,4 +1,4 @@
-"""Servers that fail, hang, break off, die or come back with other weights: what can be saved is, what cannot is named."""
+"""Servers that fail, hang, break connections, die or restart with other weights: requests are recovered, or the error names the cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Connect = Callable[..., SglangEngine]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that a test need not sit through."""
+    """Shorten the waits between retries."""
     monkeypatch.setattr("burnish.inference.sglang.sglang_requests.RETRY_WAIT_S", 0.02)
     monkeypatch.setattr("burnish.inference.sglang.sglang_servers.LOST_AFTER_S", 0.5)
 
@@ -33,7 +33,7 @@ def drawn(tools: Any, server: SglangServer, request: Request) -> list[int]:
 
 
 def asked(server: SglangServer) -> list[Any]:
-    """The bodies of the requests it was sent, without the questions at the start."""
+    """The bodies of its requests, without those of the inspection."""
     return [body for path, body in server.calls if path == "/generate" and "rid" in body]
 
 
@@ -150,7 +150,7 @@ def test_the_requests_of_a_killed_server_are_done_by_another(tools: Any, serve: 
 def test_a_restarted_server_is_not_used_before_it_has_the_weights(
     tools: Any, serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would sample from the model it was started with, and nobody would notice."""
+    """Otherwise it would sample from the weights of its start without notice."""
     trained = tools.decoder(seed=5)
     first, second = serve(seed=1), serve(seed=2)
     engine = connect(first, second)

@@ -23,7 +23,7 @@ Serve = Callable[..., SglangServer]
 
 
 def other_model(text: str, tmp_path: Path) -> Decoder:
-    """The recipe's model with weights of its own, as a server has that was started with something else."""
+    """The recipe's model with other weights, as of a server that was started from another directory."""
     (tmp_path / "other.yaml").write_text(text)
     config = load(TrainConfig, tmp_path / "other.yaml", []).config
     module = build_policy(config.model, config.data.train, seed=0, base=None).module

@@ -1,4 +1,4 @@
-"""What is found out about a server before a run starts, and what is said of one that cannot be used."""
+"""Inspection of a server before a run, and the errors for servers that cannot be used."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Other(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def test_another_kind_of_server_is_told_by_its_answers() -> None:

@@ -1,4 +1,4 @@
-"""New weights, and sleep: what a server has after a load, under which label, and what is left on disk."""
+"""New weights and sleep: the weights and label of a server after a load, and the files left on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM in this process: the contract of every engine, then what is its own."""
+"""The engine contract and further tests, on vLLM in this process."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_a_temperature_that_vllm_would_change_is_refused(engine: VllmEngine, tem
 
 
 def test_a_token_that_the_model_does_not_have_is_refused(engine: VllmEngine) -> None:
-    """vLLM would look it up, and end."""
+    """vLLM would look it up and crash."""
     with pytest.raises(UserError, match="token 13 is not one of the model's, 0 to 12"):
         engine.submit([Request("r", (3, 13), SamplingOptions(max_tokens=2), 0)])
 
 
 def test_equal_prompts_are_computed_once(tools: Any, engine: VllmEngine) -> None:
-    """What a prompt has in the cache is read again by the next sample of it, until new weights come."""
+    """The next sample of a prompt reads its cached prefix, until new weights are loaded."""
     cached = []
     step = engine.llm.step
 

@@ -1,4 +1,4 @@
-"""vLLM in this process with engines of the tests' own: each closes the one before."""
+"""vLLM in this process, with a new engine for each test; it closes the one before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def engine_of(policy: PolicyModel, options: Vllm = EAGER) -> VllmEngine:
 
 
 def test_weights_that_are_not_whole_are_never_sampled_from(make_policy: Any) -> None:
-    """vLLM fills the place of a tensor that is missing with whatever memory holds."""
+    """vLLM leaves the memory of a missing tensor undefined."""
     engine = engine_of(make_policy())
     named = list(full_hf_tensors(engine.policy))
     with pytest.raises(UserError, match=r"without 1 of 21 tensors, first model.layers.0.self_attn.v_proj.weight"):
@@ -45,7 +45,7 @@ def test_weights_that_are_not_whole_are_never_sampled_from(make_policy: Any) -> 
 
 
 def test_a_model_that_vllm_cannot_run_is_an_error_at_the_start(make_policy: Any) -> None:
-    """Here a size of heads that its attention on a CPU does not have."""
+    """With a head size that vLLM's attention on a CPU does not support."""
     with pytest.raises(UserError, match=r"cannot run this model: .*head_dim=24"):
         engine_of(make_policy(num_heads=1, head_dim=24))
 
@@ -68,7 +68,7 @@ def test_an_engine_closes_the_one_before(tools: Any, make_policy: Any, subject_o
 def test_a_tied_output_head_follows_its_embedding(
     tools: Any, make_policy: Any, subject_of: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it does not, the probe after the load finds it out."""
+    """Otherwise the probe after the load finds it."""
     policy = make_policy(tied=True)
     engine = engine_of(policy)
     subject = subject_of(policy, engine)

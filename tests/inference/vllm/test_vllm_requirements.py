@@ -1,4 +1,4 @@
-"""What is said of a vLLM, or of a server, that is not there or lacks something; nothing here needs vLLM."""
+"""Errors for a vLLM or a server that is missing or lacks something; these tests do not need vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_vllm_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -
 
 
 def fake(without: str) -> Any:
-    """A module with every name that is used of vLLM but one."""
+    """A module with all names that are used of vLLM but one."""
 
     def taking(names: tuple[str, ...]) -> type:
         kept = ", ".join(f"{name}=None" for name in names if name != without)
@@ -138,7 +138,7 @@ def serve() -> Iterator[Callable[..., str]]:
             do_POST = do_GET
 
             def log_message(self, *args: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         started.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
         Thread(target=started[-1].serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Whole runs of GRPO whose samples are vLLM's."""
+"""Whole runs of GRPO that sample with vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = 1e-4
 
 
 def gaps(folder: Path) -> list[float]:
-    """How far the learner's log-probs were from vLLM's at most, step by step."""
+    """Largest difference of the learner's log-probs from vLLM's in each step."""
     found = [row["mismatch/max"] for row in read_metrics(folder / "metrics.jsonl") if "mismatch/max" in row]
     assert len(found) == 6
     return found
@@ -37,7 +37,7 @@ def gaps(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a warm start, which the engine is made before."""
+    """A run with a warm start, after the engine is made."""
     return run_of(tmp_path_factory.mktemp("run") / "it", NEW + RECIPE + WARM, [])
 
 

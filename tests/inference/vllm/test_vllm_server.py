@@ -1,4 +1,4 @@
-"""A vLLM server, started for these tests: the contract of every engine, then what is its own."""
+"""The engine contract and further tests, on a vLLM server that is started for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 DEFAULTS = {"eos_token_id": 7, "temperature": 0.3, "top_k": 2, "top_p": 0.5, "repetition_penalty": 1.5}
-"""Of the served model's directory: a server gives them to requests that leave something open, and ends at that token."""
+"""Generation config of the served model: a server fills open options from it, and ends at its end token."""
 FLAGS = (
     *("--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority", "--max-num-seqs", str(ROWS)),
     *(
@@ -144,7 +144,7 @@ def test_weights_that_are_not_whole_are_refused_and_the_server_keeps_its_own(
 def test_a_server_with_weights_of_another_is_found_out(
     url: str, make_policy: Any, subject: Subject, engine: VllmServer
 ) -> None:
-    """As after it was started again, with what is in its own directory."""
+    """As after a restart, with the weights of its own directory."""
     other = VllmServer(make_policy(seed=2), Vllm(url=url), ROWS)
     other.load(1, ())
     engine.submit([Request("r", (3,), SamplingOptions(max_tokens=2), 0)])

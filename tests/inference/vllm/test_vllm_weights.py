@@ -1,4 +1,4 @@
-"""Named tensors on their way to vLLM; nothing here needs it."""
+"""Named tensors for vLLM; these tests do not need vLLM."""
 
 from __future__ import annotations
 
