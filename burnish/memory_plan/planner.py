@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from burnish.config.model import Lora, Optimizer
 from burnish.memory_plan.learner_bytes import LearnerFootprint, LearnerPasses, learner_footprint, meta_policy
@@ -147,22 +148,12 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
     if setup.reward_model_bytes:
         others.append(MemoryPart("reward models", setup.reward_model_bytes, "weights, in this process"))
     if setup.critic is not None:
-        critic_model = ValueModel(model)
-        critic = learner_footprint(critic_model, setup.critic, replace(setup.passes, full_kl=False), setup.on_gpu)
-        if setup.lora is not None:  # the frozen weights are shared with the policy
-            own = sum(p.nbytes for p in critic_model.parameters() if p.requires_grad)
-            critic = replace(critic, weights=own, whole=0)
-        critic = critic.per_process(setup.shards)
-        learners[CRITIC] = critic
+        critic = learners[CRITIC] = _further_learner(setup, ValueModel(model), setup.critic, shares_policy=True)
         others.append(MemoryPart("critic", critic.resident, "weights, master copies, moments"))
     if setup.process is not None:
         arch = setup.process_arch
         process_model = model if arch is None else meta_policy(arch, dtype, setup.lora)
-        process = learner_footprint(process_model, setup.process, replace(setup.passes, full_kl=False), setup.on_gpu)
-        if setup.lora is not None and arch is None:  # the frozen weights are shared with the policy
-            own = sum(p.nbytes for p in process_model.parameters() if p.requires_grad)
-            process = replace(process, weights=own, whole=0)
-        process = process.per_process(setup.shards)
+        process = _further_learner(setup, process_model, setup.process, shares_policy=arch is None)
         learners[PROCESS_MODEL] = process
         start = 0 if setup.lora is not None else process.weights
         others.append(
@@ -182,6 +173,15 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
         else MemoryPart("process", PROCESS_BYTES, "torch")
     )
     return MemoryPlan(setup, resident, phases, first, outside, sum(one.on_host for one in learners.values()))
+
+
+def _further_learner(setup: RunSetup, model: nn.Module, optimizer: Optimizer, shares_policy: bool) -> LearnerFootprint:
+    """The footprint of a critic or process reward model. With adapters it may share the policy's frozen weights."""
+    found = learner_footprint(model, optimizer, replace(setup.passes, full_kl=False), setup.on_gpu)
+    if setup.lora is not None and shares_policy:
+        own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        found = replace(found, weights=own, whole=0)
+    return found.per_process(setup.shards)
 
 
 def _first_update_bytes(one: LearnerFootprint) -> int:

@@ -33,6 +33,12 @@ meets the limit of 120 s."""
 RETRY_AFTER_S = 1
 CLOSE_HEADER = {"Connection": "close"}
 """For an error before the end of the body, whose rest is not read."""
+TOKENS_PER_POSITION = 2
+"""A text is refused if a prefix has more tokens than this times the number of positions."""
+PREFIX_GROWTH = (2, 8)
+"""Least and largest growth factor of the next prefix."""
+MAX_NFC_RATIO = 4
+"""The most characters that NFC composes into one."""
 
 
 @dataclass(eq=False)
@@ -155,14 +161,7 @@ def _check_content_type(request: Request) -> None:
         )
 
 
-# --- texts that cannot fit -----------------------------------------------------------------------------------------------
-
-TOKENS_PER_POSITION = 2
-"""A text is refused if a prefix has more tokens than this times the number of positions."""
-PREFIX_GROWTH = (2, 8)
-"""Least and largest growth factor of the next prefix."""
-MAX_NFC_RATIO = 4
-"""The most characters that NFC composes into one."""
+# --- texts that are too long ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

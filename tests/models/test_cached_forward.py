@@ -126,7 +126,7 @@ def test_steps_in_c_are_kept_until_the_engine_has_new_weights(tiny_model: TinyMo
     def drawn() -> tuple[object, list[int]]:
         engine.submit([Request("a", (1, 2, 3), SamplingOptions(max_tokens=6, temperature=0.0), 0)])
         (done,) = engine.stream()
-        return engine._fused, done.tokens.tolist()
+        return engine._c_step, done.tokens.tolist()
 
     (first, tokens), (again, same) = drawn(), drawn()
     assert first is again
@@ -141,7 +141,7 @@ def test_steps_in_c_are_kept_until_the_engine_has_new_weights(tiny_model: TinyMo
     assert other is not first
     assert changed != tokens
     engine.sleep()
-    assert engine._fused is None
+    assert engine._c_step is None
 
 
 def test_parameters_that_do_not_tell_when_they_are_written_take_torchs_steps(tiny_model: TinyModel) -> None:

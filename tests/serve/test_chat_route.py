@@ -214,7 +214,7 @@ def test_a_chat_obeys_a_logit_bias_and_tells_the_models_own_logprobs(random_serv
     assert chat(random_server, **asked, temperature=0, top_logprobs=1).choices[0].logprobs.content[0].top_logprobs
 
 
-# --- A judge behind our own server: the reward part `judge` asks a model that `burnish serve` answers with.
+# --- the reward part `judge` on a model of `burnish serve` --------------------------------------------------------------
 
 
 def test_a_served_model_judges(script_server: Any) -> None:

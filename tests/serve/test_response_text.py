@@ -108,7 +108,7 @@ def test_a_character_cut_short_is_shown_as_the_decoder_writes_it(tokenizer: Toke
     assert "".join(found) == tokenizer.decode(tokens) == "a\ufffd"
 
 
-# --- Tool calls in an answer's text: read exactly, or left as text; streamed the same.
+# --- tool calls ---------------------------------------------------------------------------------------------------------
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é </tool_call> \\" }"}}\n</tool_call>'
 OTHER = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'

@@ -74,7 +74,7 @@ class DenseEngine:
         """Finished completions that `stream` has not yielded yet."""
         self._ids: set[str] = set()
         self._step = decode_step_of(model)
-        self._fused: CDecodeStep | None = None
+        self._c_step: CDecodeStep | None = None
         self._interrupted = False
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
@@ -88,8 +88,8 @@ class DenseEngine:
 
     def stream(self) -> Iterator[Completion]:
         self._step = decode_step_of(self.model)
-        if self._fused is None or not self._fused.is_current:
-            self._fused = c_decode_step(self.model)
+        if self._c_step is None or not self._c_step.is_current:
+            self._c_step = c_decode_step(self.model)
         while self.ready or ((self.waiting or len(self.rows)) and not self._interrupted):
             if not self.ready:
                 with torch.inference_mode():
@@ -127,13 +127,13 @@ class DenseEngine:
                 f"new weights while {len(self.rows)} rows are running: their cache would be stale; finish or abort first"
             )
         copy_weights(self.model, named_tensors)
-        self.version, self._fused = version, None
+        self.version, self._c_step = version, None
 
     def sleep(self) -> None:
         if self.waiting or len(self.rows):
             raise RuntimeError(f"the engine cannot sleep with {len(self.waiting) + len(self.rows)} requests unfinished")
         self.cache.release()
-        self._fused = None
+        self._c_step = None
 
     def wake(self) -> None:
         """Nothing to do: the cache grows with the first requests."""
@@ -209,8 +209,8 @@ class DenseEngine:
         self.stats.decode_steps += 1
         self.stats.row_steps += n
         tokens, cache = self.rows.tokens_in[:n], self.cache
-        if self._fused is not None:
-            return self._draw(slice(0, n), self._fused(tokens, positions, cache.keys, cache.values, longest))
+        if self._c_step is not None:
+            return self._draw(slice(0, n), self._c_step(tokens, positions, cache.keys, cache.values, longest))
         attend = DenseDecodeAttention(cache, positions, longest, shortest)
         hidden = self._step(tokens, positions, attend, longest + 1)
         return self._draw(slice(0, n), self.model.logits(hidden))
