@@ -77,7 +77,7 @@ class Scripted(Decoder):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         if int(positions.max()) >= self.hold_from:
-            assert self.gate.wait(30), "a test left the gate closed"
+            assert self.gate.wait(300), "a test left the gate closed"
         if self.fail:
             raise ZeroDivisionError("a fault in the model")
         hidden = super().forward(tokens, positions, attend, num_positions)
@@ -113,7 +113,7 @@ class Running:
     def client(self, **options: Any) -> openai.OpenAI:
         """A client without retries, shared by all threads, since making one is slow."""
         if self._client is None:
-            self._client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=30)
+            self._client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=300)
         return self._client.with_options(**options) if options else self._client
 
     @property
@@ -121,7 +121,7 @@ class Running:
         assert isinstance(self.loop.engine, DenseEngine)
         return self.loop.engine
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"waited {seconds} s for nothing; the log says {self.log}"
@@ -138,7 +138,7 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     """A server on a free port; its end is added to `stops`."""
     max_rows, max_queue = options.pop("max_rows", 8), options.pop("max_queue", 64)
     max_body, api_key = options.pop("max_body", 2**20), options.pop("api_key", None)
-    grace_s, limits = options.pop("grace_s", 20), options.pop("limits", None)
+    grace_s, limits = options.pop("grace_s", 300), options.pop("limits", None)
     served = ServedModel(
         NAME, tokenizer, model.arch.vocab_size, model.arch.max_positions, options.pop("max_tokens", None)
     )

@@ -28,7 +28,7 @@ def raw(
     running: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] = JSON
 ) -> tuple[int, Any, Any]:
     """Status, error and headers of a request that no client library would send."""
-    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
+    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=300)
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
     text = answer.read()

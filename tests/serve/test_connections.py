@@ -24,7 +24,7 @@ def connect(running: Any, sent: bytes = b"") -> socket.socket:
     has_sent = threading.Event()
     running.server._event_loop.call_soon_threadsafe(has_sent.wait, 30)
     try:
-        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection = socket.create_connection((host, int(port)), timeout=300)
         connection.sendall(sent)
     finally:
         has_sent.set()

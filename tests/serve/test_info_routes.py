@@ -14,7 +14,7 @@ SHORT = {"model": "tiny", "prompt": [65, 66], "max_tokens": 2}
 
 def ask(running: Any, method: str, path: str, body: Any = None, key: str = "") -> tuple[int, str, Any]:
     """Status, text and headers."""
-    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
+    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=300)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
     answer = connection.getresponse()

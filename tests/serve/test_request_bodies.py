@@ -165,7 +165,7 @@ def test_large_bodies_are_worked_on_one_at_a_time_and_never_on_the_event_loop() 
         threads.add(threading.get_ident())
         if len(body) < LARGE_BODY:
             both.set()
-        assert both.wait(30)  # a large one works until a small one has been worked on beside it
+        assert both.wait(300)  # a large one works until a small one has been worked on beside it
         running -= 1
         return len(body)
 
@@ -203,7 +203,7 @@ def test_the_bytes_of_large_bodies_in_work_are_bounded_and_stalled_ones_make_roo
 
     def send(body: bytes) -> socket.socket:
         """The headers of a body of `size` bytes, and a part of it."""
-        connection = socket.create_connection((host, int(port)), timeout=20)
+        connection = socket.create_connection((host, int(port)), timeout=300)
         head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
         connection.sendall(head.encode() + body)
         return connection

@@ -37,11 +37,14 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 
 def test_it_answers_and_lets_requests_finish_on_sigterm(model_directory: Path) -> None:
-    with serving(str(model_directory), "--dtype", "float64", BURNISH_API_KEY="open") as (process, line):
+    with serving(str(model_directory), "--dtype", "float64", "--grace", "300", BURNISH_API_KEY="open") as (
+        process,
+        line,
+    ):
         assert line.startswith("serving tiny at http://127.0.0.1:")
         assert "native decoder" in line
         url = line.split()[3]
-        client = openai.OpenAI(base_url=url, api_key="open", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=url, api_key="open", max_retries=0, timeout=300)
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="shut").models.list()
         asked: dict[str, Any] = {"model": "tiny", "prompt": "the", "temperature": 0, "max_tokens": 2000}
@@ -51,7 +54,7 @@ def test_it_answers_and_lets_requests_finish_on_sigterm(model_directory: Path) -
         choices = [chunk.choices[0] for chunk in [first, *stream]]
         assert choices[-1].finish_reason == "length"
         assert sum(len(choice.token_ids) for choice in choices) == 2000
-        assert process.wait(20) == 0
+        assert process.wait(300) == 0
         assert process.stderr is not None
         log = process.stderr.read()
     assert "POST  /v1/completions  200" in log
@@ -68,7 +71,7 @@ def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path
         assert "bytes a token" in line
         assert process.stderr is not None
         url = process.stderr.readline().split()[3]
-        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=300)
         answer = client.completions.create(model="tiny", prompt="the", max_tokens=5, logit_bias={"70": 100})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
@@ -81,7 +84,7 @@ def test_a_chat_that_names_no_limit_gets_what_the_cache_has_room_for(model_direc
         tokens = int(room[1].replace(",", ""))
         assert process.stderr is not None
         url = process.stderr.readline().split()[3]
-        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=300)
         answer = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "the"}], temperature=0
         )
@@ -94,7 +97,7 @@ def test_a_chat_that_names_no_limit_gets_what_the_cache_has_room_for(model_direc
 @pytest.mark.slow
 def test_two_ctrl_c_end_it_at_once(model_directory: Path) -> None:
     with serving(str(model_directory), "--name", "other") as (process, line):
-        client = openai.OpenAI(base_url=line.split()[3], api_key="any", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=line.split()[3], api_key="any", max_retries=0, timeout=300)
         stream = client.completions.create(model="other", prompt=[5], temperature=0, max_tokens=100_000, stream=True)
         next(stream)
         assert process.stderr is not None
@@ -103,7 +106,7 @@ def test_two_ctrl_c_end_it_at_once(model_directory: Path) -> None:
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
-        assert process.wait(20) == 0
+        assert process.wait(300) == 0
         assert "Traceback" not in process.stderr.read()
 
 

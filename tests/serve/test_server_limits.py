@@ -29,7 +29,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(script_server: Any) -> N
 
 def ask_and_leave(running: Any, while_waiting: Callable[[], bool], **body: Any) -> None:
     """Send a request without reading the answer, and disconnect when a condition holds."""
-    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
+    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=300)
     connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     running.wait_until(while_waiting)
     connection.close()
@@ -119,7 +119,7 @@ def test_without_a_key_a_server_of_this_machine_answers_to_no_other_name(
     random_server: Any, host: str, status: int
 ) -> None:
     """DNS rebinding: a web page under a name that resolves to this machine."""
-    connection = http.client.HTTPConnection(random_server.url.split("/")[2], timeout=20)
+    connection = http.client.HTTPConnection(random_server.url.split("/")[2], timeout=300)
     connection.request("GET", "/v1/models", headers={"Host": host})
     answer = connection.getresponse()
     body = json.loads(answer.read())
@@ -132,7 +132,7 @@ def test_without_a_key_a_server_of_this_machine_answers_to_no_other_name(
 
 def test_with_a_key_a_server_answers_to_any_name(start_server: Any) -> None:
     running = start_server(api_key="sesame-42")
-    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
+    connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=300)
     connection.request("GET", "/v1/models", headers={"Host": "proxy.example", "Authorization": "Bearer sesame-42"})
     assert connection.getresponse().status == 200
     connection.close()
@@ -141,7 +141,7 @@ def test_with_a_key_a_server_answers_to_any_name(start_server: Any) -> None:
 def test_a_key_is_asked_for_where_one_is_set(start_server: Any) -> None:
     running = start_server(api_key="sesame-42")
     for header in ("Bearer sesame", "Bearer sesame-421", "Bearer", "sesame-42", "Basic sesame-42", "Bearer cl\xe9"):
-        connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=20)
+        connection = http.client.HTTPConnection(running.url.split("/")[2], timeout=300)
         connection.request("GET", "/v1/models", headers={"Authorization": header})
         answer = connection.getresponse()
         assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")

@@ -169,7 +169,7 @@ class SglangServer:
             if self.behaviour.delay_s and self._wanted[name] >= self.behaviour.delay_from:
                 time.sleep(self.behaviour.delay_s)
             if self._drawn[name] >= self.free:
-                assert self.gate.wait(60), "a test left the gate closed"
+                assert self.gate.wait(300), "a test left the gate closed"
             listener(name, token)
 
         return DenseEngine(self.model, max_rows=64, decode=self.decode, listener=hear)
@@ -200,14 +200,14 @@ class SglangServer:
         if fault.isdigit():
             return JSONResponse({"error": {"message": f"a fault of the kind {fault}"}}, int(fault))
         if fault == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         try:
             request, limit = self._read(body)
         except BadRequestError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
         if min(request.tokens) < 0 or max(request.tokens) >= self.model.arch.vocab_size:
             threading.Thread(target=self.kill).start()  # a device-side assertion
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         if limit == 0:
             return JSONResponse(self._scored(request, body))
         self._wanted[request.id] = limit

@@ -33,7 +33,7 @@ def expected(tools: Any, server: SglangServer, request: Request) -> tuple[list[i
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(60_000):
         if condition():
             return
         time.sleep(0.005)

@@ -117,7 +117,9 @@ def test_one_that_somebody_else_aborts_goes_on_where_it_was(tools: Any, serve: S
 # --- servers that are lost -----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_is_named_within_seconds(tools: Any, serve: Serve, connect: Connect) -> None:
+def test_a_killed_server_is_named_before_the_deadline_of_its_requests(
+    tools: Any, serve: Serve, connect: Connect
+) -> None:
     server = serve()
     engine = connect(server)
     server.behaviour.delay_s = 0.05
@@ -131,7 +133,7 @@ def test_a_killed_server_is_named_within_seconds(tools: Any, serve: Serve, conne
         match=rf"no SGLang server is left \({server.url}: no answer \(ConnectionRefusedError.*start it again, and resume",
     ):
         list(engine.stream())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < engine.timeout_s
 
 
 def test_the_requests_of_a_killed_server_are_done_by_another(tools: Any, serve: Serve, connect: Connect) -> None:
