@@ -289,7 +289,7 @@ def check_version(engine: int, sent: Publication, report: EngineReport | None) -
     if report is not None and report.version == sent.version:
         return report
     names = list(sent.checksums)
-    old = f"tensor {names[0]} and {len(names) - 1} more there are old" if names else "nothing is new in it"
+    old = f"tensor {names[0]} and {len(names) - 1} more there are old" if names else "it has no new tensors"
     if report is None:
         raise SyncError(f"engine {engine} was not sent version {sent.version} of the weights: {old}")
     raise SyncError(
@@ -326,7 +326,7 @@ def check_probe(engine: int, report: EngineReport, expected: Sequence[float], dt
         worst = int(gaps.argmax()) if len(gaps) else 0
         raise SyncError(
             f"engine {engine}, version {report.version}: token {worst + 1} of the probe has log-prob {report.logp[worst]:.5f} there and "
-            f"{expected[worst]:.5f} at the trainer, though all tensors are the same: the engine samples with something else"
+            f"{expected[worst]:.5f} at the trainer, though all tensors are equal: the engine does not sample with its parameters"
         )
 
 

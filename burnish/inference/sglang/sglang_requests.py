@@ -201,7 +201,7 @@ class RequestSender:
             finish = self._finish(state, result)
             num_empty += not result.tokens
             if finish is None and num_empty >= MAX_TRIES:
-                raise UserError(f"request {request.id}: SGLang servers abort it again and again")
+                raise UserError(f"request {request.id}: SGLang servers abort it repeatedly")
         if state.tokens and needs_scoring(request.sampling):
             state.raw_logp = self._ask(
                 state, lambda rid: scoring_body(request, state.tokens, rid), read_scores, deadline, is_abortable=False

@@ -317,7 +317,10 @@ class ServerPool:
         if not server.is_lost:
             server.is_lost = True
             logger.warning(
-                "SGLang server %s is lost (%s); %d others go on", server.info.url, server.last_error, len(self.present)
+                "SGLang server %s is lost (%s); %d other servers remain",
+                server.info.url,
+                server.last_error,
+                len(self.present),
             )
 
     def mark_updated(self, server: ServerState, info: SglangServerInfo) -> None:

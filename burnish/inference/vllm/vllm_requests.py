@@ -132,8 +132,8 @@ def check_logprobs_mode(logp: Sequence[float], who: str) -> None:
     """Raise unless the probe's log-prob is of the distribution that is sampled from, where its only token has log-prob 0."""
     if len(logp) != 1 or abs(logp[0]) > 1e-6:
         raise UserError(
-            f"{who} gives the log-prob {logp[0] if logp else None} to a token that alone can be drawn, and not 0: its log-probs are not of "
-            "the distribution that it samples from (logprobs_mode=processed_logprobs)"
+            f"{who} gives the log-prob {logp[0] if logp else None} to the only token that can be drawn; expected 0: its log-probs are not "
+            "of the distribution that it samples from (logprobs_mode=processed_logprobs)"
         )
 
 

@@ -84,11 +84,11 @@ class VllmServer:
         for request in requests:
             if large := [token for token, value in request.sampling.logit_bias if abs(value) > MAX_LOGIT_BIAS]:
                 raise UserError(
-                    f"request {request.id}: the bias of token {large[0]} is past the {MAX_LOGIT_BIAS:g} that a vLLM server takes"
+                    f"request {request.id}: the bias of token {large[0]} is past the {MAX_LOGIT_BIAS:g} that a vLLM server accepts"
                 )
             if self.update.adapters and needs_scoring(request.sampling):
                 raise UserError(
-                    f"request {request.id}: a vLLM server with adapters gives no raw log-probs beside others"
+                    f"request {request.id}: a vLLM server with adapters gives no raw log-probs that differ from the sampled ones"
                 )
         if not self._has_weights:
             self.load(self.version, ())
@@ -126,7 +126,7 @@ class VllmServer:
                     "failed",
                     self.info.url,
                     vllm_requests.ABORT_REQUESTS,
-                    f"no end of {len(left)} requests in {self.timeout_s:g} s",
+                    f"{len(left)} requests did not end within {self.timeout_s:g} s",
                 )
         for thread in threads:
             self._collect(thread)
