@@ -46,7 +46,7 @@ def work(steps: int, tokens: int) -> dict[str, Any]:
     ranks = join_process_group(Parallel(), on_gpu=False)
     parallelize_model(model, ranks)
     learner = Learner(model, Optimizer(lr=1e-6), 1000, token_budget=4096, ranks=ranks)
-    small, whole = (ranks.share(ragged(num, SHAPE.vocab_size, device="cpu")) for num in (8, tokens // AVERAGE))
+    small, whole = (ranks.local_shard(ragged(num, SHAPE.vocab_size, device="cpu")) for num in (8, tokens // AVERAGE))
     learner.update(small, PolicyLoss())
     learner.meter.read()
     seconds = []

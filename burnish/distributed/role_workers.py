@@ -59,7 +59,7 @@ class TrainingWorker:
         on_gpu = resolve_device(config.model.device).type == "cuda"
         self.ranks = join_process_group(config.parallel, on_gpu) if is_launched() else SOLO
         # What is divided goes to its device piece by piece: no device has room for all of a model that needs several.
-        model = config.model if self.ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
+        model = config.model if self.ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
         sources = [*config.data.train, *config.data.validation]
         policy = roles.build_policy(model, sources, config.seed, base)
         if weights is not None:
@@ -101,7 +101,7 @@ class TrainingWorker:
     @dispatch("broadcast", "list")
     def place(self) -> int:
         """Which share of a batch this rank has."""
-        return self.ranks.index
+        return self.ranks.data_rank
 
     @dispatch("broadcast", "first")
     def about(self) -> dict[str, Any]:

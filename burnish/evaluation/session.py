@@ -156,7 +156,7 @@ def run_evaluations(
 def _check_rows(rewards: Rewards, one: PreparedEval) -> None:
     if one.job.config.environment.name == SINGLE_TURN:  # other environments may give the reward themselves
         for prompt in one.prompts:
-            refuse_tools(prompt.row.extra, prompt.row.paths, NO_TOOL_ENVIRONMENT)
+            refuse_tools(prompt.row.extra, prompt.row.place, NO_TOOL_ENVIRONMENT)
         rewards.check((p.row for p in one.prompts), "--answer-key ")
 
 

@@ -21,7 +21,7 @@ INTEGER_FIELDS = ("generated", "priority", "may_continue")
 
 
 @dataclass(frozen=True)
-class PackedRequests(ArrayMessage):
+class PackedRequests:
     """Requests as arrays. They go by consecutive numbers, which are cheaper than ids."""
 
     first: int
@@ -34,7 +34,7 @@ class PackedRequests(ArrayMessage):
 
 
 @dataclass(frozen=True)
-class PackedCompletions(ArrayMessage):
+class PackedCompletions:
     """Completions as arrays."""
 
     columns: np.ndarray  # int64 [4, n]: number of the request, number of tokens, version, whether it has `raw_logp`

@@ -153,7 +153,7 @@ def open_run(
     """
     settings = config.run
     if not ranks.is_first:
-        return FollowerRun(Path(ranks.from_first("")), settings)
+        return FollowerRun(Path(ranks.broadcast_from_first("")), settings)
     folder = RunDirectory.create(
         Path(settings.directory),
         run_name(settings.name, name, config.seed),
@@ -166,7 +166,7 @@ def open_run(
     except BaseException:
         folder.close()
         raise
-    ranks.from_first(str(folder.path))
+    ranks.broadcast_from_first(str(folder.path))
     run = Run(folder, settings, resolved)
     for note in notes:
         run.display.note(note)
@@ -202,7 +202,7 @@ def run_updates(session: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], N
                 session.run.display.note(f"update {update} was skipped: no finite gradient, or no token to learn from")
             measured = session.measure(update)
             session.run.commit(update, values | measured, list(session.used(update)))
-            stopping = session.learner.ranks.anyone(stop.requested)  # read once, so that a run that stops has saved
+            stopping = session.learner.ranks.any_process(stop.requested)  # read once, so that a run that stops has saved
             due = update % session.settings.save_every == 0 or (bool(measured) and session.settings.keep_best)
             if stopping or update == session.total or due:
                 session.run.checkpoint(
@@ -222,7 +222,7 @@ def run_updates(session: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], N
 
 def resume(session: OfflineRun) -> None:
     """Restore the newest checkpoint, if there is one."""
-    checkpoint = session.learner.ranks.from_first(session.run.resume())
+    checkpoint = session.learner.ranks.broadcast_from_first(session.run.resume())
     if checkpoint is None:
         return
     session.policy.load_weights(checkpoint.path)

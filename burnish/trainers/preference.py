@@ -120,8 +120,8 @@ def pack_answer_pairs(pairs: Sequence[AnswerPair], loss: PreferenceLoss) -> Batc
 
 def mean_logprobs(ask: Callable[[Batch], Tensor], learner: Learner, batch: Batch) -> Tensor:
     """[S] float64 mean log-prob of each answer; every rank computes its share."""
-    share = learner.ranks.share(batch, learner.packing.attention_cost)
-    whole = learner.ranks.whole(share, {"logp": ask(share)})
+    share = learner.ranks.local_shard(batch, learner.packing.attention_cost)
+    whole = learner.ranks.gather_batch(share, {"logp": ask(share)})
     sums = contiguous_sum(whole.outputs["logp"].double(), batch.offsets)
     return sums / contiguous_sum(batch.loss_mask.double(), batch.offsets)
 
@@ -148,7 +148,7 @@ def train(
         batch = prepare_batch(learner, pairs, rows, loss, references)
         with around(update + 1):
             learning = time.perf_counter()
-            share = learner.ranks.share(batch, learner.packing.attention_cost)
+            share = learner.ranks.local_shard(batch, learner.packing.attention_cost)
             result = learner.update(share, loss)
             speed = learner_metrics([learner], learning)
         assert result.logp is not None, "update() returns columns by default"
@@ -181,7 +181,7 @@ def prepare_batch(
 
 def gathered_view(learner: Learner, share: Batch, logp: Tensor) -> LossView:
     """The loss view of a batch and its log-probs [N], gathered from all ranks."""
-    whole = learner.ranks.whole(share, {"logp": logp})
+    whole = learner.ranks.gather_batch(share, {"logp": logp})
     return loss_view(whole.batch, logp=whole.outputs["logp"][whole.batch.loss_mask])
 
 
@@ -190,7 +190,7 @@ def measure(
 ) -> dict[str, float]:
     """Loss, accuracy, margin, implicit rewards and log-probs of pairs, without gradient."""
     batch = prepare_batch(learner, pairs, range(len(pairs)), loss, references)
-    share = learner.ranks.share(batch, learner.packing.attention_cost)
+    share = learner.ranks.local_shard(batch, learner.packing.attention_cost)
     view = gathered_view(learner, share, learner.logprobs(share))
     with torch.no_grad():
         return {"loss": float(loss(view)[0]), **preference_metrics(view, loss)}
@@ -212,7 +212,7 @@ def cached_mean_logprobs(
         part = pairs[start : start + PAIRS_PER_FILE]
         path = folder / f"{name}-{start:08d}.safetensors"
         # Only the first process reads: others might see a file that appeared just now, and all would deadlock.
-        values = learner.ranks.from_first(_read_means(path, part) if learner.ranks.is_first else None)
+        values = learner.ranks.broadcast_from_first(_read_means(path, part) if learner.ranks.is_first else None)
         if values is None and path.is_file():
             run.display.note(f"{path} is damaged: its log-probs are computed again")
         if values is None:
@@ -311,7 +311,7 @@ def execute(
     # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of preferences here.
     plain = [source.model_copy(update={"options": {}}) for source in stage.data]
     ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
-    where = config.model if ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
+    where = config.model if ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
     memory = plan_run(config, base)
     warnings = memory.check()
     policy = build_policy(where, plain, config.seed, base)

@@ -66,7 +66,7 @@ def train(
         batch = batch.with_token(weight=aggregation_weights(batch, "token-mean"))
         with around(update + 1):
             learning = time.perf_counter()
-            share = learner.ranks.share(batch, learner.packing.attention_cost)
+            share = learner.ranks.local_shard(batch, learner.packing.attention_cost)
             result = learner.update(share, NllLoss())
             speed = learner_metrics([learner], learning)
         values = {f"sft/{name}": value for name, value in result.stats.items()} | speed

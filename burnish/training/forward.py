@@ -121,7 +121,7 @@ def micro_batches_of(
     `whole_groups` no group is divided (`groups_fit` says whether they can be).
     """
     found = _micro_batches(batch, packing, mask, whole_groups)
-    return found + [padding_micro_batch(batch.tokens.device)] * (ranks.most(len(found)) - len(found))
+    return found + [padding_micro_batch(batch.tokens.device)] * (ranks.max_over_ranks(len(found)) - len(found))
 
 
 def padding_micro_batch(device: torch.device) -> MicroBatch:
@@ -142,7 +142,7 @@ def groups_fit_budget(batch: Batch, packing: Packing, mask: str, ranks: Ranks = 
         wanted = contiguous_count(batch.token[mask], batch.offsets)
         largest = max(unit.num_tokens for unit in _whole_group_units(batch, packing)[0])
         fit = largest <= packing.token_budget and bool((wanted > 0).all())
-    return ranks.most(int(not fit)) == 0
+    return ranks.max_over_ranks(int(not fit)) == 0
 
 
 def _micro_batches(batch: Batch, packing: Packing, mask: str, whole_groups: bool) -> list[MicroBatch]:
@@ -243,6 +243,6 @@ def batch_outputs(
             if name not in columns:
                 columns[name] = values.new_zeros(batch.num_tokens)
             columns[name][piece.positions] = values
-    ranks.settle(model)
+    ranks.reshard(model)
     nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     return {name: columns.get(name, nothing) for name in output_names(needs)}

@@ -107,7 +107,7 @@ class Learner:
     group share the forward and backward of what they begin with, where the model can and where it pays. With `grad_norms`
     an update also tells the gradient's norm block by block. `meter` knows what was computed and how long it took.
 
-    One of several `ranks` is given its own share of each mini-batch (`ranks.share`), and all are called alike. What an update
+    One of several `ranks` is given its own share of each mini-batch (`ranks.local_shard`), and all are called alike. What an update
     tells in numbers is of the whole mini-batch on every rank; columns are of the rank's own tokens.
     """
 
@@ -129,7 +129,9 @@ class Learner:
         """Who is asked where a loss needs the KL to a reference over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(model, self.names, optimizer, ranks.mean if ranks.weights is not None else None)
+        self.optimizer = make_optimizer(
+            model, self.names, optimizer, ranks.mean_over_processes if ranks.mesh is not None else None
+        )
         self.grad_norms = grad_norms
         self.meter = Meter(self.device, model_flops(model, ranks))
 
@@ -165,7 +167,7 @@ class Learner:
         A gradient that is not finite makes no step and says so; so does a batch without a token in the loss. `also` is a
         second batch with a loss of its own whose gradient goes into the same step. Without `columns` only numbers are told.
         """
-        num_tokens = int(self.ranks.total({"tokens": int(batch.loss_mask.sum())})["tokens"])
+        num_tokens = int(self.ranks.sum_over_ranks({"tokens": int(batch.loss_mask.sum())})["tokens"])
         if num_tokens == 0:
             nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device) if columns else None
             return Update({}, nothing, "no token is left in the loss")
@@ -175,7 +177,7 @@ class Learner:
         second = 0.0 if also is None else self._accumulate(*also)[0]
         lr = lr_scale * self.config.lr * self._schedule()
         with self.meter("communication"):
-            self.ranks.finish(self.optimizer.gradients())
+            self.ranks.reduce_partial_gradients(self.optimizer.gradients())
         blocks = block_grad_norms(self.optimizer) if self.grad_norms else {}
         with self.meter("optimizer"):
             norm = self.optimizer.clip(self.config.clip_norm)
@@ -198,13 +200,13 @@ class Learner:
         if loss.scope in ("token", "sequence") or whole_groups:
             total, sums, outputs = self._one_pass(batch, loss, needs, whole_groups)
             with self.meter("communication"):
-                sums = self.ranks.total(sums | {"": total})
+                sums = self.ranks.sum_over_ranks(sums | {"": total})
             return sums.pop(""), sums, outputs
         outputs = self.outputs(batch, needs, "loss_mask")
         with self.meter("communication"):
-            whole = self.ranks.whole(batch, outputs)
+            whole = self.ranks.gather_batch(batch, outputs)
         total, sums, slopes = loss_derivatives(whole.batch, loss, whole.outputs)
-        self.backward(batch, {name: slope[whole.mine] for name, slope in slopes.items()})
+        self.backward(batch, {name: slope[whole.own_tokens] for name, slope in slopes.items()})
         return total, sums, outputs
 
     def _one_pass(

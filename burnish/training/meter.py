@@ -68,8 +68,8 @@ def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
         decoder.lora,
         decoder.activations,
         fused_attention=decoder.embedding.weight.is_cuda,
-        processes=(ranks.sequence.size() if ranks.sequence is not None else 1)
-        * (ranks.weights["tensor"].size() if ranks.weights is not None else 1),
+        processes=(ranks.sequence_group.size() if ranks.sequence_group is not None else 1)
+        * (ranks.mesh["tensor"].size() if ranks.mesh is not None else 1),
     )
 
 

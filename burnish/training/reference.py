@@ -193,7 +193,7 @@ class EmaReference(Reference):
     def after_update(self, model: nn.Module) -> None:
         """ref <- (1-eta) ref + eta theta."""
         theta = dict(model.named_parameters())
-        self.ranks.settle(self.model)
+        self.ranks.reshard(self.model)
         ema_update(self.shadow.values(), [theta[name] for name in self.shadow], self.eta)
         self.has_moved = True
 
@@ -233,7 +233,7 @@ class HardSyncReference(Reference):
         if step % self.every:
             return False
         theta = dict(model.named_parameters())
-        self.ranks.settle(self.model)
+        self.ranks.reshard(self.model)
         for name, weight in self.held.settled().items():
             weight.copy_(theta[name])
         return True

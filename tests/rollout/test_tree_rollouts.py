@@ -157,7 +157,7 @@ def test_tokens_are_counted_once(model: Decoder, tokenizer: Tokenizer, draws: li
 
 def test_a_tree_of_six_by_six_by_six_prefills_at_most_its_unique_tokens(tools: Any, tokenizer: Tokenizer) -> None:
     """Tokens of the prompt and the inner edges: no request continues tokens of the last level."""
-    engine, tree = PagedEngine(tools.decoder(num_layers=1), max_rows=216, 2500=num_blocks=2500=2500), TreePlan((6, 6), segment=30)
+    engine, tree = PagedEngine(tools.decoder(num_layers=1), max_rows=216, num_blocks=2500), TreePlan((6, 6), segment=30)
     engine.reserve(400)
     draws = draws_of(tokenizer, ["0123456789" * 10 + ">"])
     sampling = SamplingOptions(max_tokens=90, stop_tokens=())

@@ -1,16 +1,13 @@
 """Four processes that save a learner in every layout and load it in others: `python -m tests.training.resharding_worker FOLDER`.
 
-`FOLDER/<layout>` is a checkpoint written by that layout after two updates, `FOLDER/<layout> as <other>` what another one
-wrote that had loaded it. The processes are forked from one that has imported everything, and talk through gloo.
+`FOLDER/<layout>` is a checkpoint written by that layout after two updates. `FOLDER/<layout> as <other>` was written by another
+layout that had loaded it. The processes are forked from one that has imported everything.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +37,8 @@ from burnish.run.checkpoint.snapshot import Snapshot
 from burnish.trainers.sft import pack_examples
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, join_process_group, parallelize_model
-from burnish.training.parallel.ranks import leave_process_group as say_goodbye
 from burnish.training.sharded_checkpoint import load_tensors_into, tensor_contents
+from tests.training.parallel.forked_ranks import start_ranks, wait_for_ranks
 
 RANKS = 4
 ALPHABET = "0123456789>"
@@ -94,18 +91,11 @@ def layouts() -> dict[str, Ranks | None]:
     return places
 
 
-def as_rank(rank: int, port: int, folder: Path) -> None:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), **address}
-    try:
-        distributed.init_process_group("gloo")
-        places = layouts()
-        for optimizer in PAIRS:
-            run(folder / optimizer, places, optimizer)
-    except BaseException:  # noqa: BLE001 -- told, and then nobody is left waiting
-        (folder / f"{rank}.txt").write_text(traceback.format_exc())
-        os._exit(1)
-    say_goodbye()
+def run_layouts(folder: Path, rank: int) -> None:
+    """The work of one rank."""
+    places = layouts()
+    for optimizer in PAIRS:
+        run(folder / optimizer, places, optimizer)
 
 
 def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:
@@ -115,7 +105,7 @@ def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:
         if ranks is not None:
             policy, learner = make(ranks, 0, optimizer)
             for _ in range(2):
-                learner.update(ranks.share(batch), NllLoss())
+                learner.update(ranks.local_shard(batch), NllLoss())
             save(folder, policy, learner, name)
         distributed.barrier()
     for name, other in PAIRS[optimizer]:
@@ -140,20 +130,7 @@ def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:
 
 def main(folder: Path) -> int:
     torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=as_rank, args=(rank, port, folder)) for rank in range(RANKS)]
-    for child in children:
-        child.start()
-    for child in children:
-        while child.is_alive():
-            child.join(0.2)
-            if any(other.exitcode for other in children):
-                for other in children:
-                    other.terminate()
-    return max(abs(child.exitcode or 0) for child in children)
+    return wait_for_ranks(start_ranks(partial(run_layouts, folder), RANKS, folder), folder)
 
 
 if __name__ == "__main__":

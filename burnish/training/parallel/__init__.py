@@ -1,1 +1,1 @@
-"""A learner on several ranks: who does which part of the work, and what they tell each other."""
+"""Data, tensor and sequence parallelism of a learner: process groups, collectives, and the division of a model."""

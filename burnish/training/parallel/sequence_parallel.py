@@ -1,12 +1,12 @@
-"""Sequence parallelism: several ranks cut the rows of the same micro-batch among them (DeepSpeed-Ulysses, 2309.14509).
+"""Sequence parallelism: the ranks of a group divide the rows of the same micro-batch (DeepSpeed-Ulysses, 2309.14509).
 
-Everything but attention is done row by row, so each rank computes an even slice of the rows, across the borders of
-sequences. For attention the ranks exchange: rows of some heads become all rows of fewer heads, and back. Where there are
-fewer key/value heads than ranks each is sent to all ranks whose query heads read it.
+Everything but attention works row by row, so each rank computes an equal slice of the rows, across sequence borders. For
+attention, an all-to-all turns rows with all heads into all rows with a part of the heads, and back. If there are fewer key/value
+heads than ranks, each is sent to all ranks whose query heads read it.
 
-Which token a row predicts is settled before the cut, on the whole micro-batch, so the last row of a slice has its label.
-What the head says about the wanted rows is put together again: every rank sees the whole loss, and differentiates it by the
-rows it computed. Gradients of parameters are therefore sums over the ranks of a group too.
+Labels are assigned on the whole micro-batch before the split, so the last row of a slice has its label. The head's outputs at the
+wanted rows are gathered: every rank sees the whole loss, and differentiates it by the rows it computed. Parameter gradients are
+therefore sums over the ranks of a sequence-parallel group as well.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 def apply_sequence_parallel(model: nn.Module, group: ProcessGroup) -> None:
-    """Have a model compute only this rank's rows of each micro-batch, from now on."""
-    trunk, size = backbone_of(model), group.size()
-    if not isinstance(trunk, Decoder):
+    """Make a model compute only this rank's rows of each micro-batch."""
+    backbone, size = backbone_of(model), group.size()
+    if not isinstance(backbone, Decoder):
         raise UserError("parallel.sequence needs the native decoder; this model runs through transformers")
-    heads = cast(Layer, trunk.layers[0]).arch.num_heads
+    heads = cast(Layer, backbone.layers[0]).arch.num_heads
     if heads % size:
         raise UserError(
             f"parallel.sequence={size} does not divide the {heads} query heads (of one tensor-parallel rank)"
         )
-    trunk.shard_rows = lambda num_rows, wanted: SequenceSlice(group, num_rows, wanted)
+    backbone.shard_rows = lambda num_rows, wanted: SequenceSlice(group, num_rows, wanted)
 
 
 class SequenceSlice:
-    """One micro-batch of `num_rows` rows, cut evenly; the last slices are filled up with rows of which nothing counts."""
+    """This rank's slice of a micro-batch of `num_rows` rows. All slices have `each` rows; the last ones are padded."""
 
     def __init__(self, group: ProcessGroup, num_rows: int, wanted: Tensor) -> None:
         self.group, self.num_rows = group, num_rows
@@ -50,7 +50,7 @@ class SequenceSlice:
         owner = wanted // self.each
         counts = torch.bincount(owner, minlength=self.size)
         self.width = max(1, int(counts.max()))
-        # Where a wanted row's value stands when the values of all ranks lie one rank after the other, `width` for each.
+        # Position of each wanted row's value after the all-gather, which gives `width` values per rank.
         order = owner.argsort(stable=True)
         among = torch.empty_like(order)
         among[order] = torch.arange(order.shape[0], device=order.device) - (counts.cumsum(0) - counts)[owner[order]]
@@ -59,49 +59,49 @@ class SequenceSlice:
         self.count = self.chosen.shape[0]
         if self.count:
             self.at = wanted[self.chosen] - self.rank * self.each
-        else:  # a row of which nothing counts, so that gradients flow back here as everywhere
+        else:  # a dummy row, so that this rank takes part in the backward pass
             self.chosen = self.at = torch.zeros(1, dtype=torch.long, device=wanted.device)
 
     def rows(self, column: Tensor) -> Tensor:
-        """[U] to [each]."""
-        return self._filled(column)[self.rank * self.each : (self.rank + 1) * self.each]
+        """[num_rows] to [each]: this rank's rows of a column."""
+        return self._padded(column)[self.rank * self.each : (self.rank + 1) * self.each]
 
     def select_wanted(self, column: Tensor) -> Tensor:
-        """[M] to [m]."""
+        """[M] to [m]: the entries of wanted rows that this rank computes."""
         return column[self.chosen]
 
     def gather_wanted(self, values: MaybeTensor) -> MaybeTensor:
-        """[m] to [M]."""
+        """[m] to [M]: the values of all ranks at the wanted rows."""
         if values is None:
             return values
         padded = functional.pad(values[: self.count], (0, self.width - self.count))
         return _AllGather.apply(padded, self.group)[self.place]
 
     def attention(self, attend: Attend) -> Attend:
-        """Attention of all rows on this rank's share of the heads, between two exchanges."""
+        """Attention of all rows over this rank's heads, between two all-to-all exchanges."""
 
         def exchanged(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             heads, shared = q.shape[1] // self.size, math.lcm(k.shape[1], self.size) // k.shape[1]
             if shared > 1:
                 k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
-            parts = [x.unflatten(1, (self.size, -1)) for x in (q, k, v)]  # [each, ranks, heads of one, D]
+            parts = [x.unflatten(1, (self.size, -1)) for x in (q, k, v)]  # [each, ranks, heads per rank, D]
             by_rank = torch.cat(parts, 2).transpose(0, 1).contiguous()
-            here = _AllToAll.apply(by_rank, self.group).flatten(0, 1)[: self.num_rows]  # [U, heads of this rank, D]
-            q, k, v = here.split([part.shape[2] for part in parts], 1)
-            out = self._filled(attend(layer, q, k, v)).unflatten(0, (self.size, self.each)).contiguous()
-            back = _AllToAll.apply(out, self.group)  # [ranks' heads, each, heads, D]
+            local = _AllToAll.apply(by_rank, self.group).flatten(0, 1)[: self.num_rows]  # [num_rows, heads per rank, D]
+            q, k, v = local.split([part.shape[2] for part in parts], 1)
+            out = self._padded(attend(layer, q, k, v)).unflatten(0, (self.size, self.each)).contiguous()
+            back = _AllToAll.apply(out, self.group)  # [ranks, each, heads per rank, D]
             return back.transpose(0, 1).reshape(self.each, self.size * heads, -1)
 
         return exchanged
 
-    def _filled(self, column: Tensor) -> Tensor:
-        """[U, ...] with rows of zeros up to `each` for every rank."""
+    def _padded(self, column: Tensor) -> Tensor:
+        """[num_rows, ...] padded with zeros to `each` rows per rank."""
         missing = self.size * self.each - column.shape[0]
         return torch.cat([column, column.new_zeros(missing, *column.shape[1:])]) if missing else column
 
 
 class _AllToAll(torch.autograd.Function):
-    """[ranks, ...]: entry j goes to rank j, what comes from rank j becomes entry j; the gradient goes the same way back."""
+    """[ranks, ...]: entry j goes to rank j, and rank j's entry arrives as entry j. The gradient takes the same way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -118,7 +118,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """[width] to [ranks * width]. Every rank has the whole loss, so each takes the gradient of its own entries and no more."""
+    """[width] to [ranks * width]. Every rank differentiates the whole loss, so each takes only the gradient of its own entries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

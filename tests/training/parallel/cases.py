@@ -217,8 +217,8 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
     if case.loss == "full kl":
         learner.reference = reference_of(case, ranks)
     for step in range(case.steps):
-        batch = ranks.share(make_batch(case, step))
-        also = (ranks.share(make_batch(case, step, seed=1)), NllLoss()) if case.also else None
+        batch = ranks.local_shard(make_batch(case, step))
+        also = (ranks.local_shard(make_batch(case, step, seed=1)), NllLoss()) if case.also else None
         update = learner.update(batch, LOSSES[case.loss], also=also)
         assert update.skipped is None
         assert update.logp.shape == batch.tokens.shape

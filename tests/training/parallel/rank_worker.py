@@ -1,19 +1,15 @@
 """Runs the cases of every number of ranks: `python -m tests.training.parallel.rank_worker <folder>`.
 
-One process imports everything; for each number of ranks it forks one that forks the ranks, which talk through gloo. Each
-writes what it saw to `<folder>/<number>/<rank>.pt`; meanwhile the process above them runs the same cases alone, and writes
-`alone.pt` beside.
+One process imports everything. For each number of ranks it forks a process that forks the ranks. Each rank writes what it saw to
+`<folder>/<number>/<rank>.pt`. Meanwhile the process above them runs the same cases alone, and writes `alone.pt`.
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
-import socket
 import sys
-import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +19,22 @@ import torch
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from burnish.training.parallel.fsdp import full_parameters
-from burnish.training.parallel.ranks import join_process_group, leave_process_group, parallelize_model
+from burnish.training.parallel.ranks import join_process_group, parallelize_model
 from tests.training.parallel import two_rank_runs
 from tests.training.parallel.cases import CASES, make_model, parallel_of, train
+from tests.training.parallel.forked_ranks import FORK, start_ranks, wait_for_ranks
 
 Record = dict[str, Any]
-FORK = multiprocessing.get_context("fork")
 
 
-def as_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def run_cases(num_ranks: int, folder: Path, rank: int) -> None:
+    """The work of one rank."""
     records: dict[str, Record] = {}
-    try:
-        for name, case in CASES[num_ranks].items():
+    for name, case in CASES[num_ranks].items():
+        try:
             ranks, model = join_process_group(parallel_of(case), on_gpu=False), make_model(case)
             before = {n: p.detach().clone() for n, p in model.named_parameters()}
             parallelize_model(model, ranks, parallel_of(case).offload)
@@ -51,19 +42,23 @@ def as_rank(rank: int, num_ranks: int, port: int, folder: Path) -> None:
             curve = list(train(case, ranks, model))
             after = {n: p.clone() for n, p in full_parameters(model)}
             held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-            records[name] = {"curve": curve, "after": after, "comes back": uncut, "held": held, "index": ranks.index}
-        if num_ranks == 2:
-            name = "sessions"
-            two_rank_runs.all_of(folder, rank)
-    except BaseException:  # noqa: BLE001 -- told to the tests, then this process ends
-        (folder / f"{rank}.txt").write_text(f"{name}\n{traceback.format_exc()}")
-        os._exit(1)  # the others wait for this one in a collective, and would wait long
+            records[name] = {
+                "curve": curve,
+                "after": after,
+                "comes back": uncut,
+                "held": held,
+                "index": ranks.data_rank,
+            }
+        except BaseException as error:
+            error.add_note(f"case {name!r} of {num_ranks} ranks")
+            raise
+    if num_ranks == 2:
+        two_rank_runs.all_of(folder, rank)
     torch.save(records, folder / f"{rank}.pt")
-    leave_process_group()
 
 
 def alone(num_ranks: int) -> dict[str, Record]:
-    """What one process sees of each case; cases that differ in how they are divided are one case to it."""
+    """What one process sees of each case; cases that differ only in how they are divided are one case to it."""
     records: dict[str, Record] = {}
     seen: dict[str, Record] = {}
     for name, case in CASES[num_ranks].items():
@@ -79,27 +74,19 @@ def alone(num_ranks: int) -> dict[str, Record]:
 
 
 def run(num_ranks: int, folder: Path) -> None:
-    """All there is to do with so many ranks; ends the process with a status other than 0 if a rank failed."""
+    """All cases with so many ranks; ends the process with a status other than 0 if a rank failed."""
     torch.set_num_threads(1)
     folder.mkdir()
-    if num_ranks == 2:
-        two_rank_runs.prepare(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [FORK.Process(target=as_rank, args=(rank, num_ranks, port, folder)) for rank in range(num_ranks)]
-    for child in children:
-        child.start()
+    if num_ranks == 2:  # in a fork: it starts threads
+        preparing = FORK.Process(target=two_rank_runs.prepare, args=(folder,))
+        preparing.start()
+        preparing.join()
+        assert preparing.exitcode == 0
+    children = start_ranks(partial(run_cases, num_ranks, folder), num_ranks, folder)
     torch.save(alone(num_ranks), folder / "alone.pt")
     if num_ranks == 2:
         two_rank_runs.alone(folder)
-    for child in children:
-        while child.is_alive():
-            child.join(0.2)
-            if any(other.exitcode for other in children):
-                for other in children:
-                    other.terminate()
-    failed = max(abs(child.exitcode or 0) for child in children)
+    failed = wait_for_ranks(children, folder)
     if num_ranks == 2 and not failed:
         two_rank_runs.run(folder, two_rank_runs.HANDED_OVER, [])
     sys.exit(failed)

@@ -37,7 +37,7 @@ def curve(way: str, dtype: str, ranks: Ranks) -> dict[str, Any]:
     if way == "alone":
         model.to("cuda")
     else:
-        apply_fsdp(model, ranks, offload=way == "offloaded")
+        apply_fsdp(model, ranks.mesh, offload=way == "offloaded")
     learner = Learner(model, Optimizer(lr=1e-3), 10, token_budget=64, ranks=SOLO if way == "alone" else ranks)
     case = Case("grpo", sizes=(3, 2, 4))
     losses = []

@@ -77,14 +77,14 @@ def test_fewer_groups_than_ranks_leave_shares_empty() -> None:
 
 def test_one_process_alone_keeps_the_batch_and_adds_nothing() -> None:
     batch = make_batch([(0, 3), (1, 2)])
-    assert SOLO.share(batch) is batch
-    assert SOLO.total({"a": 1.5}) == {"a": 1.5}
-    assert SOLO.most(3) == 3
-    assert SOLO.anyone(True)
-    assert not SOLO.anyone(False)
-    whole = SOLO.whole(batch, {"logp": torch.zeros(5)})
+    assert SOLO.local_shard(batch) is batch
+    assert SOLO.sum_over_ranks({"a": 1.5}) == {"a": 1.5}
+    assert SOLO.max_over_ranks(3) == 3
+    assert SOLO.any_process(True)
+    assert not SOLO.any_process(False)
+    whole = SOLO.gather_batch(batch, {"logp": torch.zeros(5)})
     assert whole.batch is batch
-    assert torch.equal(torch.arange(5)[whole.mine], torch.arange(5))
+    assert torch.equal(torch.arange(5)[whole.own_tokens], torch.arange(5))
 
 
 def test_sizes_must_make_the_number_of_processes() -> None:

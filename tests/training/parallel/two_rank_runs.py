@@ -86,7 +86,6 @@ def prepare(folder: Path) -> None:
         if name.endswith("lora_b"):
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     policy.save(folder / "adapter")
-    build_policy(other, [], 0, folder)  # what transformers imports for it is there for all ranks
 
 
 def run(folder: Path, name: str, overrides: list[str]) -> None:
