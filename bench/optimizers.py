@@ -90,7 +90,7 @@ def row(system: str, model: nn.Module, work: Callable[[], Any], state: Callable[
 def ours(system: str, options: dict[str, Any], shape: dict[str, Any], args: Any) -> dict[str, Any]:
     model = decoder(shape, torch.bfloat16, args.device)
     optimizer = make_optimizer(model, dict(model.named_parameters()), Config(weight_decay=0.1, **options))
-    optimizer.absorb()
+    optimizer.accumulate_gradients()
     clip_s = seconds(lambda: optimizer.clip(1.0), args.repeats, args.device)
     found = row(system, model, lambda: optimizer.step(1e-6, 0), lambda: list(optimizer.tensors().values()), args)
     kept = sum(t.nbytes for t in optimizer.tensors().values())

@@ -1,4 +1,4 @@
-"""The learner's forward pass: what a model says about chosen tokens of a batch, micro-batch by micro-batch."""
+"""The learner's forward pass: splits a batch into micro-batches and computes the model's outputs at chosen tokens."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from burnish.training.packing import (
 from burnish.training.parallel.ranks import SOLO, Ranks
 
 Needs = frozenset[str]
-"""What is wanted of a model: `value` of a critic; of a policy always log-probs, and `entropy`, `kl` or `sum_p2` if named."""
+"""Outputs wanted of a model: `value` of a critic; of a policy always `logp`, plus `entropy`, `kl` or `sum_p2` if named."""
 
 
 class PolicyForward(Protocol):
-    """What the learner asks of a policy: our decoder and `models/transformers_model.py` both have it.
+    """The methods that a policy's model must have. Our decoder and `models/transformers_model.py` implement them.
 
-    `shared_prefix` says which sequences begin with another's tokens; one that shares nothing may leave it unread.
+    `shared_prefix` says which sequences begin with the tokens of another. A model that cannot share computation may ignore it.
     """
 
     def token_logprobs(
@@ -45,7 +45,7 @@ class PolicyForward(Protocol):
         with_entropy: bool = False,
         shared_prefix: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(token given its past) at the `wanted` positions, and entropies if asked."""
+        """log p(token | its past) at the `wanted` positions, and entropies if requested."""
 
     def token_statistics(
         self,
@@ -59,7 +59,7 @@ class PolicyForward(Protocol):
 
 
 class ValueForward(Protocol):
-    """What the learner asks of a critic's model."""
+    """The method that a critic's model must have."""
 
     def token_values(
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
@@ -69,43 +69,43 @@ class ValueForward(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model's micro-batches are made."""
+    """How the micro-batches of a model are made."""
 
     token_budget: int
     attention_cost: float = ATTENTION_COST
-    """b / a of the cost a L + b L^2 of a sequence of L tokens."""
+    """b / a in the cost a L + b L^2 of a sequence of L tokens."""
     shares: bool = False
-    """Whether the model computes tokens that the samples of a group begin with once."""
+    """Whether the model computes the shared prefix of a group's samples once."""
 
     @staticmethod
     def of(model: nn.Module, token_budget: int, share_prompts: bool = True) -> Packing:
-        """As suits a model: ours shares prompts and knows what its attention costs."""
+        """The packing for a model: a native decoder shares prompts and knows its attention cost."""
         cost = getattr(model, "attention_cost", None)
         return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prompts and cost is not None)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch, the positions of the wanted tokens in it, and where those stand in the whole batch; [M] each."""
+    """A micro-batch, the positions of the wanted tokens in it, and their positions in the whole batch; [M] each."""
 
     batch: Batch
     wanted: Tensor
     positions: Tensor
     shared_prefix: SharedPrefixes | None = None
-    """Which of its sequences begin with another's tokens."""
+    """Which of its sequences begin with the tokens of another."""
 
     @property
-    def is_filler(self) -> bool:
-        """Whether it is only there because another rank has one more: nothing of it counts."""
+    def is_padding(self) -> bool:
+        """Whether this is a dummy, because another rank has one micro-batch more: its tokens do not count."""
         return not self.positions.numel()
 
 
 ReferenceFn = Callable[[MicroBatch], Distribution]
-"""The reference's distributions at the wanted tokens of a micro-batch."""
+"""Returns the reference's distributions at the wanted tokens of a micro-batch."""
 
 
 def token_positions(batch: Batch, part: Tensor) -> Tensor:
-    """Where the tokens of the micro-batch `part` stand in the whole batch."""
+    """Positions in the whole batch of the tokens of the sequences in `part`."""
     part = part.to(batch.offsets.device)
     starts, lengths = batch.offsets[:-1][part], batch.lengths[part]
     shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
@@ -115,28 +115,28 @@ def token_positions(batch: Batch, part: Tensor) -> Tensor:
 def micro_batches_of(
     batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO, whole_groups: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of the sequences that have a token of the mask column, with those tokens as the wanted ones.
+    """Micro-batches of the sequences that have a token of the mask column; those tokens are the wanted ones.
 
-    All ranks get the same number, by fillers: they gather the parameters of a layer together, whoever has work for it. With
-    `whole_groups` no group is divided (`groups_fit` says whether they can be).
+    All ranks get the same number of micro-batches, by padding: FSDP gathers a layer's parameters on all ranks together. With
+    `whole_groups` no group is divided; check `groups_fit_budget` first.
     """
     found = _micro_batches(batch, packing, mask, whole_groups)
     return found + [padding_micro_batch(batch.tokens.device)] * (ranks.max_over_ranks(len(found)) - len(found))
 
 
 def padding_micro_batch(device: torch.device) -> MicroBatch:
-    """A micro-batch with a wanted token, which has no place in the batch."""
+    """A dummy micro-batch: one wanted token without a position in the batch."""
     two, one = torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device)
     return MicroBatch(Batch(two, torch.tensor([0, 2], device=device)), one, one[:0])
 
 
 def zero_loss(outputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a filler: 0 whatever the outputs are, with a gradient of 0 for each."""
+    """The loss of a padding micro-batch: 0 for any outputs, with gradient 0."""
     return torch.stack([(output * output.new_zeros(0)).sum() for output in outputs.values()]).sum()
 
 
 def groups_fit_budget(batch: Batch, packing: Packing, mask: str, ranks: Ranks = SOLO) -> bool:
-    """Whether every group of a batch is within the token budget, on all ranks, and all its sequences are computed at all."""
+    """Whether on all ranks every group fits the token budget and every sequence has a wanted token."""
     fit = True
     if batch.num_sequences:
         wanted = contiguous_count(batch.token[mask], batch.offsets)
@@ -157,7 +157,7 @@ def _micro_batches(batch: Batch, packing: Packing, mask: str, whole_groups: bool
 
 
 def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
-    """What is packed, and the tokens each sequence shares with its group, where that pays."""
+    """The units to pack, and how many tokens each sequence shares with its group; None if sharing does not pay."""
     lengths = batch.lengths.tolist()
     if packing.shares and "group_ids" in batch.sequence:
         groups, shared = batch.sequence["group_ids"].tolist(), shared_prefixes(batch).tolist()
@@ -167,7 +167,7 @@ def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None
 
 
 def _whole_group_units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
-    """Every group as one unit, and the tokens each sequence shares with its group, where that pays."""
+    """Every group as one unit, and how many tokens each sequence shares with its group; None if sharing does not pay."""
     lengths, groups = batch.lengths.tolist(), batch.sequence["group_ids"].tolist()
     shared = shared_prefixes(batch).tolist() if packing.shares else [0] * len(lengths)
     if sharing_pays(lengths, groups, shared):
@@ -183,7 +183,7 @@ def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[in
     if shared is not None:
         owner: list[int] = []
         for unit in part:
-            first = len(owner)  # one that shares nothing stands by itself
+            first = len(owner)  # a sequence without a shared prefix is its own owner
             owner += [first if shared[i] else first + k for k, i in enumerate(unit.members)]
         shared_prefix = SharedPrefixes(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
     wanted = micro.token[mask].nonzero().squeeze(1)
@@ -191,34 +191,38 @@ def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[in
 
 
 def output_names(needs: Needs) -> list[str]:
-    """The outputs a forward pass gives for these needs; the first is the one every token has."""
+    """Names of the outputs of a forward pass; the first is `value` or `logp`."""
     return ["value"] if "value" in needs else ["logp", *sorted(needs & {"entropy", "kl", "sum_p2"})]
 
 
 def forward(
-    model: nn.Module, piece: MicroBatch, needs: Needs, temperature: float, reference: ReferenceFn | None = None
+    model: nn.Module, micro_batch: MicroBatch, needs: Needs, temperature: float, reference: ReferenceFn | None = None
 ) -> dict[str, Tensor]:
-    """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient, unless `sum_p2` is among them."""
-    where = piece.batch.tokens, piece.batch.offsets, piece.wanted
+    """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient unless `sum_p2` is among the needs."""
+    where = micro_batch.batch.tokens, micro_batch.batch.offsets, micro_batch.wanted
     if "value" in needs:
-        return {"value": cast(ValueForward, model).token_values(*where, shared_prefix=piece.shared_prefix)}
+        return {"value": cast(ValueForward, model).token_values(*where, shared_prefix=micro_batch.shared_prefix)}
     policy = cast(PolicyForward, model)
     if "sum_p2" in needs:
-        statistics = policy.token_statistics(*where, temperature, shared_prefix=piece.shared_prefix)
+        statistics = policy.token_statistics(*where, temperature, shared_prefix=micro_batch.shared_prefix)
         found = dict(zip(("logp", "entropy", "sum_p2"), statistics, strict=True))
         return {name: found[name] for name in output_names(needs)}
     if "kl" in needs:
-        assert reference is not None, "a KL over the vocabulary is one to a reference"
-        other = reference(piece)  # first: it may put other weights into the policy for a moment
+        assert reference is not None, "the KL over the vocabulary needs a reference"
+        other = reference(
+            micro_batch
+        )  # before the policy's pass: it may temporarily load other weights into the policy
         found = dict(
             zip(
                 ("logp", "entropy", "kl"),
-                cast(Decoder, model).token_kl(*where, other, temperature, shared_prefix=piece.shared_prefix),
+                cast(Decoder, model).token_kl(*where, other, temperature, shared_prefix=micro_batch.shared_prefix),
                 strict=True,
             )
         )
         return {name: found[name] for name in output_names(needs)}
-    logp, entropy = policy.token_logprobs(*where, temperature, "entropy" in needs, shared_prefix=piece.shared_prefix)
+    logp, entropy = policy.token_logprobs(
+        *where, temperature, "entropy" in needs, shared_prefix=micro_batch.shared_prefix
+    )
     return {"logp": logp} if entropy is None else {"logp": logp, "entropy": entropy}
 
 
@@ -230,19 +234,19 @@ def batch_outputs(
     packing: Packing,
     temperature: float,
     mask: str = "action_mask",
-    on_piece: Callable[[MicroBatch], None] | None = None,
+    on_micro_batch: Callable[[MicroBatch], None] | None = None,
     ranks: Ranks = SOLO,
     reference: ReferenceFn | None = None,
 ) -> dict[str, Tensor]:
     """[N] outputs at the tokens of the mask column, by name, without gradient; 0 elsewhere."""
     columns: dict[str, Tensor] = {}
-    for piece in micro_batches_of(batch, packing, mask, ranks):
-        if on_piece is not None:
-            on_piece(piece)
-        for name, values in forward(model, piece, needs, temperature, reference).items():
+    for micro_batch in micro_batches_of(batch, packing, mask, ranks):
+        if on_micro_batch is not None:
+            on_micro_batch(micro_batch)
+        for name, values in forward(model, micro_batch, needs, temperature, reference).items():
             if name not in columns:
                 columns[name] = values.new_zeros(batch.num_tokens)
-            columns[name][piece.positions] = values
+            columns[name][micro_batch.positions] = values
     ranks.reshard(model)
     nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     return {name: columns.get(name, nothing) for name in output_names(needs)}

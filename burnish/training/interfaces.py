@@ -1,7 +1,7 @@
-"""What a trainer asks of a learner, a reference, a critic and a process reward model, wherever they are.
+"""Interfaces between a trainer and its learner, reference, critic and process reward model.
 
-`Learner`, `Reference`, `Critic` and `ProcessModel` are these in the trainer's own process; `distributed/role_proxies.py` has those whose work is
-done by other processes.
+`Learner`, `Reference`, `Critic` and `ProcessRewardModel` implement them in the trainer's process, and document the methods.
+`distributed/role_proxies.py` implements them for other processes.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from burnish.training.meter import MeterReading
 
 
 class AnyMeter(Protocol):
-    """What knows how long the learner's work took."""
+    """Interface of `Meter`."""
 
     def read(self) -> MeterReading:
-        """All since the last reading."""
+        """The work since the last reading."""
 
 
 class AnyLearner(Protocol):
-    """Log-probs and optimizer steps of a model; `Learner` says what each method means."""
+    """Interface of `Learner`: log-probs and optimizer steps of a model."""
 
     updates: int
 
     @property
     def device(self) -> torch.device:
-        """Where batches are to be when they are handed in."""
+        """The device that batches must be on."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
     def model(self) -> Any:
-        """What a reference of the same place follows."""
+        """The model that `Reference.after_update` and `after_step` take."""
 
     @property
     def meter(self) -> AnyMeter: ...
@@ -72,7 +72,7 @@ class AnyLearner(Protocol):
 
 
 class AnyReference(Protocol):
-    """The policy to stay near; `Reference` says what each method means."""
+    """Interface of `Reference`: the policy of a KL term."""
 
     @property
     def restarts(self) -> bool: ...
@@ -92,7 +92,7 @@ class AnyReference(Protocol):
 
 
 class AnyCritic(Protocol):
-    """Values of tokens, learned; `Critic` says what each method means."""
+    """Interface of `Critic`: a value model."""
 
     @property
     def learner(self) -> AnyLearner: ...
@@ -107,7 +107,7 @@ class AnyCritic(Protocol):
 
 
 class AnyProcessRewardModel(Protocol):
-    """A language model and its frozen start, for process rewards; `ProcessModel` says what each method means."""
+    """Interface of `ProcessRewardModel`."""
 
     @property
     def learner(self) -> AnyLearner: ...

@@ -1,11 +1,14 @@
-"""The learner: one optimizer step of any loss, on any model, whatever the split into micro-batches.
+"""The learner: one optimizer step of any loss on any model, with the same gradient for any split into micro-batches.
 
-It knows nothing of algorithms: a loss record says what it needs and sums over tokens with weights that were fixed on
-the whole mini-batch, so gradients add up to the same for every token budget. A loss that looks at one sequence at a
-time is differentiated micro-batch by micro-batch; so is one that adds up over groups, while each fits into a micro-batch.
-One that must see a group or the batch at once is differentiated in two passes: the outputs of all tokens without
-gradient, the loss on them as leaves, then every micro-batch again with the derivatives found. Memory is that of one
-micro-batch either way.
+The learner is independent of algorithms. A loss record says which outputs it needs, and sums over tokens with weights that were
+fixed on the whole mini-batch. Gradients therefore add up to the same for every token budget.
+
+- A loss of one token or sequence at a time is differentiated micro-batch by micro-batch.
+- A loss that sums over groups is too, if every group fits into a micro-batch.
+- A loss that must see a whole group or batch is differentiated in two passes: outputs of all tokens without gradient, the loss on
+  them as leaves, then every micro-batch again with the derivatives found.
+
+Both ways need the memory of one micro-batch.
 """
 
 from __future__ import annotations
@@ -44,46 +47,9 @@ from burnish.training.optimizers.update_rules import lr_factor, make_optimizer
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharded_checkpoint import StoredTensors, read_state, state_contents
 
-# --- The gradient's norm block by block: where in the model the signal is, and where it vanishes or explodes.
-
 LAYER_PATTERN = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-
-
-def parameter_block(name: str) -> str:
-    """The block of a parameter: embedding, layer_<k>, head, or rest (the final norm)."""
-    if found := LAYER_PATTERN.search(name):
-        return f"layer_{int(found[1]):02d}"
-    words = name.split(".")
-    if any("emb" in word or word == "wte" for word in words):
-        return "embedding"
-    return "head" if any("head" in word for word in words) else "rest"
-
-
-@torch.no_grad()
-def block_grad_norms(optimizer: BaseOptimizer) -> dict[str, float]:
-    """The norm of each block's gradients, as `grad_norm_<block>`; their squares add up to the square of the whole norm.
-
-    To be called on every rank alike: each has a piece of a parameter, and the norm is that of all of them.
-    """
-    gradients = optimizer.gradients()
-    blocks = sorted({parameter_block(name) for name in optimizer.parameters})
-    if not gradients or not blocks:
-        return {}
-    first = next(iter(gradients.values()))
-    squares = torch.zeros(len(blocks), dtype=torch.float64, device=first.device)
-    of_each = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))]).square()
-    # A rank's piece stands for as many as there are: the mean over ranks is then the sum over pieces.
-    of_each *= torch.tensor([num_shards(optimizer.parameters[name]) for name in gradients], device=first.device)
-    squares.index_add_(
-        0, torch.tensor([blocks.index(parameter_block(name)) for name in gradients], device=first.device), of_each
-    )
-    if optimizer.reduce is not None:
-        squares = optimizer.reduce(squares)
-    return {f"grad_norm_{block}": norm for block, norm in zip(blocks, squares.sqrt().tolist(), strict=True)}
-
-
 DIFFERENTIABLE_OUTPUTS = frozenset({"entropy", "kl", "value"})
-"""What a loss may need of the model beside log-probs, and with gradient."""
+"""Model outputs besides log-probs that a loss may need with gradient."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +58,22 @@ class Update:
 
     stats: dict[str, float]
     logp: Tensor | None
-    """[N] log-probs (a critic's values) from the forward pass, before the step, at the tokens in the loss; 0 elsewhere. None
-    where nobody wanted columns."""
+    """[N] log-probs (or a critic's values) before the step at the tokens in the loss; 0 elsewhere. None unless `columns=True`."""
     skipped: str | None
     """Why no step was made, or None."""
     entropy: Tensor | None = None
-    """[N] of the same pass, where the loss asks for it."""
+    """[N] entropies of the same forward pass, if the loss needs them."""
 
 
 class Learner:
     """A policy or a critic's model with its optimizer.
 
-    `temperature` is the one the batch was sampled at: all log-probs are under it. With `share_prompts` the samples of a
-    group share the forward and backward of what they begin with, where the model can and where it pays. With `grad_norms`
-    an update also tells the gradient's norm block by block. `meter` knows what was computed and how long it took.
+    `temperature` is the sampling temperature of the batches; all log-probs are computed at it. With `share_prompts` the samples of a
+    group share the forward and backward pass of their common prefix, if the model supports it and it saves enough. With
+    `grad_norms` an update also reports the gradient norm of each block. `meter` counts the work and its time.
 
-    One of several `ranks` is given its own share of each mini-batch (`ranks.local_shard`), and all are called alike. What an update
-    tells in numbers is of the whole mini-batch on every rank; columns are of the rank's own tokens.
+    With several `ranks`, each is given its own shard of a mini-batch (`ranks.local_shard`), and all make the same calls. The numbers
+    of an update are those of the whole mini-batch on every rank; its columns are of the rank's own tokens.
     """
 
     def __init__(
@@ -126,7 +91,7 @@ class Learner:
         self.config, self.total_updates = optimizer, total_updates
         self.packing, self.temperature = Packing.of(model, token_budget, share_prompts), temperature
         self.reference: ReferenceFn | None = None
-        """Who is asked where a loss needs the KL to a reference over the whole vocabulary."""
+        """The reference's distributions, for a loss with the KL over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(
@@ -147,10 +112,10 @@ class Learner:
     def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]:
         """[N] columns under the current weights at the tokens of a mask, without gradient; 0 elsewhere.
 
-        `value` if that is needed, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) where they are.
+        `value` if it is among the needs, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) if needed.
         """
         return batch_outputs(
-            self.model, batch, needs, self.packing, self.temperature, mask, self._saw, self.ranks, self.reference
+            self.model, batch, needs, self.packing, self.temperature, mask, self._count_work, self.ranks, self.reference
         )
 
     @metered("other")
@@ -162,10 +127,10 @@ class Learner:
         also: tuple[Batch, Loss] | None = None,
         columns: bool = True,
     ) -> Update:
-        """One optimizer step. The batch has a `weight` column, of tokens or of sequences: denominators included.
+        """One optimizer step. The batch has a `weight` column, of tokens or of sequences, with denominators included.
 
-        A gradient that is not finite makes no step and says so; so does a batch without a token in the loss. `also` is a
-        second batch with a loss of its own whose gradient goes into the same step. Without `columns` only numbers are told.
+        The step is skipped, with the reason, if the gradient is not finite or no token is in the loss. `also` is a second batch
+        with its own loss, whose gradient goes into the same step. Without `columns` only numbers are returned.
         """
         num_tokens = int(self.ranks.sum_over_ranks({"tokens": int(batch.loss_mask.sum())})["tokens"])
         if num_tokens == 0:
@@ -194,7 +159,7 @@ class Learner:
         return Update(stats, logp, None, entropy)
 
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-        """Gradients of a whole mini-batch; its loss and metric sums, and the outputs seen on this rank's tokens, [N] each."""
+        """Accumulate the gradients of a mini-batch. Returns its loss and metric sums, and [N] outputs at this rank's tokens."""
         needs = loss.needs & DIFFERENTIABLE_OUTPUTS
         whole_groups = loss.scope == "groups" and groups_fit_budget(batch, self.packing, "loss_mask", self.ranks)
         if loss.scope in ("token", "sequence") or whole_groups:
@@ -215,74 +180,78 @@ class Learner:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
-        for piece in micro_batches_of(batch, self.packing, "loss_mask", self.ranks, whole_groups):
+        for micro_batch in micro_batches_of(batch, self.packing, "loss_mask", self.ranks, whole_groups):
             with self.meter("forward"):
-                outputs = forward(self.model, piece, needs, self.temperature, self.reference)
+                outputs = forward(self.model, micro_batch, needs, self.temperature, self.reference)
                 value, amounts = (
-                    (zero_loss(outputs), {}) if piece.is_filler else loss(loss_view(piece.batch, **outputs))
+                    (zero_loss(outputs), {})
+                    if micro_batch.is_padding
+                    else loss(loss_view(micro_batch.batch, **outputs))
                 )
             with self.meter("backward"):
                 value.backward()
-                self.optimizer.absorb()
-            self._saw(piece, with_gradient=True)
+                self.optimizer.accumulate_gradients()
+            self._count_work(micro_batch, with_gradient=True)
             total += value.detach()
             for name, amount in amounts.items():
                 sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
             for name, output in outputs.items():
                 if name not in seen:
                     seen[name] = output.new_zeros(batch.num_tokens)
-                seen[name][piece.positions] = output.detach()
+                seen[name][micro_batch.positions] = output.detach()
         return float(total), {name: float(amount) for name, amount in sums.items()}, seen
 
     def backward(self, batch: Batch, slopes: Mapping[str, Tensor]) -> None:
-        """Gradients of sum_t slope_t output_t: the second pass of a loss whose derivatives are known; [N] columns."""
-        # Only outputs that are differentiated get a graph: an entropy that is only looked at is not computed again.
+        """Accumulate gradients of sum_t slope_t output_t: the second pass of a loss with known derivatives; [N] columns."""
+        # An entropy that only metrics use has slope 0, and is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
-        for piece in micro_batches_of(batch, self.packing, "loss_mask", self.ranks):
+        for micro_batch in micro_batches_of(batch, self.packing, "loss_mask", self.ranks):
             with self.meter("forward"):
-                outputs = forward(self.model, piece, frozenset(names), self.temperature, self.reference)
-                terms = [(outputs[name] * slopes[name][piece.positions]).sum() for name in names]
+                outputs = forward(self.model, micro_batch, frozenset(names), self.temperature, self.reference)
+                terms = [(outputs[name] * slopes[name][micro_batch.positions]).sum() for name in names]
             with self.meter("backward"):
                 torch.stack(terms).sum().backward()
-                self.optimizer.absorb()
-            self._saw(piece, with_gradient=True)
+                self.optimizer.accumulate_gradients()
+            self._count_work(micro_batch, with_gradient=True)
 
-    def _saw(self, piece: MicroBatch, with_gradient: bool = False) -> None:
-        if not piece.is_filler:
-            self.meter.saw(piece.batch.offsets, piece.wanted.numel(), piece.shared_prefix, with_gradient)
+    def _count_work(self, micro_batch: MicroBatch, with_gradient: bool = False) -> None:
+        if not micro_batch.is_padding:
+            self.meter.count_pass(
+                micro_batch.batch.offsets, micro_batch.wanted.numel(), micro_batch.shared_prefix, with_gradient
+            )
 
     def _schedule(self) -> float:
         config = self.config
         return lr_factor(self.updates, self.total_updates, config.schedule, config.warmup, config.final, config.decay)
 
     def usage(self) -> dict[str, float]:
-        """Metrics of what it holds: memory, since its peak was restarted."""
+        """Memory metrics since the peak was reset."""
         return memory_metrics(self.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Type of the parameters."""
         return next(iter(self.names.values())).dtype
 
     def release(self) -> None:
-        """Let go of the gradients, which nobody needs until the next update: a rollout wants their memory."""
+        """Free the gradients until the next update, so that a rollout can use their memory."""
         self.optimizer.zero_grad()
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments, as at the start of an iteration of Kimi k1.5; the schedule goes on."""
+        """Reset the optimizer's moments, as Kimi k1.5 does at the start of an iteration; the schedule continues."""
         self.optimizer.reset()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
     def contents(self, stage: TensorStaging, folder: str = "") -> list[Content]:
-        """Optimizer state, to lie beside the weights (which the model's own code saves); of several ranks, this one's."""
+        """This rank's optimizer state as checkpoint files. The model's own code saves the weights."""
         files = state_contents(f"{folder}optimizer", self.optimizer.tensors(), self.model, stage)
         if writer_rank_of(self.names.values()).index == 0:
             files.append(BytesFile(f"{folder}optimizer.json", json.dumps({"updates": self.updates})))
         return files
 
     def load(self, directory: Path) -> None:
-        """Optimizer state back, whatever number of ranks wrote it; the weights must be the ones saved with it."""
+        """Load optimizer state that any number of ranks wrote; the weights must be those saved with it."""
         with StoredTensors(directory, "optimizer") as stored:
             saved = {flat.split("/", 1)[1] for flat in stored.names}
             if unknown := sorted(saved - self.names.keys()):
@@ -296,7 +265,7 @@ class Learner:
 def loss_derivatives(
     batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-    """A loss on the outputs of a whole mini-batch: its value, its metric sums, and d loss / d output; [N] columns."""
+    """Evaluate a loss on the outputs of a whole mini-batch: its value, metric sums, and d loss / d output as [N] columns."""
     mask = batch.loss_mask
     leaves = {name: column[mask].requires_grad_() for name, column in outputs.items()}
     value, amounts = loss(loss_view(batch, **leaves))
@@ -310,3 +279,37 @@ def loss_derivatives(
 def _main_output(outputs: Mapping[str, Tensor]) -> Tensor:
     """The log-probs of a policy, the values of a critic."""
     return next(iter(outputs.values()))
+
+
+# --- Gradient norm per block, which shows where in the model gradients vanish or explode ---------------------------------
+
+
+@torch.no_grad()
+def block_grad_norms(optimizer: BaseOptimizer) -> dict[str, float]:
+    """Gradient norm of each block, as `grad_norm_<block>`; their squares add up to the square of the total norm.
+
+    Every rank must call this: each has a shard of a parameter, and the norm is that of all shards.
+    """
+    gradients = optimizer.gradients()
+    blocks = sorted({parameter_block(name) for name in optimizer.parameters})
+    if not gradients or not blocks:
+        return {}
+    device = next(iter(gradients.values())).device
+    squares = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))]).square()
+    # Multiplied by the number of shards, the mean over ranks is the sum over shards.
+    squares *= torch.tensor([num_shards(optimizer.parameters[name]) for name in gradients], device=device)
+    block_index = torch.tensor([blocks.index(parameter_block(name)) for name in gradients], device=device)
+    sums = torch.zeros(len(blocks), dtype=torch.float64, device=device).index_add_(0, block_index, squares)
+    if optimizer.reduce is not None:
+        sums = optimizer.reduce(sums)
+    return {f"grad_norm_{block}": norm for block, norm in zip(blocks, sums.sqrt().tolist(), strict=True)}
+
+
+def parameter_block(name: str) -> str:
+    """The block of a parameter: embedding, layer_<k>, head, or rest (the final norm)."""
+    if found := LAYER_PATTERN.search(name):
+        return f"layer_{int(found[1]):02d}"
+    words = name.split(".")
+    if any("emb" in word or word == "wte" for word in words):
+        return "embedding"
+    return "head" if any("head" in word for word in words) else "rest"

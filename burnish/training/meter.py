@@ -1,8 +1,8 @@
-"""What a learner did and how long its parts took: the clock it carries, read once a step.
+"""Measures a learner: seconds per phase, tokens and FLOPs, peak FLOP/s of the GPU, and memory.
 
-A part is marked where it happens, `with meter("forward"):`. Parts may stand inside each other, and a moment belongs to
-the innermost one. On a GPU a mark is an event put into the stream, so nothing waits; on a CPU it is the time. The shapes
-of the micro-batches that went through the model are kept too, and become operations when the meter is read.
+A phase is marked where it happens: `with meter("forward"):`. Phases may be nested, and time belongs to the innermost one. On a GPU
+a mark is an event in the stream, so that nothing waits; on a CPU it is the time. The shapes of the micro-batches are recorded too,
+and are turned into FLOPs when the meter is read, once a step.
 """
 
 from __future__ import annotations
@@ -31,24 +31,29 @@ from burnish.models.heads import ScoreModel, ValueModel
 from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.training.parallel.ranks import SOLO, Ranks
 
-# --- The operations of the models a learner trains, as `models/flops.py` counts them.
+LEARNER_PHASES = ("forward", "backward", "optimizer", "communication", "other")
+"""The phases of a learner's time."""
+MAX_MARKS = 10_000
+"""Marks after which a meter that is never read adds them up, so that it does not grow."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+GIB = 2**30
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What the operations of a model follow from, besides the shapes of its batches."""
+    """What a model's FLOPs depend on, besides the shapes of its batches (`models/flops.py`)."""
 
     arch: Architecture
     head_size: int | None = None
-    """Outputs of a token where they are not the vocabulary's logits."""
+    """Outputs per token, if they are not the vocabulary's logits."""
     lora: Lora | None = None
     activations: str = "keep"
     fused_attention: bool = False
     processes: int = 1
-    """How many divide each micro-batch among them, by its rows or by the weights: this one does its part."""
+    """Number of processes that divide each micro-batch, by its rows or by the weights; this one does its part."""
 
     def of(self, counts: ForwardCounts, with_gradient: bool) -> tuple[int, int]:
-        """Operations that the mathematics needs, and those that are executed."""
+        """FLOPs that the mathematics needs, and FLOPs that are executed."""
         needed = forward_flops(self.arch, counts, self.head_size, self.lora).total
         if not with_gradient:
             return needed // self.processes, needed // self.processes
@@ -58,7 +63,7 @@ class ModelFlops:
 
 
 def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
-    """Of our decoder as a policy or below a scalar head, on one of several ranks; None where transformers does the forward."""
+    """FLOPs of a native decoder, as a policy or below a scalar head, on this rank; None for a transformers model."""
     decoder = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
     if not isinstance(decoder, Decoder):
         return None
@@ -73,30 +78,25 @@ def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
     )
 
 
-LEARNER_PHASES = ("forward", "backward", "optimizer", "communication", "other")
-"""What the learner's time is divided into."""
-MAX_MARKS = 10_000
-
-
 @dataclass(frozen=True)
 class MeterReading:
-    """What was done between two readings of a meter."""
+    """The work between two readings of a meter."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_PHASES, 0.0))
     tokens: int = 0
-    """Of the batches as they were given, in passes with a gradient."""
+    """Tokens of the batches, in passes with gradient."""
     needed: int | None = 0
-    """Operations that the mathematics needs; None where a model's are not known."""
+    """FLOPs that the mathematics needs; None if the model's FLOPs are unknown."""
     executed: int | None = 0
-    """The same with what is calculated twice to save memory."""
+    """FLOPs including recomputed activations."""
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
     def __add__(self, other: MeterReading) -> MeterReading:
-        """Of two learners."""
-        seconds = {part: self.seconds[part] + other.seconds[part] for part in LEARNER_PHASES}
+        """The readings of two learners, added."""
+        seconds = {phase: self.seconds[phase] + other.seconds[phase] for phase in LEARNER_PHASES}
         return MeterReading(
             seconds,
             self.tokens + other.tokens,
@@ -107,7 +107,7 @@ class MeterReading:
 
 @dataclass(frozen=True)
 class _ForwardPass:
-    """A micro-batch that went through the model; its small tensors stay where they are until the meter is read."""
+    """A micro-batch that went through the model. Its small tensors stay on their device until the meter is read."""
 
     offsets: Tensor
     shared_prefix: SharedPrefixes | None
@@ -115,7 +115,7 @@ class _ForwardPass:
     with_gradient: bool
 
     def counts(self, windows: Windows) -> tuple[ForwardCounts, int]:
-        """What was computed, and how many tokens the micro-batch has."""
+        """What was computed, and the number of tokens in the micro-batch."""
         lengths = self.offsets.diff().tolist()
         shared = None
         if self.shared_prefix is not None:
@@ -125,26 +125,26 @@ class _ForwardPass:
 
 
 class Meter:
-    """The clock of one learner on a device; `cost` is None for a model whose operations are not known."""
+    """Clock and FLOP counter of one learner on a device; `cost` is None for a model whose FLOPs are unknown."""
 
     def __init__(self, device: torch.device, cost: ModelFlops | None) -> None:
         self.device, self.cost = device, cost
         self._open: list[str] = []
         self._marks: list[tuple[Any, str | None]] = []
-        """Moments, and the part that each begins (None: the learner's work is interrupted)."""
+        """Moments, and the phase that each begins; None between the learner's phases."""
         self._passes: list[_ForwardPass] = []
         self._read = self._nothing()
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        """Time spent here belongs to `part`, but for parts that are opened inside."""
-        if not self._open and len(self._marks) > MAX_MARKS:  # a meter that nobody reads must not grow
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Attribute the time spent here to a phase, except for phases opened inside."""
+        if not self._open and len(self._marks) > MAX_MARKS:
             self._read = self._read + self._recent()
-        self._open.append(part)
+        self._open.append(phase)
         self._mark()
         try:
             if torch.autograd._profiler_enabled():
-                with record_function(part):
+                with record_function(phase):
                     yield
             else:
                 yield
@@ -152,12 +152,14 @@ class Meter:
             self._open.pop()
             self._mark()
 
-    def saw(self, offsets: Tensor, num_outputs: int, shared_prefix: SharedPrefixes | None, with_gradient: bool) -> None:
-        """A micro-batch went through the model, and back again if with gradient."""
+    def count_pass(
+        self, offsets: Tensor, num_outputs: int, shared_prefix: SharedPrefixes | None, with_gradient: bool
+    ) -> None:
+        """Record a micro-batch that went through the model, forward only or also backward."""
         self._passes.append(_ForwardPass(offsets, shared_prefix, num_outputs, with_gradient))
 
     def read(self) -> MeterReading:
-        """All since the last reading. Waits for the device, so call it when the step is done."""
+        """The work since the last reading. Waits for the device, so call it when the step is done."""
         reading, self._read = self._read + self._recent(), self._nothing()
         return reading
 
@@ -165,11 +167,11 @@ class Meter:
         return MeterReading() if self.cost is not None else MeterReading(needed=None, executed=None)
 
     def _recent(self) -> MeterReading:
-        """What the marks and passes kept so far come to; they are forgotten."""
+        """Add up the recorded marks and passes, and clear them."""
         seconds = dict.fromkeys(LEARNER_PHASES, 0.0)
-        for (start, part), (end, _) in pairwise(self._marks):
-            if part is not None:
-                seconds[part] += self._between(start, end)
+        for (start, phase), (end, _) in pairwise(self._marks):
+            if phase is not None:
+                seconds[phase] += self._between(start, end)
         needed, executed, tokens = 0, 0, 0
         for seen in self._passes:
             counts, size = seen.counts(None if self.cost is None else self.cost.arch.windows)
@@ -198,7 +200,7 @@ class Meter:
 
 
 class HasMeter(Protocol):
-    """What carries a meter."""
+    """An object with a meter."""
 
     meter: Meter
 
@@ -209,13 +211,13 @@ Result = TypeVar("Result")
 Method = Callable[Concatenate[Owner, Arguments], Result]
 
 
-def metered(part: str) -> Callable[[Method[Owner, Arguments, Result]], Method[Owner, Arguments, Result]]:
-    """Makes all of a method one part of its owner's time."""
+def metered(phase: str) -> Callable[[Method[Owner, Arguments, Result]], Method[Owner, Arguments, Result]]:
+    """Decorator: attribute the time of a method to a phase of its owner's meter."""
 
     def mark(method: Method[Owner, Arguments, Result]) -> Method[Owner, Arguments, Result]:
         @wraps(method)
         def timed(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            with self.meter(part):
+            with self.meter(phase):
                 return method(self, *args, **kwargs)
 
         return timed
@@ -223,10 +225,7 @@ def metered(part: str) -> Callable[[Method[Owner, Arguments, Result]], Method[Ow
     return mark
 
 
-# --- How fast a GPU multiplies matrices at best, by its name.
-#
-# The makers' figures for dense bfloat16 and float16 with float32 accumulation, in TFLOP/s; what a real product reaches is
-# less (790 of an H200's 989). A GPU that is not in the table has no share of a peak, only a rate.
+# --- Peak FLOP/s of GPUs -----------------------------------------------------------------------------------------------
 
 HALF_TFLOPS = {
     "B200": 2250.0,
@@ -252,13 +251,14 @@ HALF_TFLOPS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""Vendors' figures for dense bfloat16 and float16 with float32 accumulation, in TFLOP/s. A real product reaches less: 790 of an
+H200's 989. A GPU that is not in the table gets no MFU, only a rate."""
 
 
 def peak_half_flops(name: str) -> float | None:
-    """Operations a second in a half type of the GPU that calls itself `name`; None where the table has none.
+    """Peak half-precision FLOP/s of the GPU with this device name; None if it is not in the table.
 
-    Of the rows whose words are all in the name the one with the most counts: "H100 PCIe" before "H100".
+    Of the rows whose words are all in the name, the one with the most words counts: "H100 PCIe" before "H100".
     """
     words = set(name.replace("-", " ").split())
     found = [row for row in HALF_TFLOPS if set(row.split()) <= words]
@@ -266,29 +266,27 @@ def peak_half_flops(name: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The peak of a device for products in a type; None where it is not known (a CPU, an unknown GPU, a wide type)."""
+    """Peak FLOP/s of a device for matmuls in a type; None if unknown (a CPU, an unknown GPU, a wide type)."""
     if device.type != "cuda" or dtype not in HALF_DTYPES:
         return None
     return peak_half_flops(torch.cuda.get_device_name(device))
 
 
-# --- How much memory a run holds: what torch has allocated on a GPU, the resident size of the process on a CPU.
-
-GIB = 2**30
+# --- Memory: allocated by torch on a GPU, resident size of the process on a CPU ------------------------------------------
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """The next peak is counted from here. A process cannot do so with its resident size: there it is that of its life."""
+    """Reset the peak of GPU memory. The peak resident size of a process cannot be reset: on a CPU it is that of its lifetime."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """`memory/peak_gib` since the peak was restarted, and `memory/current_gib` where the system tells it."""
+    """`memory/peak_gib` since the last reset, and `memory/current_gib` if the system reports it."""
     if device.type == "cuda":
         peak, current = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         return {"memory/peak_gib": peak / GIB, "memory/current_gib": current / GIB}
-    unit = 1 if sys.platform == "darwin" else 1024  # of getrusage
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
     values = {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
     pages = Path("/proc/self/statm")
     if pages.is_file():

@@ -1,20 +1,20 @@
-"""A model as a reward: a scorer trained by `burnish reward-model` (or any such directory) that scores answers in batches.
+"""Scores answers in batches with a reward model: a directory trained by `burnish reward-model`, or one of that format.
 
     reward:
       parts: [{name: model, options: {path: runs/scorer-0/checkpoints/step-000250}}, number]
 
-Where its tokenizer is the policy's, it reads the very tokens the policy read and wrote; otherwise text goes through its
-own chat template. A text it cannot score (longer than its positions, a score that is no number) is a failure of the
-scorer, which leaves the sample without a reward; it is never a 0.
+If the model has the policy's tokenizer, it reads the policy's own tokens; otherwise the text goes through its own chat template.
+A text that it cannot score (too long, or a score that is not finite) is a failure: the sample has no reward, never a 0.
 
-With a `delimiter` it is a process reward model: read at the end of every step, and made one score by an aggregation.
+With a `delimiter` it is a process reward model: it is read at the end of every step, and an aggregation makes one score of them.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,16 +33,15 @@ from burnish.models.policy import resolve_device
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.reward_parts import EACH_STEP, RewardModelOptions
 from burnish.rewards.score_types import PartResult, ScoreRequest, ScoringFailure
-from burnish.training.auxiliary_models import step_ends
 from burnish.training.forward import Packing, batch_outputs
 
 
 class ScorerInput(NamedTuple):
-    """What a scorer reads of an answer and its prompt."""
+    """The tokens of a prompt and an answer."""
 
     tokens: list[int]
     written: list[bool]
-    """Which of the tokens are the answer's."""
+    """Which of the tokens belong to the answer."""
 
 
 class ModelScorer:
@@ -57,17 +56,17 @@ class ModelScorer:
         self.packing = Packing.of(self.model, options.token_budget)
         self.shift, self.scale = _score_statistics(directory) if options.standardise else (0.0, 1.0)
         self.reads_tokens = self.tokenizer.has_same_vocabulary(policy_tokenizer)
-        """Whether token ids of the policy are its own."""
+        """Whether the policy's token ids mean the same to this model."""
         if options.delimiter is not None and options.aggregate == EACH_STEP and not self.reads_tokens:
             raise UserError(
                 f"aggregate: each rewards the policy's tokens, and {directory} has another tokenizer: use last, min, prod or mean"
             )
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[PartResult | ScoringFailure]:
-        """The score of each answer, in order. Which others are scored with it changes rounding at most."""
+        """The score of each answer, in order. The other answers of the batch change at most its rounding."""
         found: dict[int, PartResult | ScoringFailure] = {}
         texts: dict[int, ScorerInput] = {}
-        # In the order of their ids: how completions happened to end does not decide what is packed together.
+        # Sorted by id, so that packing does not depend on the order in which completions ended.
         for index in sorted(range(len(requests)), key=lambda i: requests[i].id):
             text = self.text_of(requests[index])
             if isinstance(text, ScoringFailure):
@@ -81,7 +80,7 @@ class ModelScorer:
         return [found[index] for index in range(len(requests))]
 
     def text_of(self, request: ScoreRequest) -> ScorerInput | ScoringFailure:
-        """What is scored: the trajectory's own tokens where they mean the same here, else its text in our template."""
+        """The tokens to score: the trajectory's own if the tokenizers agree, else its text in this model's template."""
         if self.reads_tokens and request.tokens is not None:
             tokens = [int(token) for token in request.tokens]
             mask = [True] * len(tokens) if request.written is None else [bool(one) for one in request.written]
@@ -91,7 +90,7 @@ class ModelScorer:
                 tokens, mask = encode_example(row, self.tokenizer, Template())
             except UserError as error:
                 return ScoringFailure(f"the reward model cannot read the answer: {error}")
-            if request.truncated:  # it never came to the end that the template writes
+            if request.truncated:  # remove the end of turn that the template writes and the answer never reached
                 while mask and (not mask[-1] or self.tokenizer.is_special(tokens[-1])):
                     tokens, mask = tokens[:-1], mask[:-1]
         longest = self.model.arch.max_positions
@@ -100,7 +99,7 @@ class ModelScorer:
         return ScorerInput(tokens, mask) if tokens else ScoringFailure("there is no token to score")
 
     def ends_of(self, text: ScorerInput) -> list[int]:
-        """Where a text is scored: at the ends of its steps, or at its end alone."""
+        """Positions to score: the ends of the steps, or only the end of the text."""
         tokens = torch.tensor(text.tokens)
         last = int(score_positions(tokens, torch.tensor([0, len(text.tokens)]), self.tokenizer.pad_id))
         if self.options.delimiter is None:
@@ -108,7 +107,7 @@ class ModelScorer:
         return step_ends(text.tokens, text.written, self.tokenizer, self.options.delimiter, last)
 
     def scores(self, texts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The raw scores of token sequences up to each of these positions, that one included."""
+        """Raw scores of token sequences at the positions in `ends`."""
         if not texts:
             return []
         tokens = torch.tensor([token for text in texts for token in text])
@@ -133,14 +132,40 @@ class ModelScorer:
         told: dict[str, Any] = {"parts": {"steps": float(len(chances))}, "details": f"steps {shown}"}
         if self.options.aggregate != EACH_STEP:
             return PartResult(aggregate_step_scores(chances, self.options.aggregate), **told)
-        # The end of the answer may be a token that nobody wrote; what it earned belongs to the last that was.
+        # The last scored token may not be one that the model wrote; its reward goes to the last written token.
         last = max((position for position, is_written in enumerate(text.written) if is_written), default=0)
         where = [*ends[:-1], last]
         return PartResult(sum(chances), steps=tuple(zip(where, chances, strict=True)), **told)
 
 
+def step_ends(
+    tokens: Sequence[int], written: Sequence[bool], tokenizer: Tokenizer, delimiter: str, last: int
+) -> list[int]:
+    """Positions where the steps of the `written` tokens end, ascending; at least one, and the last is `last`.
+
+    A step ends with the token that completes the delimiter, which may be the name of a special token. A step needs text: several
+    delimiters in a row end one step, and blank text after the last delimiter belongs to the step before it.
+    """
+    where = [position for position, is_written in enumerate(written) if is_written]
+    named = tokenizer.pieces([tokens[position] for position in where], skip_special=False)
+    is_text = [not tokenizer.is_special(tokens[position]) for position in where]
+    # A special token's name is not text: a delimiter inside it does not count.
+    pieces = [piece if real or piece == delimiter else "" for piece, real in zip(named, is_text, strict=True)]
+    stops, text = list(accumulate(map(len, pieces))), "".join(pieces)
+    ends: list[int] = []
+    start = 0
+    while (at := text.find(delimiter, start)) >= 0:
+        end = where[bisect_left(stops, at + len(delimiter))]
+        if text[start:at].strip() and end not in ends:
+            ends.append(end)
+        start = at + len(delimiter)
+    if not text[start:].strip():
+        ends = ends[:-1]
+    return [end for end in ends if end < last] + [last]
+
+
 def _score_statistics(directory: Path) -> tuple[float, float]:
-    """Mean and standard deviation of the scores of held-out answers."""
+    """Mean and standard deviation of the scores on held-out answers."""
     path = directory / SCORE_STATISTICS_FILE
     if not path.is_file():
         raise UserError(

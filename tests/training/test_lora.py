@@ -96,7 +96,7 @@ def test_a_frozen_reference_is_the_start_and_copies_no_more_than_the_adapter(
     it, batch = learner(adapted(make_model(), is_trained)), make_batch(SHAPES)
     ref = reference("frozen", it.model)
     assert ref.model is it.model
-    assert ref.held.weights.keys() == (adapter_weights(it.model).keys() if is_trained else set())
+    assert ref.weights.weights.keys() == (adapter_weights(it.model).keys() if is_trained else set())
     start = it.logprobs(batch)
     if not is_trained:
         assert torch.equal(learner(make_model()).logprobs(batch), start)

@@ -79,7 +79,7 @@ def test_a_meter_that_is_never_read_does_not_grow(clock: Clock, monkeypatch: pyt
     meter = Meter(CPU, None)
     for _ in range(20):
         busy(meter, clock)
-        meter.saw(torch.tensor([0, 2]), 1, None, with_gradient=True)
+        meter.count_pass(torch.tensor([0, 2]), 1, None, with_gradient=True)
     assert len(meter._marks) <= 20
     assert len(meter._passes) <= 4
     reading = meter.read()

@@ -29,8 +29,7 @@ from burnish.rollout.scoring import apply_score, restore_scores, scores_to_array
 from burnish.run.checkpoint.saver import keep_in_place
 from burnish.run.checkpoint.snapshot import write_contents
 from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
-from burnish.training.auxiliary_models import step_ends
-from burnish.training.reward_scorer import ModelScorer
+from burnish.training.reward_scorer import ModelScorer, step_ends
 
 ALPHABET = "0123456789>"
 POSITIONS = 16

@@ -163,7 +163,7 @@ class BaseOptimizer(ABC):
             parameter.grad = None
 
     @torch.no_grad()
-    def absorb(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Move the gradients of half-type parameters into float32 sums; to be called after each backward."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.dtype in HALF_DTYPES:

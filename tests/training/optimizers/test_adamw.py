@@ -65,8 +65,8 @@ def test_a_backward_is_absorbed_once() -> None:
     optimizer = AdamW({"p": parameter}, CONFIG)
     for grad in (1.0, 2**-9, 2**-9):  # bfloat16 has 8 bits: 1 + 2^-9 is 1 there
         parameter.grad = torch.full_like(parameter, grad)
-        optimizer.absorb()
-        optimizer.absorb()
+        optimizer.accumulate_gradients()
+        optimizer.accumulate_gradients()
     assert torch.equal(optimizer.gradients()["p"], torch.full((3, 2), 1 + 2**-8))
     optimizer.zero_grad()
     assert optimizer.gradients() == {}

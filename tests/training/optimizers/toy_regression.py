@@ -45,7 +45,7 @@ def feed(optimizer: BaseOptimizer, update: int) -> None:
     for parameter in optimizer.parameters.values():
         gradient = torch.randn(parameter.shape, generator=generator) + 0.5
         parameter.grad = gradient.to(parameter.device, parameter.dtype)
-    optimizer.absorb()
+    optimizer.accumulate_gradients()
 
 
 def stepped(optimizer: BaseOptimizer, updates: range) -> BaseOptimizer:
@@ -79,7 +79,7 @@ def regression(name: str, lr: float, updates: int, dtype: torch.dtype = torch.fl
         x = torch.randn(32, 96, generator=generator)
         loss = (x @ (parameter.float() - target).T).square().mean()
         loss.backward()
-        optimizer.absorb()
+        optimizer.accumulate_gradients()
         optimizer.step(lr, update)
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
