@@ -1,1 +1,1 @@
-"""The learner: packing, micro-batches, optimizer, log-probs."""
+"""The learner: packing, micro-batches, optimizers, parallelism, references and sharded checkpoints."""

@@ -1,8 +1,8 @@
-"""A profiler's trace in words: where a step's time went, by kind of work and by phase, and what it held.
+"""Profiles one step, and summarises its trace: time by kind of work and phase, idle gaps, and peak memory.
 
-Read from the events of a Chrome trace, so that a stored one can be read again. With a GPU the time is that of its kernels,
-each counted for the operator that launched it; without one it is the operators' own time. What is left of the step is idle:
-the device waited for Python, or for another.
+The summary is made from the events of a Chrome trace, so that a stored trace can be read again. With a GPU the time is that of its
+kernels, each attributed to the operator that launched it. Without one it is the operators' own time. The rest of a step is idle:
+the device waited for Python or for another process.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ Event = dict[str, Any]
 
 PHASES = ("rollout", "forward", "backward", "optimizer", "communication", "other")
 KINDS = ("matmul", "attention", "norm and activation", "head", "optimizer", "communication", "copies", "rest")
-ENCLOSING_KINDS = (  # whatever runs inside such an operator is part of it
-    ("head", re.compile(r"HeadLogprob|_summarise|_slopes")),
+ENCLOSING_KINDS = (
+    ("head", re.compile(r"HeadLogprob|_logprob_rows|_logit_gradients")),
     ("communication", re.compile(r"c10d::|nccl|gloo", re.IGNORECASE)),
-    ("attention", re.compile(r"attention|attn|flash|fmha|bmm|(?<!log_)softmax|_decode_step$|_join$", re.IGNORECASE)),
-    ("norm and activation", re.compile(r"RmsNorm|Swiglu|Rotate|silu|_add_norm|_rotate_store|_gate")),
+    ("attention", re.compile(r"attention|attn|flash|fmha|bmm|(?<!log_)softmax|_combine_splits$", re.IGNORECASE)),
+    ("norm and activation", re.compile(r"RmsNorm|Swiglu|Rotate|silu|_add_norm|_rotate_store|_swiglu")),
 )
+"""Kinds that everything inside such an operator belongs to, by patterns of torch's and our kernels' names (`models/kernels`)."""
 OWN_KINDS = (
-    ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|xmma|matmul|linear|(::|add)mm\b|_exact$", re.IGNORECASE)),
+    ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|xmma|matmul|linear|(::|add)mm\b", re.IGNORECASE)),
     ("copies", re.compile(r"mem(cpy|set)|copy|index|gather|scatter|cat|clone|fill|zero|embedding", re.IGNORECASE)),
 )
+"""Kinds of an operator by its own name."""
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 MIN_GAP_US = 20.0
@@ -44,35 +46,35 @@ MAX_TOP, MAX_GAPS, MAX_NAME_CHARS = 15, 5, 72
 
 @dataclass(frozen=True)
 class Work:
-    """Something that took time: an operator's own time, or a kernel."""
+    """An operator's own time, or a kernel."""
 
     name: str
     kind: str
     start: float
-    """When it was asked for, which decides its phase."""
+    """Launch time, which decides the phase."""
     took: float
 
 
 @dataclass
 class TraceSummary:
-    """A trace added up; seconds."""
+    """Totals of a trace, in seconds."""
 
     on_gpu: bool
     total_s: float
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By kind and phase."""
+    """Seconds by kind and phase."""
     idle_s: float = 0.0
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """(when, how long) of the longest moments without work."""
+    """(start, length) of the longest gaps without work."""
     num_gaps: int = 0
     top: list[tuple[str, str, int, float]] = field(default_factory=list)
-    """Name, kind, calls and seconds of what took most."""
+    """Name, kind, calls and seconds of what took most time."""
     peaks: dict[str, float] = field(default_factory=dict)
-    """Most GiB that torch had allocated, by phase."""
+    """Peak GiB allocated by torch, by phase."""
 
 
 def summarise_trace(events: Iterable[Event]) -> TraceSummary:
-    """Add up the events of a trace."""
+    """Total the events of a trace."""
     events = list(events)
     whole = [e for e in events if e.get("ph") == "X" and e.get("cat") in HOST_CATEGORIES + DEVICE_CATEGORIES]
     host = [e for e in whole if e["cat"] in HOST_CATEGORIES]
@@ -102,19 +104,19 @@ def summarise_trace(events: Iterable[Event]) -> TraceSummary:
 
 
 def phase_lookup(annotations: Iterable[Event]) -> Callable[[float], str]:
-    """The phase of a moment: the innermost of the learner's marks that it lies in."""
+    """A function that gives the phase at a time: the innermost phase mark around it."""
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in annotations if e["name"] in PHASES]
     spans.sort(key=lambda span: (span[0], -span[1]))
     borders = sorted({moment for start, end, _ in spans for moment in (start, end)})
     names = ["other"] * (len(borders) + 1)
-    for start, end, name in spans:  # the later one is further inside
+    for start, end, name in spans:  # spans are sorted, so an inner one overwrites the outer one
         for k in range(bisect.bisect_right(borders, start), bisect.bisect_right(borders, end)):
             names[k] = name
     return lambda moment: names[bisect.bisect_right(borders, moment)]
 
 
 def idle_gaps(intervals: Sequence[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """(start, length) of what the intervals leave uncovered between `begin` and `end`."""
+    """(start, length) of the gaps that the intervals leave between `begin` and `end`."""
     found, reached = [], begin
     for start, stop in sorted(intervals):
         if start > reached:
@@ -124,7 +126,7 @@ def idle_gaps(intervals: Sequence[tuple[float, float]], begin: float, end: float
 
 
 def host_work(host: Sequence[Event]) -> list[Work]:
-    """Every operator with the time it spent outside of those it called."""
+    """Every operator with its own time, without that of the operators it called."""
     nodes = event_tree(host)
     own = [e["dur"] for e in nodes.events]
     for event, parent in zip(nodes.events, nodes.parents, strict=True):
@@ -138,7 +140,7 @@ def host_work(host: Sequence[Event]) -> list[Work]:
 
 
 def device_work(host: Sequence[Event], device: Sequence[Event]) -> list[Work]:
-    """Every kernel and copy, with the operator that launched it deciding what it is part of."""
+    """Every kernel and copy; the operator that launched it decides its kind."""
     nodes = event_tree(host)
     launched: dict[int, float] = {e["args"]["correlation"]: e["ts"] for e in host if "correlation" in e.get("args", {})}
     inside_of = {
@@ -156,7 +158,7 @@ def device_work(host: Sequence[Event], device: Sequence[Event]) -> list[Work]:
 
 @dataclass
 class EventTree:
-    """Events of the host in order, the event each lies in, and the kind of work that one of those around it (or itself) is."""
+    """Host events in order, the index of each event's parent, and the kind of the innermost classified event around or at it."""
 
     events: list[Event]
     parents: list[int | None]
@@ -164,7 +166,7 @@ class EventTree:
 
 
 def event_tree(host: Sequence[Event]) -> EventTree:
-    """Who called whom, thread by thread: an event lies in the last one that has not ended."""
+    """The call tree of each thread: an event's parent is the last event that has not ended."""
     order = sorted(host, key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"]))
     nodes = EventTree(order, [], [])
     stack: list[int] = []
@@ -186,12 +188,12 @@ def _contains(outer: Event, inner: Event) -> bool:
 
 
 def kind_of(name: str, inside: str | None) -> str:
-    """What an operator or kernel is for."""
+    """The kind of work of an operator or kernel."""
     return inside or _first_match(ENCLOSING_KINDS, name) or own_kind(name) or "rest"
 
 
 def own_kind(name: str) -> str | None:
-    """What an operator is by its own name alone."""
+    """The kind of an operator by its name alone."""
     return _first_match(OWN_KINDS, name)
 
 
@@ -200,7 +202,7 @@ def _first_match(rules: Iterable[tuple[str, re.Pattern[str]]], name: str) -> str
 
 
 def memory_peaks(events: Iterable[Event], phase_at: Callable[[float], str], on_gpu: bool) -> dict[str, float]:
-    """The largest amount that torch had allocated in each phase; on a CPU above what it had when the profile began."""
+    """Peak memory allocated by torch in each phase; on a CPU, above what was allocated when the profile began."""
     peaks: dict[str, float] = {}
     for e in events:
         if e.get("name") == "[memory]" and (e["args"]["Device Type"] == 1) == on_gpu:
@@ -210,7 +212,7 @@ def memory_peaks(events: Iterable[Event], phase_at: Callable[[float], str], on_g
 
 
 def render_summary(summary: TraceSummary, title: str) -> str:
-    """The summary as a page for people."""
+    """The summary as text."""
     device = "GPU" if summary.on_gpu else "CPU"
     shown = [p for p in PHASES if any(phase == p for _, phase in summary.seconds)]
     head = f"{'kind':<20}" + "".join(f"{phase:>15}" for phase in shown) + f"{'all':>12}{'share':>8}"
@@ -239,15 +241,15 @@ def _total_cells(seconds: float, total: float) -> str:
     return f"{1e3 * seconds:>12.2f}{seconds / total if total else 0.0:>8.1%}"
 
 
-# --- One step under torch's profiler: a trace for a viewer (Perfetto, chrome://tracing) and a page in words.
+# --- Recording a step --------------------------------------------------------------------------------------------------
 
 TRACE_FILE, SUMMARY_FILE = "trace.json.gz", "profile.txt"
 NEXT_STEP = 0
-"""Instead of a step's number: the second one from here, since the first pays for what is made once."""
+"""Instead of a step's number: the second step from now, since the first one includes one-time initialisation."""
 
 
 def step_to_profile(asked: int | None, done: int, total: int) -> int | None:
-    """The number of the step to record, of a run that has made `done` of `total` steps; None where none was asked for."""
+    """The number of the step to record in a run that has done `done` of `total` steps; None unless a step was requested."""
     if asked is None:
         return None
     if asked == NEXT_STEP:
@@ -261,7 +263,7 @@ def step_to_profile(asked: int | None, done: int, total: int) -> int | None:
 
 @contextmanager
 def profiled(folder: Path, title: str, note: Callable[[str], None]) -> Iterator[None]:
-    """What runs inside is recorded; `trace.json.gz` and `profile.txt` are written to the folder afterwards."""
+    """Record what runs inside, then write `trace.json.gz` (for Perfetto or chrome://tracing) and `profile.txt` to the folder."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = torch.cuda.is_available()
@@ -269,7 +271,7 @@ def profiled(folder: Path, title: str, note: Callable[[str], None]) -> Iterator[
     with profile(activities=activities, profile_memory=True) as recorded:
         yield
         if on_gpu:
-            torch.cuda.synchronize()  # what was asked for inside belongs to it
+            torch.cuda.synchronize()  # include kernels that were launched inside
     recorded.export_chrome_trace(str(folder / TRACE_FILE))
     atomic_write(folder / SUMMARY_FILE, render_summary(summarise_trace(read_trace(folder / TRACE_FILE)), title))
     note(f"{title} was profiled: {folder / SUMMARY_FILE}; open {folder / TRACE_FILE} in ui.perfetto.dev")

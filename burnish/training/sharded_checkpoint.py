@@ -1,10 +1,10 @@
-"""Named tensors in files, each process its own, read back by any number of processes (`core/sharded_tensors.py`).
+"""Saves named tensors in one file per process, and loads them in any number of processes (`core/sharded_tensors.py`).
 
-    optimizer.safetensors                       of one process
-    optimizer-00001-of-00004.safetensors ...    of four
+    optimizer.safetensors                       one process
+    optimizer-00001-of-00004.safetensors ...    four processes
 
-A tensor's name is the same in every file. Where a file has a block of it, the file's metadata says of which whole tensor,
-and from where on. A process that reads takes exactly the blocks it will hold, from whichever files have them.
+A tensor has the same name in every file. If a file has a block of it, the metadata gives the shape of the whole tensor and the
+block's offsets. A process reads exactly the blocks that it will hold, from whichever files have them.
 """
 
 from __future__ import annotations
@@ -39,45 +39,44 @@ from burnish.models.decoder import Decoder
 from burnish.models.weight_layout import row_order_of
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import SAFETENSORS_DTYPES, Content, TensorFile, WriterRank, writer_rank_of
+from burnish.training.optimizers.offload import TensorSpec
 
 SHARD_METADATA_KEY = "shards"
-TensorSpec = tuple[tuple[int, ...], torch.dtype]
-"""The shape and type of a tensor."""
 DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
-# --- out ---------------------------------------------------------------------------------------------------------------
+# --- Saving ------------------------------------------------------------------------------------------------------------
 
 
 def tensor_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: TensorStaging) -> list[Content]:
-    """What this process writes of tensors that are named after a model's parameters and spread like them."""
+    """This process's file of tensors that are named after a model's parameters and sharded like them."""
     part, blocks = writer_rank_of(tensors.values()), parameter_blocks(model)
-    mine = {
+    own = {
         key: local_tensor(tensor)
         for key, tensor in tensors.items()
         if (is_first_copy(tensor) if is_dtensor(tensor) else part.index == 0)
     }
-    return [shard_file(name, mine, {key: blocks[key] for key in mine if key in blocks}, stage, part)]
+    return [shard_file(name, own, {key: blocks[key] for key in own if key in blocks}, stage, part)]
 
 
 def state_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: TensorStaging) -> list[Content]:
-    """What this process writes of an optimizer's state, which is local: `key/parameter` belongs to that parameter."""
+    """This process's file of optimizer state. The tensors are local; `key/parameter` belongs to that parameter."""
     parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
     part = writer_rank_of(parameters.values())
     placed: dict[str, list[PlacedShard]] = {}
-    mine: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     for flat, tensor in tensors.items():
         parameter = parameters[flat.split("/", 1)[1]]
-        is_cut = is_dtensor(parameter) and tensor.dim() == parameter.dim()
-        if is_cut:
+        is_sharded = is_dtensor(parameter) and tensor.dim() == parameter.dim()
+        if is_sharded:
             placed[flat] = state_blocks(tuple(tensor.shape), parameter, blocks[flat.split("/", 1)[1]])
-        if is_first_copy(parameter) if is_cut else part.index == 0:
-            mine[flat] = tensor
-    return [shard_file(name, mine, placed, stage, part)]
+        if is_first_copy(parameter) if is_sharded else part.index == 0:
+            own[flat] = tensor
+    return [shard_file(name, own, placed, stage, part)]
 
 
 def parameter_blocks(model: nn.Module) -> dict[str, list[PlacedShard]]:
-    """The blocks of each spread parameter that this process holds, in terms of the parameter as it usually is."""
+    """This process's blocks of each sharded parameter, with rows in the order of the saved parameter."""
     decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
     blocks = {}
     for name, parameter in model.named_parameters():
@@ -88,8 +87,7 @@ def parameter_blocks(model: nn.Module) -> dict[str, list[PlacedShard]]:
 
 
 def distribute_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors that are named after a model's parameters, cut and placed as these are: of what is there already, the very
-    tensor."""
+    """Whole tensors that are named after a model's parameters, sharded like them. A tensor that needs no change is returned as is."""
     parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
     found = {}
     for name, tensor in tensors.items():
@@ -104,10 +102,10 @@ def distribute_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str
 
 
 def state_blocks(sizes: tuple[int, ...], parameter: Tensor, blocks: Sequence[PlacedShard]) -> list[PlacedShard]:
-    """The blocks of a state's whole tensor that go with those of its parameter.
+    """The blocks of a state tensor that belong to the blocks of its parameter.
 
-    A state may have one number for several of the parameter's (the scales of quantised moments): then it is cut at the
-    same places, counted in those numbers.
+    A state tensor may have one number for several of the parameter's, such as the scales of quantised moments. It is then divided
+    at the same places, in units of those numbers.
     """
     of = local_tensor(parameter).shape
     each = [1 if size == full else full // max(size, 1) for size, full in zip(sizes, of, strict=True)]
@@ -121,7 +119,7 @@ def shard_file(
     stage: TensorStaging,
     part: WriterRank,
 ) -> TensorFile:
-    """One process's file; `blocks` says which tensors are blocks of larger ones, and which blocks."""
+    """One process's file. `blocks` gives, for tensors that are blocks of larger ones, which blocks they are."""
     described = {
         key: {
             "shape": blocks[key][0].shard.shape,
@@ -135,22 +133,22 @@ def shard_file(
 
 
 def shard_file_name(name: str, part: WriterRank) -> str:
-    """`name.safetensors`, numbered where there are several."""
+    """`name.safetensors`, numbered if several processes write."""
     return f"{name}.safetensors" if part.count == 1 else f"{name}-{part.index + 1:05d}-of-{part.count:05d}.safetensors"
 
 
-# --- in ----------------------------------------------------------------------------------------------------------------
+# --- Loading -----------------------------------------------------------------------------------------------------------
 
 
 class StoredTensors:
-    """The tensors that one or more processes wrote under a name; use it in a `with` block.
+    """The tensors that one or more processes saved under a name; use it in a `with` block.
 
-    Tensors that were read whole may lie in the files themselves: copy what shall outlive them.
+    A tensor that was read whole may be a view of the file: copy it if it must outlive the block.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
         self.path = directory / f"{name}.safetensors"
-        """What to call it in a message."""
+        """The path for error messages."""
         self._stack = ExitStack()
         self._blocks: dict[str, list[tuple[Any, PlacedShard]]] = {}
         for file in _shard_files(directory, name):
@@ -158,19 +156,19 @@ class StoredTensors:
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return set(self._blocks)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self._blocks[name][0][1].shard.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor."""
+        """Type of the tensor."""
         return DTYPE_BY_NAME[self._blocks[name][0][0].get_slice(name).get_dtype()]
 
     def read(self, name: str, wanted: Sequence[PlacedShard] | None = None, sizes: Sequence[int] = ()) -> Tensor:
-        """The tensor of these sizes that holds the wanted blocks; without any, the whole tensor."""
+        """A tensor of the given sizes with the wanted blocks; the whole tensor if `wanted` is None."""
         blocks = self._blocks[name]
         if wanted is None:
             wanted, sizes = [at_origin(full_shard(self.shape(name)))], self.shape(name)
@@ -212,7 +210,7 @@ class StoredTensors:
 
 
 def _stored_blocks(handle: Any, name: str, described: dict[str, Any]) -> list[PlacedShard]:
-    """The blocks that a file has of a tensor: what it says, or all of it."""
+    """A file's blocks of a tensor: those in its metadata, or the whole tensor."""
     if name not in described:
         return [at_origin(full_shard(handle.get_slice(name).get_shape()))]
     shape, blocks = tuple(described[name]["shape"]), described[name]["blocks"]
@@ -220,7 +218,7 @@ def _stored_blocks(handle: Any, name: str, described: dict[str, Any]) -> list[Pl
 
 
 def _shard_files(directory: Path, name: str) -> Sequence[Path]:
-    """One file, or all of a numbered set; the error for one that is not there."""
+    """The single file, or all files of a numbered set; UserError if one is missing."""
     single = directory / f"{name}.safetensors"
     numbered = {
         int(found[1]): int(found[2])
@@ -242,9 +240,9 @@ def _shard_files(directory: Path, name: str) -> Sequence[Path]:
 def read_state(
     stored: StoredTensors, model: nn.Module, specs: Callable[[str], Mapping[str, TensorSpec]]
 ) -> dict[str, Tensor]:
-    """This process's part of an optimizer's state; `specs` knows which shapes the state of a parameter has here.
+    """This process's part of an optimizer's state. `specs(name)` gives the shapes that the state of a parameter has here.
 
-    What was kept in other shapes is read as it is: the optimizer says what it would have kept.
+    State with other shapes is read whole, so that the optimizer can say in its error what it expected.
     """
     parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
     found = {}
@@ -262,9 +260,9 @@ def read_state(
 
 @torch.no_grad()
 def load_tensors_into(directory: Path, name: str, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy stored tensors into these, bit for bit, each process what it holds: names, shapes and types must be the same.
+    """Copy stored tensors into `tensors` bit for bit, each process its own blocks; names, shapes and types must match.
 
-    They are named after a model's parameters and spread like them.
+    The tensors are named after a model's parameters and sharded like them.
     """
     blocks = parameter_blocks(model)
     with StoredTensors(directory, name) as stored:

@@ -39,7 +39,7 @@ def memory(ts: float, gib: float, device: int = 1) -> dict[str, Any]:
 ON_GPU = [
     span("user_annotation", "rollout", 0, 100),
     span("cuda_runtime", "cudaGraphLaunch", 10, 5, correlation=1),
-    span("kernel", "_decode_step", 20, 30, "stream", correlation=1),
+    span("kernel", "_decode_attention", 20, 30, "stream", correlation=1),
     span("kernel", "nvjet_tst_128x256", 50, 40, "stream", correlation=1),
     span("user_annotation", "other", 100, 900),
     span("user_annotation", "forward", 110, 90),

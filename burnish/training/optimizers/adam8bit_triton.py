@@ -1,7 +1,7 @@
-"""An update of Adam with moments of a byte in one pass on a GPU: decoded, moved, rounded and stored, block by block.
+"""Triton kernel of 8-bit Adam: dequantises, updates, rounds and stores the moments in one pass, block by block.
 
-The arithmetic of `Adam8bit._update_quantised`, which tests hold it to; only the random numbers that rounding needs are
-others: Philox' of a seed and a number's place, where that has a generator's. Every number is read and written once.
+The arithmetic is that of `Adam8bit._update_quantised`, which tests compare it with. Only the random numbers of the rounding differ:
+they come from Philox with a seed and an element's index. Every number is read and written once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from burnish.training.optimizers.stochastic_rounding import SMALLEST_NORMAL, block_size, byte_format
 
 PROGRAM_SIZE = 2048
-"""That one program updates, in whole blocks."""
+"""Elements that one program updates, in whole blocks."""
 
 
 @triton.jit
 def triton_noise(seed, at):
-    """Two words of random bits for every place."""
+    """Two words of random bits for every element."""
     first, second, _, _ = tl.randint4x(seed, at)
     return first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
 
@@ -82,7 +82,7 @@ def _update(
     k = tl.arange(0, SIZE)
     has_block = block < num_blocks
     inside = has_block[:, None] & (k < size)[None, :]
-    at = block[:, None] * size + k[None, :]  # a part has few enough numbers for 32 bits
+    at = block[:, None] * size + k[None, :]  # a part has few enough elements for 32 bits
     gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
     code = tl.load(mean_ptr + at, mask=inside, other=0).to(tl.int32)
     scale = tl.load(mean_scale_ptr + block, mask=has_block, other=0.0)[:, None]
@@ -117,9 +117,9 @@ def update(
     correction: float,
     eps: float,
 ) -> None:
-    """Change a weight [..., C] and its moments, each codes and scales, in place.
+    """Update a weight [..., C] and its moments, each as codes and scales, in place.
 
-    The weight is multiplied by `keep`, and the mean over (root * `correction` + eps), times the step's size, taken from it.
+    weight <- keep * weight - step_size * mean / (root * correction + eps)
     """
     size = block_size(weight.shape[-1])
     padded = triton.next_power_of_2(size)
@@ -153,5 +153,5 @@ def update(
 
 
 def can_update(*tensors: Tensor) -> bool:
-    """Whether tensors lie as the kernel reads them."""
+    """Whether tensors have the layout and type that the kernel needs."""
     return all(t.is_contiguous() for t in tensors) and tensors[0].dtype == torch.float32

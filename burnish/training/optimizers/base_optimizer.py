@@ -1,12 +1,12 @@
-"""What every optimizer shares: gradients, their norm, master weights, state, and the way of an update through them.
+"""Base class of the optimizers: gradient accumulation and clipping, master weights, state, and the order of an update.
 
-Parameters in a half type have a master copy and moments in float32: an update of 1e-6 is far below what bfloat16 can add
-to a weight, and would be lost every time; or they are rounded stochastically (`rounding.py`) and have no copy. Their
-gradients add up in float32 too: in bfloat16 the eighth micro-batch would be rounded to the sum's last bit or two.
+Half-precision parameters have master weights and moments in float32: an update of 1e-6 is too small to be added to a bfloat16
+weight, and would be lost. Alternatively they are rounded stochastically (`stochastic_rounding.py`) and have no master copy. Their
+gradients are accumulated in float32 too: in bfloat16 the eighth micro-batch would change only the sum's last bits.
 
-State is named tensors whose rows belong to the rows of their parameter, so an update can take a parameter in parts:
-those that are too large to have a float32 copy at once, or whose state is in host memory (`offload.py`). A parameter that
-is cut over ranks has the state of this rank's piece.
+State consists of named tensors whose rows belong to the rows of their parameter. An update can therefore take a parameter in
+parts, if a float32 copy of all of it would be too large, or if its state is in host memory (`offload.py`). A parameter that is
+sharded over ranks has the state of the local shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from burnish.training.optimizers.offload import HostStates, State, TensorSpec, n
 from burnish.training.optimizers.parameter_groups import ParameterSetting, parameter_settings
 from burnish.training.optimizers.stochastic_rounding import generator_for, seed_for, to_bfloat16
 
-# --- Rows of a parameter on their way through an update.
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_PART_SIZE = 1 << 23
+"""Most elements of a part. An update needs a few float32 temporaries of this size besides the state."""
+
+MeanOverRanks = Callable[[Tensor], Tensor]
+"""Mean over all processes that train together."""
 
 
 @dataclass(frozen=True)
@@ -40,88 +45,42 @@ class RowRange:
 
 @dataclass
 class ParameterPart:
-    """Some rows of a parameter with all that an update of them needs, on the device."""
+    """Some rows of a parameter with everything that their update needs, on the device."""
 
-    span: RowRange
+    rows: RowRange
     parameter: Tensor
     weight: Tensor
-    """What the update is added to: the master copy, the parameter itself where its type is wide, or a wide copy to be rounded."""
+    """The tensor to update: the master copy, the parameter itself if its type is wide, or a wide copy that is rounded afterwards."""
     gradient: Tensor
-    """In the type of the weight."""
+    """The gradient, in the type of the weight."""
     state: State
     lr: float
     decay: float
     updates: int
-    """Updates of this parameter since its moments began, this one included."""
+    """Updates of this parameter since its moments were zero, including this one."""
     number: int
-    """Which update this is of all: what begins anew would meet the same randomness again, and no longer be right on average."""
+    """Number of this update in the whole run. It keys the randomness: a count that restarts would repeat the noise, which biases rounding."""
 
     def seed(self, purpose: str) -> int:
-        """Of this part in this update."""
-        return seed_for(purpose, self.span.name, self.number, self.span.start)
+        """Seed of this part in this update."""
+        return seed_for(purpose, self.rows.name, self.number, self.rows.start)
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Randomness of this part in this update."""
-        return generator_for(self.weight.device, purpose, self.span.name, self.number, self.span.start)
+        """Random generator of this part in this update."""
+        return generator_for(self.weight.device, purpose, self.rows.name, self.number, self.rows.start)
 
     def write(self) -> None:
-        """The weight into the parameter."""
+        """Copy the updated weight into the parameter."""
         if "master" in self.state:
             self.parameter.copy_(self.weight)
         elif self.weight.dtype != self.parameter.dtype:
             self.parameter.copy_(to_bfloat16(self.weight, self.generator("weight")))
 
 
-# --- Parameters that are spread over ranks (`DTensor`), as an optimizer sees them.
-#
-# What works number by number works on the part this rank has (`core/sharded_tensors.py`). What needs a whole matrix puts it together here.
-
-
-def num_shards(tensor: Tensor) -> int:
-    """Into how many different parts a tensor is cut."""
-    if not is_dtensor(tensor):
-        return 1
-    places = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in places if not placement.is_replicate())
-
-
-def gather_whole(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor of which every rank holds a part, spread as the parameter `like` is; all ranks must call this."""
-    if not is_dtensor(like):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    spread = DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    full: Tensor = spread.full_tensor()
-    return full
-
-
-def local_part(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole; the inverse of `whole`."""
-    if not is_dtensor(like):
-        return tensor
-    from torch.distributed.tensor import DTensor, Replicate
-
-    everywhere = [Replicate() for _ in like.placements]
-    spread = DTensor.from_local(tensor, like.device_mesh, everywhere, run_check=False)
-    part: Tensor = spread.redistribute(placements=like.placements).to_local()
-    return part
-
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-MAX_PART_SIZE = 1 << 23
-"""Most numbers of a part: what is computed beside the state is a few float32 of as many."""
-
-MeanOverRanks = Callable[[Tensor], Tensor]
-"""The mean over all ranks that train together."""
-
-
 class BaseOptimizer(ABC):
-    """Named parameters, their gradients and their state, which is made when a parameter has its first gradient.
+    """Named parameters with their gradients and state. State is created when a parameter has its first gradient.
 
-    `settings` are the learning rate and decay of each parameter, `reduce` the mean over ranks where parameters are cut.
+    `settings` has each parameter's learning-rate factor and decay. `reduce` is the mean over ranks if parameters are sharded.
     """
 
     def __init__(
@@ -140,15 +99,15 @@ class BaseOptimizer(ABC):
         if config.precision == "stochastic" and not any(self._is_rounded(name) for name in self.parameters):
             raise UserError("optimizer.precision=stochastic rounds weights to bfloat16, and no parameter is bfloat16")
 
-    # --- what an optimizer is ------------------------------------------------------------------------------------------
+    # --- update rules implement these ------------------------------------------------------------------------------------
 
     @abstractmethod
     def moments(self, name: str) -> dict[str, TensorSpec]:
-        """The state of a parameter beside its count of updates and its master copy: row by row, as the parameter's."""
+        """State tensors of a parameter besides its update count and master copy; their rows match the parameter's."""
 
     @abstractmethod
     def update(self, parts: Sequence[ParameterPart]) -> None:
-        """Change the weights and states of these parts in place."""
+        """Update the weights and states of these parts in place."""
 
     def is_whole(self, name: str) -> bool:
         """Whether a parameter must be updated in one part."""
@@ -157,14 +116,14 @@ class BaseOptimizer(ABC):
     # --- gradients -----------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self.sums = {}
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
-        """Move the gradients of half-type parameters into float32 sums; to be called after each backward."""
+        """Add the gradients of half-precision parameters to float32 sums; call this after each backward."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.dtype in HALF_DTYPES:
                 gradient = local_tensor(parameter.grad)
@@ -176,17 +135,17 @@ class BaseOptimizer(ABC):
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of every parameter that has one; of this rank's piece, where it is cut."""
+        """The gradient of every parameter that has one; of the local shard if it is sharded."""
         return self.sums | {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     @torch.no_grad()
     def clip(self, limit: float) -> float:
-        """Scale all gradients together down to a norm of at most `limit`; returns the norm they had."""
+        """Scale all gradients to a total norm of at most `limit`; returns the norm before scaling."""
         named = self.gradients()
         gradients = list(named.values())
         if self.reduce is None:
             norm = nn.utils.get_total_norm(gradients, foreach=True)
-        else:  # the mean over all ranks of each one's piece times the number of pieces: copies of a piece count once
+        else:  # mean over ranks of (shard x number of shards) = sum over shards; replicas of a shard count once
             squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
             counts = torch.tensor([num_shards(self.parameters[name]) for name in named], device=squares.device)
             norm = self.reduce((squares * counts).sum()).sqrt().to(gradients[0].dtype)
@@ -197,7 +156,7 @@ class BaseOptimizer(ABC):
 
     @torch.no_grad()
     def step(self, lr: float, number: int) -> None:
-        """One update of every parameter that has a gradient; `lr` is that of parameters in no group, `number` counts updates on and on."""
+        """Update every parameter that has a gradient. `lr` applies to parameters in no group; `number` counts the run's updates."""
         gradients = self.gradients()
         names = [name for name in self.parameters if name in gradients]
         for name in names:
@@ -205,58 +164,58 @@ class BaseOptimizer(ABC):
             self.updates[name] += 1
         if names:
             torch._foreach_add_([self.state[name]["step"] for name in names], 1)
-        batches = self._batches([span for name in names for span in self._spans(name)])
-        resting = [[self._rows_of_state(span) for span in batch] for batch in batches]
+        batches = self._batches([rows for name in names for rows in self._row_ranges(name)])
+        resting = [[self._rows_of_state(rows) for rows in batch] for batch in batches]
         visits = resting if self.host is None else self.host.visits(resting)
-        for states, batch in zip(visits, batches, strict=True):  # visits go first, and to their end
+        for states, batch in zip(visits, batches, strict=True):  # `visits` first, so that zip exhausts it
             pairs = zip(batch, states, strict=True)
-            parts = [self._part(span, state, gradients[span.name], lr, number) for span, state in pairs]
+            parts = [self._part(rows, state, gradients[rows.name], lr, number) for rows, state in pairs]
             self.update(parts)
             for part in parts:
                 part.write()
 
-    def _spans(self, name: str) -> list[RowRange]:
+    def _row_ranges(self, name: str) -> list[RowRange]:
         rows = _at_least_1d(local_tensor(self.parameters[name]))
-        if self.is_whole(name):  # also where this rank has no row of it: the others may need its help
+        if self.is_whole(name):  # also if this rank has no row of it: gathering the matrix needs all ranks
             return [RowRange(name, 0, len(rows))]
         if rows.numel() == 0:
             return []
         height = max(1, MAX_PART_SIZE * len(rows) // rows.numel())
         return [RowRange(name, start, min(start + height, len(rows))) for start in range(0, len(rows), height)]
 
-    def _batches(self, spans: list[RowRange]) -> list[list[RowRange]]:
-        """What is on the device at once: everything, unless it has to be brought there or made wide first."""
+    def _batches(self, ranges: list[RowRange]) -> list[list[RowRange]]:
+        """Groups of row ranges that are on the device at once: all, unless state is offloaded or weights are rounded."""
         if self.host is None and self.config.precision == "master":
-            return [spans]
+            return [ranges]
         batches: list[list[RowRange]] = []
         room = 0
-        for span in spans:
-            size = math.prod(_at_least_1d(local_tensor(self.parameters[span.name])).shape[1:]) * (
-                span.stop - span.start
+        for rows in ranges:
+            size = math.prod(_at_least_1d(local_tensor(self.parameters[rows.name])).shape[1:]) * (
+                rows.stop - rows.start
             )
             if size > room:
                 batches.append([])
                 room = MAX_PART_SIZE
-            batches[-1].append(span)
+            batches[-1].append(rows)
             room -= size
         return batches
 
-    def _rows_of_state(self, span: RowRange) -> State:
-        return {key: t[span.start : span.stop] for key, t in self.state[span.name].items() if key != "step"}
+    def _rows_of_state(self, rows: RowRange) -> State:
+        return {key: t[rows.start : rows.stop] for key, t in self.state[rows.name].items() if key != "step"}
 
-    def _part(self, span: RowRange, state: State, gradient: Tensor, lr: float, number: int) -> ParameterPart:
-        parameter = _at_least_1d(local_tensor(self.parameters[span.name]))[span.start : span.stop]
-        weight = parameter.float() if self._is_rounded(span.name) else state.get("master", parameter)
-        setting = self.settings[span.name]
+    def _part(self, rows: RowRange, state: State, gradient: Tensor, lr: float, number: int) -> ParameterPart:
+        parameter = _at_least_1d(local_tensor(self.parameters[rows.name]))[rows.start : rows.stop]
+        weight = parameter.float() if self._is_rounded(rows.name) else state.get("master", parameter)
+        setting = self.settings[rows.name]
         return ParameterPart(
-            span,
+            rows,
             parameter,
             weight,
-            _at_least_1d(gradient)[span.start : span.stop].to(weight.dtype),
-            {"step": self.state[span.name]["step"], **state},
+            _at_least_1d(gradient)[rows.start : rows.stop].to(weight.dtype),
+            {"step": self.state[rows.name]["step"], **state},
             lr * setting.lr_scale,
             setting.decay,
-            self.updates[span.name],
+            self.updates[rows.name],
             number,
         )
 
@@ -266,18 +225,18 @@ class BaseOptimizer(ABC):
         return self.config.precision == "stochastic" and self.parameters[name].dtype == torch.bfloat16
 
     def wide_type(self, name: str) -> torch.dtype:
-        """The type an update is computed in."""
+        """The type that an update is computed in."""
         return torch.promote_types(self.parameters[name].dtype, torch.float32)
 
     @torch.no_grad()
     def layout(self, name: str) -> dict[str, TensorSpec]:
-        """The state of a parameter beside its count of updates."""
+        """State tensors of a parameter besides its update count."""
         needs_master = self.parameters[name].dtype in HALF_DTYPES and not self._is_rounded(name)
         shape = tuple(_at_least_1d(local_tensor(self.parameters[name])).shape)
         return {**self.moments(name), **({"master": (shape, torch.float32)} if needs_master else {})}
 
     def state_bytes(self) -> int:
-        """Memory the whole state takes once every parameter has had a gradient, known before any is made."""
+        """Bytes of the whole state once every parameter has had a gradient; known before any is allocated."""
         return sum(4 + sum(map(num_bytes_of, self.layout(name).values())) for name in self.parameters)
 
     def _make_state(self, name: str) -> None:
@@ -301,9 +260,9 @@ class BaseOptimizer(ABC):
         return {"step": step, **{key: self.host.tensors[f"{key}/{name}"] for key in layout}}
 
     def reset(self) -> None:
-        """Forget the moments. Master copies stay: they are the weights, more exactly than the parameters."""
+        """Reset the moments. Master copies stay: they are the weights, in more precision than the parameters."""
         if self.host is not None:
-            self.host.settle()
+            self.host.synchronize()
         for name, state in self.state.items():
             self.updates[name] = 0
             for key, tensor in state.items():
@@ -311,23 +270,23 @@ class BaseOptimizer(ABC):
                     tensor.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state by flat names, for a file."""
+        """The whole state by flat names, for a checkpoint."""
         if self.host is not None:
-            self.host.settle()
+            self.host.synchronize()
         return {f"{key}/{name}": t for name, state in self.state.items() for key, t in state.items()}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `tensors`."""
+        """Load the state that `tensors` returned."""
         if self.host is not None:
-            self.host.settle()
+            self.host.synchronize()
         found: dict[str, State] = {}
         for flat, tensor in tensors.items():
             key, name = flat.split("/", 1)
             found.setdefault(name, {})[key] = tensor
         self.state, self.updates = {}, {}
         for tensor in self.host.tensors.values() if self.host is not None else ():
-            tensor.zero_()  # a parameter that is not in the file begins anew
+            tensor.zero_()  # a parameter that is not in the file starts without state
         for name, state in found.items():
             self._check(name, state)
             self.updates[name] = int(state["step"])
@@ -347,7 +306,7 @@ class BaseOptimizer(ABC):
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:
-    """A tensor with at least one dimension, to be taken in rows."""
+    """A tensor with at least one dimension, so that it has rows."""
     return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
@@ -355,3 +314,41 @@ def _describe_layout(layout: Mapping[str, TensorSpec]) -> str:
     return ", ".join(
         f"{key} {list(shape)} {str(dtype).removeprefix('torch.')}" for key, (shape, dtype) in layout.items()
     )
+
+
+# --- Parameters that are sharded over ranks (`DTensor`) ------------------------------------------------------------------
+#
+# An elementwise update works on the local shard (`core/sharded_tensors.py`). One that needs a whole matrix gathers it here.
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Number of distinct shards of a tensor."""
+    if not is_dtensor(tensor):
+        return 1
+    places = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in places if not placement.is_replicate())
+
+
+def gather_whole(part: Tensor, like: Tensor) -> Tensor:
+    """Gather a tensor that is sharded like the parameter `like`; all ranks must call this."""
+    if not is_dtensor(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    spread = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    full: Tensor = spread.full_tensor()
+    return full
+
+
+def local_part(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a tensor that every rank holds whole; the inverse of `gather_whole`."""
+    if not is_dtensor(like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate() for _ in like.placements]
+    spread = DTensor.from_local(tensor, like.device_mesh, everywhere, run_check=False)
+    part: Tensor = spread.redistribute(placements=like.placements).to_local()
+    return part

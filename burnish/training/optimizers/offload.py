@@ -1,9 +1,8 @@
-"""Optimizer state in host memory, brought through the device a batch at a time.
+"""Offloads optimizer state to host memory, and brings it to the device one batch at a time.
 
-All of it lies in one block of host memory, page-locked where the device is a GPU. While one batch is worked on, the next one
-arrives on a stream of its own and the last one leaves on another; two buffers on the device are all the memory it
-takes there. The order of the copies is kept by the device, so the host never waits. On a CPU the same copies are
-made one after the other. Numbers are only moved, so they are the same as without.
+The state is in one block of host memory, page-locked if the device is a GPU. While one batch is updated, the next one is copied
+in on one stream and the last one is copied out on another. Two buffers are all the device memory it takes. Events order the
+copies, so the host never waits. On a CPU the same copies are made one after the other. Values are only moved, never changed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from torch import Tensor
 from burnish.config.errors import UserError
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
-"""The shape and type of a tensor."""
+"""Shape and type of a tensor."""
 State = dict[str, Tensor]
 
 ALIGNMENT = 256
 
 
 def num_bytes_of(spec: TensorSpec) -> int:
-    """Bytes a tensor takes."""
+    """Bytes of a tensor."""
     shape, dtype = spec
     return math.prod(shape) * dtype.itemsize
 
@@ -36,7 +35,7 @@ def _aligned_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def carve_tensors(block: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Tensors of these shapes one after the other in a block of bytes, aligned."""
+    """Aligned tensors of these shapes, one after the other in a block of bytes."""
     tensors, start = [], 0
     for spec in specs:
         shape, dtype = spec
@@ -46,7 +45,7 @@ def carve_tensors(block: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 class HostStates:
-    """State tensors by name, zeros at first, that rest in host memory."""
+    """State tensors in host memory by name, zero at first."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
         self.device = device
@@ -57,13 +56,13 @@ class HostStates:
             _page_lock(block, self)
             self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def settle(self) -> None:
-        """Wait until everything that was on the device is back: to be called before the host reads."""
+    def synchronize(self) -> None:
+        """Wait until all copies back to the host are done; call this before the host reads."""
         if self.streams is not None:
             self.streams[1].synchronize()
 
     def visits(self, batches: Sequence[list[State]]) -> Iterator[list[State]]:
-        """The states of each batch on the device, in turn; they go back as the work left them when the next is asked for."""
+        """Yield the states of each batch on the device, in turn; they are copied back when the next batch is requested."""
         if not batches:
             return
         room = max(_aligned_bytes(_tensor_specs(batch)) for batch in batches)
@@ -81,11 +80,11 @@ class HostStates:
                 torch.cuda.current_stream(self.device).wait_event(arrived)
             yield states
             gone[number % 2] = self._take_back(batch, states)
-        if self.streams is not None:  # the buffers go back to the allocator, which knows only this stream
+        if self.streams is not None:  # the allocator may reuse the buffers, and only knows the current stream
             torch.cuda.current_stream(self.device).wait_stream(self.streams[1])
 
     def _bring(self, batch: list[State], buffer: Tensor, is_free: Any) -> tuple[list[State], Any]:
-        """Copies of a batch in a buffer, once what was in it has left; and the event of their arrival."""
+        """Copies of a batch in a buffer, made after the event `is_free`; and the event of their arrival."""
         here = iter(carve_tensors(buffer, _tensor_specs(batch)))
         states = [{key: next(here) for key in state} for state in batch]
         if self.streams is None:
@@ -118,9 +117,9 @@ def _copy(sources: list[State], targets: list[State]) -> None:
 
 
 def _page_lock(block: Tensor, owner: HostStates) -> None:
-    """Lock a block in memory for as long as its owner lives.
+    """Page-lock a block while its owner lives.
 
-    Not `pin_memory`: that rounds sizes up to a power of two, which may double what is taken of the host's memory.
+    `pin_memory` is not used: it rounds sizes up to a power of two, which can double the host memory.
     """
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(owner.device):
@@ -130,7 +129,7 @@ def _page_lock(block: Tensor, owner: HostStates) -> None:
             f"optimizer.offload: {block.numel() / 2**30:.1f} GiB of host memory cannot be page-locked "
             f"({runtime.cudaGetErrorString(code)}): free host memory, raise `ulimit -l`, or use optimizer.name=adam8bit"
         )
-    weakref.finalize(owner, _unlock, runtime, block).atexit = False  # the end of the process unlocks it too
+    weakref.finalize(owner, _unlock, runtime, block).atexit = False  # the end of the process unlocks it as well
 
 
 def _unlock(runtime: Any, block: Tensor) -> None:

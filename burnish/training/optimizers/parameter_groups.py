@@ -1,4 +1,4 @@
-"""Which learning rate and weight decay a parameter has: the optimizer's, or those of the first group that matches it."""
+"""Learning-rate factor and weight decay of each parameter (`optimizer.groups`), and the matrices that a fused parameter holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from burnish.models.weight_layout import lora_targets, row_order_of
 
 @dataclass(frozen=True)
 class ParameterSetting:
-    """How one parameter is trained."""
+    """Learning-rate factor and weight decay of one parameter."""
 
     lr_scale: float = 1.0
     decay: float = 0.0
@@ -29,9 +29,10 @@ class ParameterSetting:
 def parameter_settings(
     parameters: Mapping[str, Tensor], config: Config, aliases: Mapping[str, Sequence[str]] | None = None
 ) -> dict[str, ParameterSetting]:
-    """The setting of every parameter. `aliases` are other names of a parameter, or of the blocks of rows it consists of.
+    """The setting of every parameter: that of the first matching group, or the optimizer's.
 
-    Norm scales and biases are not decayed unless a group says so: shrinking them is not regularisation.
+    `aliases` are other names of a parameter, or of the blocks of rows it consists of. Norm scales and biases have no decay unless a
+    group sets it.
     """
     aliases = aliases or {}
     found = {
@@ -81,19 +82,16 @@ def _similarity(pattern: str, name: str) -> float:
     return max(SequenceMatcher(None, pattern, word).ratio() for word in (name, *name.split(".")))
 
 
-# --- burnish.training.optimizers.parameter_groups
-
-
 @dataclass(frozen=True)
 class FusedMatrices:
-    """Several matrices with as many columns that are one parameter."""
+    """Several matrices with the same number of columns, stored as one parameter."""
 
     heights: Sequence[int]
     order: Tensor | None = None
-    """Row i of the parameter is row order[i] of the matrices one below the other; None where it is row i."""
+    """Row i of the parameter is row order[i] of the concatenated matrices; None if it is row i."""
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """The matrices."""
+        """Split the parameter's rows into the matrices."""
         return list((rows if self.order is None else rows[self.order.argsort()]).split(list(self.heights)))
 
     def join(self, matrices: Sequence[Tensor]) -> Tensor:
@@ -102,11 +100,8 @@ class FusedMatrices:
         return rows if self.order is None else rows[self.order]
 
 
-# --- What an optimizer is told of a model's parameters beside their names: other names, and matrices stored as one.
-
-
 def hf_names(model: nn.Module) -> dict[str, list[str]]:
-    """Hugging Face's names of each parameter of our decoder: one, or one for each block of its rows."""
+    """Hugging Face names of each parameter of our decoder: one, or one per block of its rows."""
     names: dict[str, list[str]] = {}
     for prefix, decoder in _decoders(model).items():
         for block in weight_blocks(decoder.arch):
@@ -115,7 +110,7 @@ def hf_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def fused_matrices(model: nn.Module) -> dict[str, FusedMatrices]:
-    """The matrices of each parameter that holds more than one."""
+    """The matrices of each parameter that holds several."""
     heights: dict[str, list[int]] = {}
     orders: dict[str, Tensor | None] = {}
     for prefix, decoder in _decoders(model).items():
@@ -135,6 +130,6 @@ def fused_matrices(model: nn.Module) -> dict[str, FusedMatrices]:
 
 
 def _decoders(model: nn.Module) -> Mapping[str, Decoder]:
-    """Our decoders in a model (a critic has one inside), by the prefix of their parameters' names."""
+    """The native decoders in a model (a critic contains one), by the prefix of their parameters' names."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Decoder)}
     return {f"{name}." if name else "": module for name, module in found.items()}

@@ -1,15 +1,22 @@
-"""Numbers of one byte: a block of a row shares a scale, its largest magnitude (Dettmers et al., 2110.02861).
+"""Stochastic rounding to bfloat16, and 8-bit block quantisation with stochastic rounding.
 
-A byte is a small floating-point number, so that its relative precision is the same over five decades: what Adam divides by
-matters by its ratio, not by its difference. The largest of a block is exact.
+Stochastic rounding goes to one of the two neighbours, with probabilities that make the mean exact. An update of 1e-6 is too small
+to be added to a bfloat16 weight: rounding to nearest loses it every time, stochastic rounding keeps it on average (Zamirai et al.,
+2010.06192), so that weights need no float32 copy. The bits of positive floats count up in order. Adding a uniform integer of `n`
+bits and dropping the `n` low bits therefore rounds up with exactly the right probability.
+
+In 8-bit quantisation a block of a row shares a scale, its largest magnitude (Dettmers et al., 2110.02861). A byte is a small
+floating-point number, so that the relative precision is the same over five decades. The largest number of a block is exact.
 
     signed      sign, 4 bits of exponent, 3 of mantissa, and 0
-    unsigned    4 bits of exponent, 4 of mantissa, and no 0: a second moment that is rounded to 0 would divide by
-                nothing (Li et al., 2309.01507)
+    unsigned    4 bits of exponent, 4 of mantissa, and no 0: an update would divide by a second moment that was rounded to 0
+                (Li et al., 2309.01507)
 
-Both reach down to 2^-15.9 of the scale. Rounding is stochastic: a second moment moves by a thousandth in an update, which
-rounding to nearest would undo every time, so that it could rise but never fall. Blocks do not cross rows, so codes
-and scales can be cut by rows as the parameter they belong to.
+Both reach down to 2^-15.9 of the scale. A second moment moves by a thousandth per update: rounding to nearest would undo that every
+time, so that it could rise but never fall. Blocks do not cross rows, so codes and scales can be sharded by rows like their parameter.
+
+Random numbers are a function of their purpose (a parameter's name, the number of the update, the rows), so that a resumed run draws
+the same ones.
 """
 
 from __future__ import annotations
@@ -21,60 +28,51 @@ from torch import Tensor
 
 from burnish.core.random_keys import fold
 
-# --- Stochastic rounding: to one of the two neighbours, each with the probability that makes the mean exact.
-#
-# An update of 1e-6 is far below what bfloat16 can add to a weight; rounded to nearest it is lost every time, rounded at
-# random it happens now and then, and is right on average (Zamirai et al., 2010.06192). Weights then need no float32 copy.
-#
-# The bits of a positive float count its neighbours in order, so dropping `n` low bits after adding a uniform integer of `n`
-# bits rounds up exactly as often as the dropped part is large. Randomness is a function of what it is for (a
-# parameter's name, which of all updates, which rows), so a run that is resumed draws what it would have drawn.
-
 DROPPED_BITS = 16
-"""Bits of a float32 that a bfloat16 does not have."""
+"""Bits of a float32 that bfloat16 does not have."""
 
 
 def seed_for(*words: int | str) -> int:
-    """63 bits that depend on these words alone."""
+    """A 63-bit seed that depends on these words only."""
     return fold("rounding", *words) >> 1
 
 
 def generator_for(device: torch.device, *words: int | str) -> torch.Generator:
-    """Random numbers that depend on these words and the kind of device alone."""
+    """A random generator that depends on these words and the kind of device only."""
     return torch.Generator(device).manual_seed(seed_for(*words))
 
 
 def random_bits(like: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Uniform integers of so many bits, int32, one for each number of a tensor."""
+    """Uniform int32 integers with the given number of bits, one per element of `like`."""
     return torch.empty(like.shape, dtype=torch.int32, device=like.device).random_(0, 1 << bits, generator=generator)
 
 
 def to_bfloat16(wide: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 numbers rounded stochastically; what bfloat16 can hold stays as it is."""
+    """Round float32 numbers stochastically; numbers that bfloat16 can represent stay as they are."""
     bits = random_bits(wide, DROPPED_BITS, generator).add_(wide.view(torch.int32))
     return bits.bitwise_and_(-1 << DROPPED_BITS).view(torch.float32).to(torch.bfloat16)
 
 
 MAX_BLOCK = 256
 ONE_BITS = 127 << 23
-"""The bits of 1.0 in float32: as many exponents and mantissas lie below it as a code can count."""
+"""The bits of 1.0 in float32. Codes count the exponents and mantissas below it."""
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def block_size(columns: int) -> int:
-    """The largest length of at most `BLOCK` that divides a row."""
+    """The largest divisor of a row's length that is at most `MAX_BLOCK`."""
     return next(size for size in range(min(MAX_BLOCK, columns), 0, -1) if columns % size == 0)
 
 
 def byte_format(signed: bool) -> tuple[int, int, int]:
-    """How many bits of a float32 are dropped, the largest magnitude's code, and the bits of the smallest code's."""
+    """Number of dropped float32 bits, code of the largest magnitude, and (shifted) bits of the smallest one."""
     dropped, top = (20, 127) if signed else (19, 255)
     return dropped, top, (ONE_BITS >> dropped) - top
 
 
 @cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """[256] the number each code stands for."""
+    """[256] the number that each code stands for."""
     dropped, top, lowest = byte_format(signed)
     magnitudes = (torch.arange(top + 1, dtype=torch.int32) + lowest).bitwise_left_shift_(dropped).view(torch.float32)
     if signed:
@@ -84,7 +82,7 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantise(numbers: Tensor, signed: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """float32 [..., C] to codes [..., C] of a byte and scales [..., blocks]; negative numbers need `signed`."""
+    """float32 [..., C] to uint8 codes [..., C] and scales [..., blocks]; negative numbers need `signed`."""
     dropped, top, lowest = byte_format(signed)
     blocks = numbers.unflatten(-1, (-1, block_size(numbers.shape[-1])))
     scales = torch.linalg.vector_norm(blocks, torch.inf, -1)
@@ -97,6 +95,6 @@ def quantise(numbers: Tensor, signed: bool, generator: torch.Generator) -> tuple
 
 
 def dequantise(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The inverse of `encode`, but for rounding."""
+    """The inverse of `quantise`, up to rounding."""
     numbers = _levels(signed, codes.device).index_select(0, codes.flatten().int())
     return numbers.view(*scales.shape, -1).mul_(scales[..., None]).view(codes.shape)

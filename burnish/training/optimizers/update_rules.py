@@ -1,8 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 1711.05101) on torch's fused kernel.
-
-The same arithmetic as `torch.optim.AdamW(fused=True)`, bit for bit, without its class: the first use of that imports
-the whole compiler, two and a half seconds of every start.
-"""
+"""The optimizers: AdamW, 8-bit Adam and Muon, the function that makes one from a config, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.config.model import Optimizer
 from burnish.config.model import Optimizer as Config
 from burnish.core.sharded_tensors import local_tensor
 from burnish.models.kernels.device import use_triton
@@ -30,9 +25,33 @@ from burnish.training.optimizers.offload import TensorSpec
 from burnish.training.optimizers.parameter_groups import FusedMatrices, fused_matrices, hf_names, parameter_settings
 from burnish.training.optimizers.stochastic_rounding import block_size, dequantise, quantise
 
+MIN_QUANTISED_SIZE = 4096
+"""Parameters with fewer elements have float32 moments, as in the paper of 8-bit Adam."""
+MIN_BLOCK = 16
+"""Shortest block. With shorter ones the scales would need nearly as much memory as the codes."""
+MOMENTUM = 0.95
+UPDATE_RMS = 0.2
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients that bring every singular value above 0.001 to between 0.68 and 1.14 in five steps."""
+EMBEDDING_OR_HEAD = re.compile(r"(^|[._])(embed\w*|emb|wte|wpe|score|\w*head)($|[._])")
+"""Names of embeddings and heads: matrices that do not map hidden states to hidden states."""
+
+
+def make_optimizer(
+    model: nn.Module, parameters: Mapping[str, Tensor], config: Config, reduce: MeanOverRanks | None = None
+) -> BaseOptimizer:
+    """The configured optimizer for the trained parameters of a model, under the model's names."""
+    settings = parameter_settings(parameters, config, hf_names(model))
+    if config.name == "muon":
+        return Muon(parameters, config, settings, reduce, fused=fused_matrices(model))
+    return {"adamw": AdamW, "adam8bit": Adam8bit}[config.name](parameters, config, settings, reduce)
+
+
+# --- AdamW -------------------------------------------------------------------------------------------------------------
+
 
 def fused_adamw(parts: Sequence[ParameterPart], config: Config) -> None:
-    """One update of parts whose state has `exp_avg` and `exp_avg_sq`; their `step` counts this update already."""
+    """Update parts whose state has `exp_avg` and `exp_avg_sq`; their `step` already counts this update."""
     for lr, decay in dict.fromkeys((part.lr, part.decay) for part in parts):
         same = [part for part in parts if (part.lr, part.decay) == (lr, decay)]
         torch._fused_adamw_(
@@ -53,116 +72,36 @@ def fused_adamw(parts: Sequence[ParameterPart], config: Config) -> None:
 
 
 class AdamW(BaseOptimizer):
-    """Both moments in float32, or in the type of a parameter that is wider."""
+    """AdamW (Loshchilov and Hutter, 1711.05101), with moments in float32, or in the parameter's type if that is wider.
+
+    The arithmetic is that of `torch.optim.AdamW(fused=True)`, bit for bit. The class itself is not used, because its first use imports
+    torch's compiler, which takes 2.5 seconds.
+    """
 
     def moments(self, name: str) -> dict[str, TensorSpec]:
-        """One number of each for every number of the parameter."""
+        """Two moments per element."""
         return adam_moments(self, name)
 
     def update(self, parts: Sequence[ParameterPart]) -> None:
-        """One call for all parts of a learning rate and decay."""
+        """One fused call for all parts with the same learning rate and decay."""
         fused_adamw(parts, self.config)
 
 
 def adam_moments(optimizer: BaseOptimizer, name: str) -> dict[str, TensorSpec]:
-    """The state of a parameter that AdamW updates."""
+    """State of a parameter that AdamW updates."""
     spec = tuple(local_tensor(optimizer.parameters[name]).shape) or (1,), optimizer.wide_type(name)
     return {"exp_avg": spec, "exp_avg_sq": spec}
 
 
-# --- Muon (Jordan et al., 2024): momentum whose singular values are all made about 1, for the matrices of layers.
-#
-#     m <- m + (1 - 0.95) (g - m)
-#     u <- g + 0.95 (m - g)                                      Nesterov's look ahead
-#     w <- w - lr (0.2 sqrt(max(rows, columns)) orthogonal(u) + decay w)
-#
-# The factor gives an update the size that one of AdamW has, so that its learning rates and decays carry over (Moonlight,
-# 2502.16982). Matrices that we store as one, such as queries, keys and values, are orthogonalised one by one.
-# Embedding, head, norms and biases are AdamW's.
-
-MOMENTUM = 0.95
-UPDATE_RMS = 0.2
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients that bring every singular value above 0.001 to between 0.68 and 1.14 in five steps."""
-EMBEDDING_OR_HEAD = re.compile(r"(^|[._])(embed\w*|emb|wte|wpe|score|\w*head)($|[._])")
-"""Matrices that are no map from hidden states to hidden states: embeddings and heads."""
-
-
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """U f(S) V^T of a matrix U S V^T, with all of f(S) about 1.
-
-    Newton-Schulz: matrix products alone, in bfloat16 on a GPU, where the rounding is far below the spread of f(S).
-    """
-    a, b, c = NEWTON_SCHULZ
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix / torch.linalg.matrix_norm(matrix).clamp_min(torch.finfo(matrix.dtype).tiny)
-    x = (x.T if is_tall else x).to(torch.bfloat16 if matrix.is_cuda else matrix.dtype)
-    for _ in range(steps):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return (x.T if is_tall else x).to(matrix.dtype)
-
-
-def muon_update(matrix: Tensor) -> Tensor:
-    """The orthogonalised matrix, as large as an update of AdamW: entries of `UPDATE_SIZE` in the quadratic mean."""
-    return orthogonalise(matrix).mul_(UPDATE_RMS * math.sqrt(max(matrix.shape)))
-
-
-class Muon(BaseOptimizer):
-    """Momentum for the matrices of layers, AdamW's moments for the rest.
-
-    `fused` says of which matrices a parameter consists, for those of more than one.
-    """
-
-    def __init__(self, *args: Any, fused: Mapping[str, FusedMatrices] | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.fused = dict(fused or {})
-        if not any(self.is_whole(name) for name in self.parameters):
-            raise UserError("optimizer.name=muon: no parameter that is trained is a matrix of a layer; use adamw")
-
-    def is_whole(self, name: str) -> bool:
-        """A matrix of a layer: its rows are orthogonalised together."""
-        parameter = self.parameters[name]
-        return parameter.dim() == 2 and min(parameter.shape) > 1 and not EMBEDDING_OR_HEAD.search(name)
-
-    def moments(self, name: str) -> dict[str, TensorSpec]:
-        """One number where AdamW has two, for the matrices of layers."""
-        if not self.is_whole(name):
-            return adam_moments(self, name)
-        return {"momentum": (tuple(local_tensor(self.parameters[name]).shape), self.wide_type(name))}
-
-    def update(self, parts: Sequence[ParameterPart]) -> None:
-        """Matrices of layers one by one, the rest together."""
-        fused_adamw([part for part in parts if "momentum" not in part.state], self.config)
-        for part in parts:
-            if "momentum" in part.state:
-                self._update_matrix(part)
-
-    def _update_matrix(self, part: ParameterPart) -> None:
-        name, momentum = part.span.name, part.state["momentum"]
-        momentum.lerp_(part.gradient, 1 - MOMENTUM)
-        ahead = gather_whole(part.gradient.lerp(momentum, MOMENTUM), self.parameters[name])
-        fused = self.fused.get(name, FusedMatrices([len(ahead)]))
-        update = fused.join([muon_update(matrix) for matrix in fused.split(ahead)])
-        if part.decay:
-            part.weight.mul_(1 - part.lr * part.decay)
-        part.weight.add_(local_part(update, self.parameters[name]), alpha=-part.lr)
-
-
-# --- AdamW with moments of one byte each, quantised in blocks (Dettmers et al., 2110.02861; `quantise.py`).
-#
-# The second moment is kept as its root, which is what an update divides by. An update is computed in float32 from the
-# moments as they were stored and the gradient; what is stored of them afterwards is rounded. Parameters too small to be
-# worth it keep float32 moments, as in the paper.
-
-MIN_QUANTISED_SIZE = 4096
-"""Parameters of fewer numbers keep float32 moments."""
-MIN_BLOCK = 16
-"""Rows that divide only into shorter blocks than this would need nearly as much memory for scales as for codes."""
+# --- 8-bit Adam ----------------------------------------------------------------------------------------------------------
 
 
 class Adam8bit(BaseOptimizer):
-    """2 bytes of moments a parameter and 8 a block, where AdamW has 8 a parameter."""
+    """AdamW with 8-bit moments, quantised in blocks (Dettmers et al., 2110.02861; `stochastic_rounding.py`).
+
+    State takes 2 bytes per element and 8 per block, where AdamW needs 8 per element. The second moment is stored as its root, by
+    which an update divides. An update is computed in float32 from the stored moments and the gradient; then the moments are rounded.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -172,13 +111,13 @@ class Adam8bit(BaseOptimizer):
             )
 
     def is_quantised(self, name: str) -> bool:
-        """Whether a parameter's moments are bytes."""
+        """Whether a parameter has 8-bit moments."""
         parameter = self.parameters[name]
         columns = local_tensor(parameter).shape[-1] if parameter.dim() >= 2 else 1
         return parameter.numel() >= MIN_QUANTISED_SIZE and block_size(columns) >= MIN_BLOCK
 
     def moments(self, name: str) -> dict[str, TensorSpec]:
-        """Codes as the parameter is shaped, scales with a column for each block."""
+        """Codes in the parameter's shape, and scales with one column per block."""
         if not self.is_quantised(name):
             return adam_moments(self, name)
         shape = tuple(local_tensor(self.parameters[name]).shape)
@@ -191,7 +130,7 @@ class Adam8bit(BaseOptimizer):
         }
 
     def update(self, parts: Sequence[ParameterPart]) -> None:
-        """Bytes part by part, the rest together."""
+        """Update quantised parts one by one, and the rest in fused calls."""
         fused_adamw([part for part in parts if "root" not in part.state], self.config)
         for part in parts:
             if "root" in part.state:
@@ -217,7 +156,7 @@ class Adam8bit(BaseOptimizer):
         part.weight.addcdiv_(mean.to(part.weight.dtype), divisor.to(part.weight.dtype), value=-size)
 
     def _update_by_kernel(self, part: ParameterPart) -> bool:
-        """The same in one pass over the part; False where it does not lie as the kernel reads it."""
+        """The same update in one Triton kernel; returns False if the tensors do not have the layout that it needs."""
         from burnish.training.optimizers import adam8bit_triton as kernel
 
         mean, root = ((part.state[key], part.state[f"{key}_scale"]) for key in ("exp_avg", "root"))
@@ -231,41 +170,84 @@ class Adam8bit(BaseOptimizer):
         return True
 
 
-# --- The optimizer a configuration names, for the parameters of a model.
+# --- Muon --------------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(
-    model: nn.Module, parameters: Mapping[str, Tensor], config: Config, reduce: MeanOverRanks | None = None
-) -> BaseOptimizer:
-    """An optimizer of those parameters of a model that are trained, under the model's names for them."""
-    settings = parameter_settings(parameters, config, hf_names(model))
-    if config.name == "muon":
-        return Muon(parameters, config, settings, reduce, fused=fused_matrices(model))
-    return {"adamw": AdamW, "adam8bit": Adam8bit}[config.name](parameters, config, settings, reduce)
+class Muon(BaseOptimizer):
+    """Muon (Jordan et al., 2024): orthogonalised momentum for the matrices of layers, AdamW for the rest.
+
+        m <- m + (1 - 0.95) (g - m)
+        u <- g + 0.95 (m - g)                                      Nesterov momentum
+        w <- w - lr (0.2 sqrt(max(rows, columns)) orthogonal(u) + decay w)
+
+    The factor gives an update the size of an AdamW update, so that learning rates and decays carry over (Moonlight, 2502.16982).
+    Embedding, head, norms and biases use AdamW. `fused` lists the matrices of parameters that hold several, such as queries, keys
+    and values: each is orthogonalised separately.
+    """
+
+    def __init__(self, *args: Any, fused: Mapping[str, FusedMatrices] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fused = dict(fused or {})
+        if not any(self.is_whole(name) for name in self.parameters):
+            raise UserError("optimizer.name=muon: no parameter that is trained is a matrix of a layer; use adamw")
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a parameter is a matrix of a layer, which is orthogonalised as a whole."""
+        parameter = self.parameters[name]
+        return parameter.dim() == 2 and min(parameter.shape) > 1 and not EMBEDDING_OR_HEAD.search(name)
+
+    def moments(self, name: str) -> dict[str, TensorSpec]:
+        """One moment for the matrices of layers, where AdamW has two."""
+        if not self.is_whole(name):
+            return adam_moments(self, name)
+        return {"momentum": (tuple(local_tensor(self.parameters[name]).shape), self.wide_type(name))}
+
+    def update(self, parts: Sequence[ParameterPart]) -> None:
+        """Update matrices of layers one by one, and the rest in fused calls."""
+        fused_adamw([part for part in parts if "momentum" not in part.state], self.config)
+        for part in parts:
+            if "momentum" in part.state:
+                self._update_matrix(part)
+
+    def _update_matrix(self, part: ParameterPart) -> None:
+        name, momentum = part.rows.name, part.state["momentum"]
+        momentum.lerp_(part.gradient, 1 - MOMENTUM)
+        ahead = gather_whole(part.gradient.lerp(momentum, MOMENTUM), self.parameters[name])
+        fused = self.fused.get(name, FusedMatrices([len(ahead)]))
+        update = fused.join([muon_update(matrix) for matrix in fused.split(ahead)])
+        if part.decay:
+            part.weight.mul_(1 - part.lr * part.decay)
+        part.weight.add_(local_part(update, self.parameters[name]), alpha=-part.lr)
 
 
-# --- Learning-rate schedules: the factor of the peak rate at each update.
+def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
+    """U f(S) V^T of a matrix U S V^T, with all singular values f(S) near 1.
+
+    The Newton-Schulz iteration uses matrix products only, in bfloat16 on a GPU: rounding is far below the spread of f(S).
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix / torch.linalg.matrix_norm(matrix).clamp_min(torch.finfo(matrix.dtype).tiny)
+    x = (x.T if is_tall else x).to(torch.bfloat16 if matrix.is_cuda else matrix.dtype)
+    for _ in range(steps):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x.T if is_tall else x).to(matrix.dtype)
 
 
-def num_warmup_updates(warmup: int | float, total: int) -> int:
-    """Warm-up in updates: a number below 1 is a fraction of `total`."""
-    return round(warmup * total) if warmup < 1 else int(warmup)
+def muon_update(matrix: Tensor) -> Tensor:
+    """The orthogonalised matrix, scaled to entries with a root mean square of `UPDATE_RMS`, the size of an AdamW update."""
+    return orthogonalise(matrix).mul_(UPDATE_RMS * math.sqrt(max(matrix.shape)))
 
 
-def describe_lr(optimizer: Optimizer, update: int, total: int) -> str:
-    """What the learning rate is from an update on, for a run whose length or schedule has changed."""
-    scale = lr_factor(update, total, optimizer.schedule, optimizer.warmup, optimizer.final, optimizer.decay)
-    return (
-        f"learning rate of the next update: {optimizer.lr * scale:.3g}, that of update {update + 1} on the {optimizer.schedule} schedule of a "
-        f"run of {total:,} updates with lr={optimizer.lr:g}"
-    )
+# --- Learning-rate schedules -------------------------------------------------------------------------------------------
 
 
 def lr_factor(update: int, total: int, schedule: str, warmup: int | float, final: float, decay: float = 0.2) -> float:
-    """Linear from 1/warmup to 1 over `warmup` updates, then constant, or down to `final` at the last of `total`.
+    """Factor of the peak learning rate at an update: linear warm-up, then constant, or decay to `final` at the last of `total`.
 
-    wsd (MiniCPM, 2404.06395) stays at the peak until the last `decay` of all updates, and falls linearly in those. A
-    single update after warm-up is made at the peak.
+    wsd (MiniCPM, 2404.06395) stays at the peak, and decays linearly during the last fraction `decay` of all updates. A single
+    update after warm-up uses the peak rate.
     """
     warmup = num_warmup_updates(warmup, total)
     if update < warmup:
@@ -281,3 +263,17 @@ def lr_factor(update: int, total: int, schedule: str, warmup: int | float, final
     if schedule == "cosine":
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
     raise ValueError(f"unknown schedule {schedule!r}")
+
+
+def num_warmup_updates(warmup: int | float, total: int) -> int:
+    """Warm-up in updates; a value below 1 is a fraction of `total`."""
+    return round(warmup * total) if warmup < 1 else int(warmup)
+
+
+def describe_lr(optimizer: Config, update: int, total: int) -> str:
+    """The learning rate of the next update in words, for a run whose length or schedule has changed."""
+    scale = lr_factor(update, total, optimizer.schedule, optimizer.warmup, optimizer.final, optimizer.decay)
+    return (
+        f"learning rate of the next update: {optimizer.lr * scale:.3g}, that of update {update + 1} on the {optimizer.schedule} schedule of a "
+        f"run of {total:,} updates with lr={optimizer.lr:g}"
+    )
