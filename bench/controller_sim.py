@@ -143,19 +143,19 @@ class SimBackend:
         parcels = [order.parcel for order in (orders[:1] if same else orders)]
         content: list[Any] = [parcel for parcel, _ in parcels]
         self.stored += sum(size for _, size in parcels)
-        for j, (divided, _) in enumerate(orders[0].parts):
-            if relay not in divided.stored:
-                bale = [divided.parts[order.parts[j][1]] for order in orders]
-                divided.stored[relay] = num_array_bytes(bale)
-                self.stored += divided.stored[relay]
+        for j, (sharded, _) in enumerate(orders[0].parts):
+            if relay not in sharded.stored:
+                bale = [sharded.parts[order.parts[j][1]] for order in orders]
+                sharded.stored[relay] = num_array_bytes(bale)
+                self.stored += sharded.stored[relay]
                 content.append(bale)
         pickle.dumps(content, protocol=5, buffer_callback=lambda _: None)
 
     def _answer(self, order: RankCall) -> tuple[float, Any]:
         args, _ = order.parcel[0]
         if order.parts:
-            divided, share = order.parts[0]
-            args = (*args, sum(b - a for a, b in divided.division.stretches(share)))
+            sharded, share = order.parts[0]
+            args = (*args, sum(b - a for a, b in sharded.plan.token_ranges(share)))
         delay, value = self.answer(order.rank, order.method, args)
         return self.clock.now + delay, value
 

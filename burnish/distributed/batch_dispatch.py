@@ -1,5 +1,7 @@
-"""A batch in the parts that its division (`division.py`) says, the rest of a call's arguments, and results put together: the
-arithmetic behind the marks of `core/dispatch.py`.
+"""Dispatch and collect: divides a batch over the ranks of a worker group, and joins their results (`core/dispatch.py`).
+
+A batch is sharded by whole groups, because the samples of a prompt share its computation. The numbers do not depend on the
+plan: token weights are fixed on the whole mini-batch before it is sharded.
 """
 
 from __future__ import annotations
@@ -30,108 +32,108 @@ from burnish.core.serialization import (
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp
 from burnish.training.parallel.ranks import ORIGINAL_INDEX
 
-# --- Which sequences of a batch go to which rank: about the same work for all.
-#
-# A batch is divided by whole groups, since the samples of a prompt share its work. Nothing depends on how: token weights are
-# fixed on the whole mini-batch before it is divided.
-
 MAX_BALANCED_PARTS = 64
-"""Up to so many parts are balanced by the better method, whose time grows with their number."""
+"""Most shards that are balanced by the better method. At 500 ranks it would cost the driver 90 ms a step (`bench/controller_sim.py`)."""
 Ranges = list[tuple[int, int]]
-"""Sequences [start, stop), one after the other."""
+"""Ranges [start, stop) of sequences or tokens."""
+
+
+# --- Which rank gets which sequences -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which sequences of a batch each part has, in rising order."""
+    """The sequences of each shard of a batch, as ascending ranges."""
 
-    runs: list[Ranges]
+    sequences: list[Ranges]
     offsets: np.ndarray  # [S+1] of the whole batch
 
     @property
     def num_parts(self) -> int:
-        return len(self.runs)
+        return len(self.sequences)
 
-    def stretches(self, part: int) -> Ranges:
-        """The same as tokens [start, stop)."""
-        runs, ends = self.stretches_in_order[0], self.run_ends
-        return runs[ends[part] : ends[part + 1]]
-
-    @cached_property
-    def run_ends(self) -> list[int]:
-        """How many runs the parts before each have, and all."""
-        return [0, *accumulate(len(runs) for runs in self.runs)]
+    def token_ranges(self, part: int) -> Ranges:
+        """Token ranges of one shard."""
+        ranges, ends = self.token_ranges_in_order[0], self.range_ends
+        return ranges[ends[part] : ends[part + 1]]
 
     @cached_property
-    def in_order(self) -> tuple[Ranges, list[int]]:
-        """The runs of all parts one after the other, and how many sequences the parts before each have."""
-        runs = [run for part in self.runs for run in part]
-        return runs, self._ends(runs)
+    def range_ends(self) -> list[int]:
+        """[num_parts + 1] number of ranges in all shards before each, and in all."""
+        return [0, *accumulate(len(ranges) for ranges in self.sequences)]
 
     @cached_property
-    def stretches_in_order(self) -> tuple[Ranges, list[int]]:
-        """The same of tokens."""
-        bounds = np.array(self.in_order[0], dtype=np.int64).reshape(-1, 2)
-        stretches: Ranges = list(zip(*self.offsets[bounds].T.tolist(), strict=True)) if len(bounds) else []
-        return stretches, self._ends(stretches)
+    def sequence_ranges(self) -> tuple[Ranges, list[int]]:
+        """Sequence ranges of all shards in order, and [num_parts + 1] number of sequences before each shard."""
+        ranges = [one for part in self.sequences for one in part]
+        return ranges, self._ends(ranges)
 
-    def _ends(self, runs: Ranges) -> list[int]:
-        sizes = [0, *accumulate(stop - start for start, stop in runs)]
-        return [sizes[k] for k in self.run_ends]
+    @cached_property
+    def token_ranges_in_order(self) -> tuple[Ranges, list[int]]:
+        """Token ranges of all shards in order, and [num_parts + 1] number of tokens before each shard."""
+        bounds = np.array(self.sequence_ranges[0], dtype=np.int64).reshape(-1, 2)
+        ranges: Ranges = list(zip(*self.offsets[bounds].T.tolist(), strict=True)) if len(bounds) else []
+        return ranges, self._ends(ranges)
+
+    def _ends(self, ranges: Ranges) -> list[int]:
+        sizes = [0, *accumulate(stop - start for start, stop in ranges)]
+        return [sizes[k] for k in self.range_ends]
 
 
-def plan_shards(batch: Batch, num_parts: int, stretches: int = 1, attention_cost: float = ATTENTION_COST) -> ShardPlan:
-    """Every sequence once, about the same work for all; a part may be empty.
+def plan_shards(
+    batch: Batch, num_parts: int, num_mini_batches: int = 1, attention_cost: float = ATTENTION_COST
+) -> ShardPlan:
+    """Divide the sequences into shards of about equal work; a shard may be empty.
 
-    A sequence of L tokens costs L + attention_cost L^2; what a group was given to begin with counts once. With several
-    `stretches` the work is about the same in each of so many stretches of groups: those that mini-batches will be made of.
+    A sequence of L tokens costs L + attention_cost L^2, and a group's prompt counts once. With `num_mini_batches` > 1 the work is
+    balanced within each of so many consecutive parts of the batch, from which mini-batches will be made.
     """
     offsets = batch.offsets.cpu().numpy()
     lengths = np.diff(offsets)
     units = _units(batch, len(lengths))
     costs = _unit_costs(batch, units, lengths.astype(np.float64), offsets, attention_cost)
-    held, given = [0.0] * num_parts, [list[int]() for _ in range(num_parts)]
-    count = max(1, min(stretches, len(units)))
+    loads, assigned = [0.0] * num_parts, [list[int]() for _ in range(num_parts)]
+    count = max(1, min(num_mini_batches, len(units)))
     for k in range(count):
         first, last = k * len(units) // count, (k + 1) * len(units) // count
         own = costs[first:last]
         parts = karmarkar_karp(own, num_parts) if num_parts <= MAX_BALANCED_PARTS else greedy_partition(own, num_parts)
         weights = [sum(own[item] for item in part) for part in parts]
-        # The heaviest of this stretch to whoever has least of those before.
-        for part, rank in zip(_rising_order(weights)[::-1], _rising_order(held), strict=True):
-            given[rank] += [first + item for item in parts[part]]
-            held[rank] += weights[part]
-    return ShardPlan([_merge_ranges([run for k in part for run in units[k]]) for part in given], offsets)
+        # The heaviest shard of this mini-batch goes to the rank with the least work so far.
+        for part, rank in zip(_rising_order(weights)[::-1], _rising_order(loads), strict=True):
+            assigned[rank] += [first + item for item in parts[part]]
+            loads[rank] += weights[part]
+    return ShardPlan([_merge_ranges([one for k in part for one in units[k]]) for part in assigned], offsets)
 
 
 def _rising_order(amounts: Sequence[float]) -> list[int]:
-    """Indices from the smallest amount up."""
+    """Indices in ascending order of their amounts."""
     return sorted(range(len(amounts)), key=lambda i: amounts[i])
 
 
 def plan_from_owners(owners: np.ndarray, num_parts: int, offsets: np.ndarray) -> ShardPlan:
-    """The division in which every sequence goes to the part that `owners` [S] says."""
+    """The plan that gives every sequence to the shard in `owners` [S]."""
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
     stops = np.append(starts[1:], len(owners))
-    runs: list[Ranges] = [[] for _ in range(num_parts)]
+    ranges: list[Ranges] = [[] for _ in range(num_parts)]
     for start, stop, owner in zip(starts.tolist(), stops.tolist(), owners[starts].tolist(), strict=True):
-        runs[owner].append((start, stop))
-    return ShardPlan(runs, offsets)
+        ranges[owner].append((start, stop))
+    return ShardPlan(ranges, offsets)
 
 
 def greedy_partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Items from the heaviest down, each to the part that has least (Graham, 1969): parts differ by at most one item's cost."""
+    """Assign items, heaviest first, to the lightest part (Graham, 1969). Parts differ by at most one item's cost."""
     heap = [(0.0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        held, part = heap[0]
+        load, part = heap[0]
         parts[part].append(item)
-        heapq.heapreplace(heap, (held + costs[item], part))
+        heapq.heapreplace(heap, (load + costs[item], part))
     return [sorted(part) for part in parts]
 
 
 def _units(batch: Batch, num_sequences: int) -> list[Ranges]:
-    """The groups as runs of sequences; a sequence of its own where there are none."""
+    """Sequence ranges of each group; of each sequence if the batch has no groups."""
     if "group_ids" not in batch.sequence or not num_sequences:
         return [[(i, i + 1)] for i in range(num_sequences)]
     groups = batch.sequence["group_ids"].cpu().numpy()
@@ -150,26 +152,26 @@ def _unit_costs(
         return []
     cost = lengths + attention_cost * lengths**2
     before = np.concatenate([[0.0], np.cumsum(cost)])
-    starts, stops = np.array([run for runs in units for run in runs], dtype=np.int64).reshape(-1, 2).T
-    of = np.repeat(np.arange(len(units)), [len(runs) for runs in units])
+    starts, stops = np.array([one for ranges in units for one in ranges], dtype=np.int64).reshape(-1, 2).T
+    of = np.repeat(np.arange(len(units)), [len(ranges) for ranges in units])
     totals: np.ndarray = np.bincount(of, weights=before[stops] - before[starts], minlength=len(units))
-    if "action_mask" in batch.token:  # the prompt ends where the group's first sample begins to write
+    if "action_mask" in batch.token:  # the prompt ends at the first token that the group's first sample wrote
         mask, counts = (
             batch.token["action_mask"].cpu().numpy(),
             np.bincount(of, weights=stops - starts, minlength=len(units)),
         )
-        firsts = np.array([runs[0][0] for runs in units], dtype=np.int64)
+        firsts = np.array([ranges[0][0] for ranges in units], dtype=np.int64)
         bounds = zip(offsets[firsts].tolist(), offsets[firsts + 1].tolist(), strict=True)
-        given = np.array([mask[a:b].argmax() for a, b in bounds], dtype=np.float64)
-        totals = totals - (counts - 1) * (given + attention_cost * given**2)
+        prompts = np.array([mask[a:b].argmax() for a, b in bounds], dtype=np.float64)
+        totals = totals - (counts - 1) * (prompts + attention_cost * prompts**2)
     found: list[float] = totals.tolist()
     return found
 
 
-def _merge_ranges(runs: Ranges) -> Ranges:
-    """Neighbours made one."""
+def _merge_ranges(ranges: Ranges) -> Ranges:
+    """Sort ranges, and merge adjacent ones."""
     joined: Ranges = []
-    for start, stop in sorted(runs):
+    for start, stop in sorted(ranges):
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
         else:
@@ -177,39 +179,39 @@ def _merge_ranges(runs: Ranges) -> Ranges:
     return joined
 
 
-# --- apart ---------------------------------------------------------------------------------------------------------------
+# --- Dispatch: arguments -----------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class ShardedBatch:
-    """A batch in parts that can be sent: made once, however many calls are given it."""
+    """A batch in shards that can be sent. It is made once, and used for every call with this batch."""
 
-    division: ShardPlan
+    plan: ShardPlan
     parts: list[Any]
     stored: dict[Any, Any] = field(default_factory=dict)
-    """What stands for parts in a store; of whoever put them there."""
+    """References to shards in an object store, kept by the backend."""
 
 
-def shard_batch(batch: Batch, division: ShardPlan) -> ShardedBatch:
-    """A batch in parts that hold all of it."""
+def shard_batch(batch: Batch, plan: ShardPlan) -> ShardedBatch:
+    """Divide a batch by a plan."""
     arrays = with_original_index(batch_to_arrays(batch, batch.tokens.dtype), batch.num_sequences)
-    return ShardedBatch(division, list(shards_of(arrays, division)))
+    return ShardedBatch(plan, list(shards_of(arrays, plan)))
 
 
 def with_original_index(arrays: Arrays, num_sequences: int) -> Arrays:
-    """The arrays with the number of every sequence, by which order can be restored."""
+    """The arrays with the index of every sequence, which restores the order after a gather."""
     return arrays | {f"sequence/{ORIGINAL_INDEX}": np.arange(num_sequences)}
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Where in the arguments of a call a part of a batch goes."""
+    """Marks where a shard goes in the arguments of a call."""
 
     number: int
 
 
 def extract_batches(value: Any, batches: list[Batch]) -> Any:
-    """An argument with every batch in it taken out, to the end of a list, and its place marked."""
+    """Replace every batch in an argument by a placeholder, and append it to `batches`."""
     if isinstance(value, Batch):
         batches.append(value)
         return Placeholder(len(batches) - 1)
@@ -217,7 +219,7 @@ def extract_batches(value: Any, batches: list[Batch]) -> Any:
 
 
 def fill_placeholders(value: Any, parts: Sequence[Any]) -> Any:
-    """The argument with something in the marked places."""
+    """Replace the placeholders in an argument by `parts`."""
     return (
         parts[value.number]
         if isinstance(value, Placeholder)
@@ -231,88 +233,88 @@ def _map_items(value: Any, change: Callable[[Any], Any]) -> Any:
     return {key: change(item) for key, item in value.items()} if type(value) is dict else value
 
 
-def shards_of(arrays: Arrays, division: ShardPlan) -> list[PackedArrays]:
-    """What each part has of the columns of a batch.
+def shards_of(arrays: Arrays, plan: ShardPlan) -> list[PackedArrays]:
+    """The columns of each shard.
 
-    A column is put in the order of the parts at once, and each has a piece of that: few large copies are faster than many small.
+    A column is reordered once, and each shard is a slice of it: one large copy is faster than many small ones.
     """
-    found: list[Arrays] = [{} for _ in division.runs]
-    runs, ends = division.in_order
-    stretches, token_ends = division.stretches_in_order
+    found: list[Arrays] = [{} for _ in plan.sequences]
+    ranges, ends = plan.sequence_ranges
+    token_ranges, token_ends = plan.token_ranges_in_order
     for label, array in arrays.items():
         kind, _, name = label.partition("/")
         if kind in ("tokens", "token"):
-            narrow = np.int32 if kind == "tokens" else array.dtype  # `core.wire.TOKENS`
-            pieces = _take_ranges(array, stretches, token_ends, narrow)
+            narrow = np.int32 if kind == "tokens" else array.dtype  # as `core/serialization.py` sends tokens
+            slices = _take_ranges(array, token_ranges, token_ends, narrow)
         elif kind == "sequence":
-            pieces = _take_ranges(array, runs, ends, array.dtype)
+            slices = _take_ranges(array, ranges, ends, array.dtype)
         elif kind in ("offsets", "bounds"):
-            lengths = _take_ranges(np.diff(array), runs, ends, array.dtype)
-            pieces = [np.concatenate([array[:1] * 0, np.cumsum(own)]) for own in lengths]
-        else:  # the values between bounds
+            lengths = _take_ranges(np.diff(array), ranges, ends, array.dtype)
+            slices = [np.concatenate([array[:1] * 0, np.cumsum(own)]) for own in lengths]
+        else:  # the values of a ragged column
             of = arrays[f"bounds/{name.partition(DTYPE_SEPARATOR)[0]}"]
-            inner = [(int(of[a]), int(of[b])) for a, b in runs]
+            inner = [(int(of[a]), int(of[b])) for a, b in ranges]
             sizes = np.cumsum([0, *(b - a for a, b in inner)])
-            pieces = _take_ranges(array, inner, sizes[division.run_ends].tolist(), array.dtype)
+            slices = _take_ranges(array, inner, sizes[plan.range_ends].tolist(), array.dtype)
         is_mask = kind == "token" and array.dtype == bool and array.ndim == 1
-        for part, piece in zip(found, pieces, strict=True):
-            name, content = pack_mask(label, piece) if is_mask else (label, piece)
+        for part, column in zip(found, slices, strict=True):
+            name, content = pack_mask(label, column) if is_mask else (label, column)
             part[name] = content
     return [PackedArrays(part) for part in found]
 
 
-def _take_ranges(array: np.ndarray, stretches: Ranges, ends: Sequence[int], dtype: Any) -> list[np.ndarray]:
-    """Stretches of an array, one after the other, as another type, in pieces that end at `ends` (the first of which is 0)."""
-    parts = [array[a:b] for a, b in stretches] or [array[:0]]
+def _take_ranges(array: np.ndarray, ranges: Ranges, ends: Sequence[int], dtype: Any) -> list[np.ndarray]:
+    """Concatenate ranges of an array, convert them to a type, and split them at `ends` (the first of which is 0)."""
+    parts = [array[a:b] for a, b in ranges] or [array[:0]]
     whole = np.concatenate(parts, dtype=dtype, casting="same_kind")
     return [whole[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
-# --- together ------------------------------------------------------------------------------------------------------------
+# --- Collect: results --------------------------------------------------------------------------------------------------
 
 
-def collect_results(results: Sequence[Any], division: ShardPlan) -> Any:
-    """Columns in the order of the whole batch; of anything else that of the first part.
+def collect_results(results: Sequence[Any], plan: ShardPlan) -> Any:
+    """Join the results of all shards: columns in the order of the whole batch, anything else from the first shard.
 
-    Results may be as they travelled: then columns are copied once, from where they lie to their places.
+    Results may still be serialised; columns are then copied only once, into the joined column.
     """
     first = results[0]
     if isinstance(first, (Tensor, PackedArrays)):
-        return _collect_column(results, division)
+        return _collect_column(results, plan)
     if type(first) is dict:
-        return {key: collect_results([result[key] for result in results], division) for key in first}
+        return {key: collect_results([result[key] for result in results], plan) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(collect_results(items, division) for items in zip(*results, strict=True))
+        return type(first)(collect_results(items, plan) for items in zip(*results, strict=True))
     if is_dataclass(first) and not isinstance(first, type):
         names = [one.name for one in fields(first)]
-        return replace(first, **{n: collect_results([getattr(r, n) for r in results], division) for n in names})
+        return replace(first, **{n: collect_results([getattr(r, n) for r in results], plan) for n in names})
     return first
 
 
-def _collect_column(columns: Sequence[Tensor | PackedArrays], division: ShardPlan) -> Tensor:
-    if division.num_parts == 1:
+def _collect_column(columns: Sequence[Tensor | PackedArrays], plan: ShardPlan) -> Tensor:
+    if plan.num_parts == 1:
         whole: Tensor = decode(columns[0])
         return whole
     arrays, kinds = zip(*(_as_array(column) for column in columns), strict=True)
     sizes = [array.shape[0] for array in arrays]
-    for runs, ends in (division.stretches_in_order, division.in_order):  # noqa: B007 (used behind the loop)
+    for ranges, ends in (plan.token_ranges_in_order, plan.sequence_ranges):  # noqa: B007 (used behind the loop)
         if sizes == np.diff(ends).tolist():
             break
     else:
-        raise ValueError(f"columns of {sizes} rows are neither one a token nor one a sequence of the parts")
-    # A part without a token may not know the type of a column.
+        raise ValueError(f"columns of {sizes} rows have neither one row per token nor one per sequence of the shards")
+    # An empty shard may have a column of the wrong type.
     like = next((k for k, size in enumerate(sizes) if size), 0)
-    # Memory of numpy's, which asks for large pages: to get tens of megabytes in small ones takes longer than to fill them.
+    # numpy allocates huge pages: page faults of tens of megabytes in small pages take longer than the copy.
     target = np.empty((sum(sizes), *arrays[like].shape[1:]), dtype=arrays[like].dtype)
-    counts = division.run_ends
+    counts = plan.range_ends
     for part, source in enumerate(arrays):
         at = 0
-        for start, stop in runs[counts[part] : counts[part + 1]]:
+        for start, stop in ranges[counts[part] : counts[part + 1]]:
             target[start:stop] = source[at : at + stop - start]
             at += stop - start
     return array_to_tensor(target, kinds[like])
 
 
 def _as_array(column: Tensor | PackedArrays) -> tuple[np.ndarray, torch.dtype | None]:
-    """A column where it is, and its type."""
+    """A column without a copy, and its type."""
     return (tensor_to_array(column), column.dtype) if isinstance(column, Tensor) else array_and_dtype(column)

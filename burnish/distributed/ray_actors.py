@@ -55,7 +55,7 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self.worker: Any = None
-        self.keeper = ResidentShard()
+        self.resident = ResidentShard()
         self.failure: str | None = None
         self.is_there = threading.Event()
 
@@ -92,9 +92,9 @@ class WorkerActor:
         self.is_there.wait()
         if self.failure is not None:
             raise RuntimeError(f"the worker could not be made: {self.failure}")
-        args, kwargs = fill_placeholders(decode(parcel), [self.keeper.open(part) for part in parts])
+        args, kwargs = fill_placeholders(decode(parcel), [self.resident.open(part) for part in parts])
         result = getattr(self.worker, method)(*args, **kwargs)
-        self.keeper.keep(parts, result)
+        self.resident.keep(parts, result)
         return encode(result)
 
     @ray.method(concurrency_group="side")

@@ -247,7 +247,7 @@ class RayBackend(RayProcesses):
             if self._relays:
                 by_relay.setdefault(order.rank // self.fan_out, []).append(order)
             else:
-                kept = [self._kept(divided, share, divided.parts[share]) for divided, share in order.parts]
+                kept = [self._kept(sharded, share, sharded.parts[share]) for sharded, share in order.parts]
                 parts = [*kept, *order.promises]
                 parcel = self._content(order.parcel)
                 reference = start_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
@@ -264,9 +264,9 @@ class RayBackend(RayProcesses):
         same = all(order.parcel is first.parcel for order in orders)
         parcels = [self._content(order.parcel) for order in (orders[:1] if same else orders)]
         bales = []
-        for j, (divided, _) in enumerate(first.parts):
-            parts = [divided.parts[order.parts[j][1]] for order in orders]
-            bales.append(self._kept(divided, tuple(ranks), parts))
+        for j, (sharded, _) in enumerate(first.parts):
+            parts = [sharded.parts[order.parts[j][1]] for order in orders]
+            bales.append(self._kept(sharded, tuple(ranks), parts))
         message = RelayMessage(ranks, first.method, first.lane, parcels)
         host = self._relays[relay]
         self.traffic.messages += 1
@@ -284,14 +284,14 @@ class RayBackend(RayProcesses):
             self.traffic.bytes_out += parcel.size
         return parcel.content if parcel.stored is None else parcel.stored
 
-    def _kept(self, divided: ShardedBatch, key: Any, parts: PackedArrays | list[PackedArrays]) -> Any:
+    def _kept(self, sharded: ShardedBatch, key: Any, parts: PackedArrays | list[PackedArrays]) -> Any:
         """Parts of a batch as they are sent: in the store where they are large, once."""
-        if key not in divided.stored:
+        if key not in sharded.stored:
             size = num_array_bytes(parts)
             self.traffic.bytes_out += size
             self.traffic.bytes_stored += size if size > STORE_THRESHOLD_BYTES else 0
-            divided.stored[key] = ray.put(parts) if size > STORE_THRESHOLD_BYTES else parts
-        return divided.stored[key]
+            sharded.stored[key] = ray.put(parts) if size > STORE_THRESHOLD_BYTES else parts
+        return sharded.stored[key]
 
     def wait(self, tokens: Sequence[_RayCall], timeout_s: float) -> list[_RayCall]:
         return self._ended(tokens, 1.0, timeout_s)

@@ -4,11 +4,11 @@
     columns = group.outputs(batch, needs)              # waits for all ranks
     pending = group.outputs.later(batch, needs)        # does not; pending.result() does
 
-How a call is divided and its results joined stands at the method (`core/dispatch.py`). Where the workers are is the backend's
-business (`backend.py`).
+A method's `@dispatch` says how its arguments are divided and its results joined (`core/dispatch.py`). A backend knows where the
+workers are: in this process (`LocalBackend`), in Ray actors (`ray_backend.py`), or in a test.
 
-Ranks that train a model together may have the same share of a batch (they divide its rows or its weights): `shares` says
-which share each rank has, so a split goes to data-parallel ranks and their peers get copies.
+Tensor- and sequence-parallel ranks work on the same sequences. `shares` says which shard of a batch each rank gets, so that a batch is
+divided over the data-parallel ranks and their peers get copies.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from burnish.distributed.batch_dispatch import (
 )
 from burnish.distributed.resident_batches import ResidentBatch
 
-# --- Where workers are and how they are reached: what a group asks of `local.py`, of `ray_group.py`, or of a test.
-#
-# A backend knows ranks and messages, and nothing of batches, marks or what a call is for.
+POLL_INTERVAL_S = 0.5
+"""Longest wait before looking for workers that have died."""
+
+
+# --- Backends: ranks and messages, without knowledge of batches or of what a call does ----------------------------------
 
 
 class WorkerGone(Exception):
-    """There is no worker any more: whoever was called, or the `rank` that it could not do without. The message says how that is known."""
+    """A worker's process has ended: the called one, or the `rank` that it depended on. The message says how that is known."""
 
     def __init__(self, text: str, rank: int | None = None) -> None:
         super().__init__(text)
@@ -48,16 +50,16 @@ class WorkerGone(Exception):
 
 @dataclass
 class Traffic:
-    """What went to workers and came back."""
+    """Messages and bytes between the driver and the workers."""
 
     messages: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
     bytes_stored: int = 0
-    """Of both, what lay in an object store on its way."""
+    """Bytes, in either direction, that went through an object store."""
 
     def take(self) -> Traffic:
-        """All since the last time."""
+        """The counts since the last call."""
         taken = replace(self)
         self.messages, self.bytes_out, self.bytes_in, self.bytes_stored = 0, 0, 0, 0
         return taken
@@ -65,17 +67,17 @@ class Traffic:
 
 @dataclass(eq=False)
 class SentCall:
-    """One method of one rank, asked for."""
+    """A call that was sent to one rank."""
 
     rank: int
     method: str
     token: Any
-    """What the backend knows it by."""
+    """The backend's handle of the call."""
     started: float = field(default_factory=time.monotonic)
     has_ended: bool = False
-    """Whether it is known to have: then nobody need look again."""
+    """Whether the call is known to have ended, so that it need not be polled again."""
     is_promised: bool = False
-    """Whether it was sent before all of its arguments were there."""
+    """Whether it was sent before all of its arguments were available."""
 
 
 @dataclass(frozen=True)
@@ -85,84 +87,85 @@ class RankCall:
     rank: int
     method: str
     parcel: Any
-    """Its arguments, as the backend packed them; parts of batches go into the marked places (`splitting.Slot`)."""
+    """Its arguments, packed by the backend; parts of batches replace the placeholders in them."""
     lane: str
     parts: Sequence[tuple[ShardedBatch, int]] = ()
     promises: Sequence[Any] = ()
-    """Results of other calls that go into the marked places; a call has either these or parts."""
+    """Results of other calls that replace the placeholders; a call has either promises or parts."""
 
 
 class WorkerBackend(Protocol):
-    """Where workers are and how they are reached."""
+    """Sends calls to the ranks of a group and receives their results."""
 
     size: int
     traffic: Traffic
     is_here: bool
-    """Whether arguments are handed over as they are: in this process there is nothing to divide or to send."""
+    """Whether the worker is in this process: arguments are then neither divided nor serialised."""
 
     @property
     def keeps_promises(self) -> bool:
-        """Whether a call may be sent before all of its arguments are there."""
+        """Whether a call may be sent before all of its arguments are available."""
 
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments, ready to be sent to any number of ranks."""
+        """Pack arguments, to be sent to any number of ranks."""
 
-    def send(self, orders: Sequence[RankCall]) -> list[Any]:
-        """Begin calls; what is returned stands for them, in their order."""
+    def send(self, rank_calls: Sequence[RankCall]) -> list[Any]:
+        """Start calls; returns a handle for each, in rank_call."""
 
     def wait(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The calls that have ended, well or badly: as soon as all have, or when the time is over. Those that ended badly first."""
+        """The calls that have ended, failed ones first. Returns when all have ended, or after the timeout."""
 
     def any_of(self, tokens: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The calls that have ended: as soon as one has (of very many: a few have), or when the time is over."""
+        """The calls that have ended. Returns when one has (of very many calls: a few), or after the timeout."""
 
     def promise(self, token: Any) -> Any:
-        """What stands for a call's result in orders of such a backend; None where it must be waited for."""
+        """What represents a call's result in the arguments of another call; None if it must be waited for."""
 
     def value(self, token: Any) -> Any:
-        """What a call that has ended gave, as it travelled (`core/serialization.py`). Raises a worker's `UserError`, `WorkerFailed` for
-        any other error of its, and `Gone` where there is no worker any more."""
+        """The serialised result of a call that has ended (`core/serialization.py`).
+
+        Raises a worker's `UserError`, `WorkerFailed` for its other errors, and `WorkerGone` if its process has ended.
+        """
 
     def describe(self, rank: int) -> str:
-        """Which process a rank is, and the last lines it wrote."""
+        """The process of a rank, and the last lines of its output."""
 
     def silent(self, ranks: Sequence[int], what: str) -> str:
         """What ranks that do not answer are doing, as far as it can be found out."""
 
     def restart(self, rank: int) -> None:
-        """A new worker in a rank's place."""
+        """Start a new worker in a rank's place."""
 
     def close(self) -> None:
         """End all workers."""
 
 
-POLL_INTERVAL_S = 0.5
-"""How long a wait goes on before it looks for workers that have ended."""
+# --- Groups ------------------------------------------------------------------------------------------------------------
 
 
 class PendingCall:
-    """A call on its way to the ranks of a group."""
+    """A call that was sent to the ranks of a group."""
 
     def __init__(
         self, group: WorkerGroup, calls: list[SentCall], join: Callable[[list[Any]], Any], is_first: bool = False
     ) -> None:
-        """`is_first` says that the result is what the first rank gave."""
+        """`is_first`: the result is that of the first rank."""
         self._group, self._calls, self._join, self._is_first = group, calls, join, is_first
         self._found: tuple[Any] | None = None
 
     def result(self) -> Any:
-        """What the ranks gave, joined; waits for all, and raises the first error it sees of any."""
+        """The joined result; waits for all ranks, and raises the first error of any."""
         if self._found is None:
             self._found = (self._join(self._group.gather(self._calls)),)
         return self._found[0]
 
     def promise(self) -> Any:
-        """What stands for the result among the arguments of another call, before it is there; None where it must be waited for."""
+        """What represents the result in the arguments of another call; None if it must be waited for."""
         return self._group.backend.promise(self._calls[0].token) if self._is_first and self._found is None else None
 
 
 class GroupMethod:
-    """A marked method of a group."""
+    """A method of a group that is marked with `@dispatch`."""
 
     def __init__(self, group: WorkerGroup, name: str, mark: Dispatch) -> None:
         self._group, self._name, self._mark = group, name, mark
@@ -172,12 +175,12 @@ class GroupMethod:
         return None if self._mark.join == "nothing" else pending.result()
 
     def later(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """The same without waiting."""
+        """Call the method without waiting for its result."""
         return self._group.start(self._name, self._mark, args, kwargs)
 
 
 class WorkerGroup:
-    """See the module's docstring. `name` is what messages call it; every call must be answered in `deadline_s`."""
+    """Workers of one class on a backend. `name` is for messages; every call must be answered within `deadline_s`."""
 
     def __init__(
         self,
@@ -190,18 +193,16 @@ class WorkerGroup:
     ) -> None:
         self.name, self.kind, self.backend, self.deadline_s = name, kind, backend, deadline_s
         self.mini_batches = mini_batches
-        """How many selections of a batch, one after the other, ranks will be given: each is divided evenly."""
+        """Number of consecutive selections of a batch that the ranks will get; each is balanced over the ranks."""
         self.size = backend.size
         self.shares = list(range(self.size)) if shares is None else list(shares)
         self._lock = threading.Lock()  # a checkpoint is written from another thread
-        self._sending = (
-            threading.Lock()
-        )  # ranks get calls of several threads in one order, or they would wait for each other
-        self._base: ResidentBatch | None = None
+        self._sending = threading.Lock()  # all ranks must get the calls of several threads in the same rank_call
+        self._resident: ResidentBatch | None = None
         self._last: tuple[Batch, ShardedBatch] | None = None
-        self._num_bases = 0
-        self._unheard: list[SentCall] = []
-        """Calls whose results nobody waits for; their errors are raised by a later call."""
+        self._num_resident = 0
+        self._unread: list[SentCall] = []
+        """Calls without a reader; their errors are raised by a later call."""
 
     def __getattr__(self, name: str) -> GroupMethod:
         if name.startswith("_"):
@@ -211,33 +212,33 @@ class WorkerGroup:
     # --- calls on the group ----------------------------------------------------------------------------------------------
 
     def start(self, name: str, mark: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall:
-        """Begin a call on the ranks it is for."""
-        self._raise_unheard()
-        orders, sent = self._orders(name, mark, args, kwargs)
-        calls = self._send(orders)
+        """Send a call to its ranks."""
+        self._raise_unread_errors()
+        rank_calls, sent = self._rank_calls(name, mark, args, kwargs)
+        calls = self._send(rank_calls)
         if mark.join == "nothing":
             with self._lock:
-                self._unheard += calls
+                self._unread += calls
             return PendingCall(self, calls, lambda results: None)
         if mark.join == "list":
             return PendingCall(self, calls, lambda results: [decode(result) for result in results])
         if sent is None or mark.join == "first":
             return PendingCall(self, calls, lambda results: decode(results[0]), is_first=True)
-        rank_of = {share: rank for rank, share in reversed(list(enumerate(self.shares)))}  # the first that has it
-        firsts, base = [rank_of[part] for part in range(sent.division.num_parts)], self._base
+        rank_of = {share: rank for rank, share in reversed(list(enumerate(self.shares)))}  # the first rank of a share
+        firsts, resident = [rank_of[part] for part in range(sent.plan.num_parts)], self._resident
 
         def join(results: list[Any]) -> Any:
-            joined = collect_results([results[rank] for rank in firsts], sent.division)
-            if base is not None:
-                base.keeps(sent, joined)
+            joined = collect_results([results[rank] for rank in firsts], sent.plan)
+            if resident is not None:
+                resident.note_result(sent, joined)
             return joined
 
         return PendingCall(self, calls, join)
 
-    def _orders(
+    def _rank_calls(
         self, name: str, mark: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[RankCall], ShardedBatch | None]:
-        """What each rank is sent, and the parts of the first batch among the arguments."""
+        """The call of each rank, and the shards of the first batch among the arguments."""
         ranks = range(1 if mark.split == "first" else self.size)
         if mark.split == "each":
             values = [*args, *kwargs.values()]
@@ -247,39 +248,39 @@ class WorkerGroup:
             return [RankCall(rank, name, self.backend.pack(*own[rank]), mark.lane) for rank in ranks], None
         batches: list[Batch] = []
         if mark.split == "sequences":
-            slotted = extract_batches((args, kwargs), batches)
+            extracted = extract_batches((args, kwargs), batches)
             if not batches:
                 raise ValueError(f"no argument of this call of {self.name} is a batch that could be divided")
-            args, kwargs = (args, kwargs) if self.backend.is_here else slotted
+            args, kwargs = (args, kwargs) if self.backend.is_here else extracted
         parcel = self.backend.pack(args, kwargs)
         if not batches or self.backend.is_here:
             return [RankCall(rank, name, parcel, mark.lane) for rank in ranks], None
         parts = [self._parts(batch, is_first=k == 0) for k, batch in enumerate(batches)]
-        orders = [RankCall(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in parts]) for r in ranks]
-        return orders, parts[0]
+        rank_calls = [RankCall(r, name, parcel, mark.lane, [(one, self.shares[r]) for one in parts]) for r in ranks]
+        return rank_calls, parts[0]
 
     def _parts(self, batch: Batch, is_first: bool) -> ShardedBatch:
-        """What ranks are sent of a batch: the first one of a call they keep, and are told of what they have."""
+        """The message for a batch. The first batch of a call becomes resident, and is not sent again."""
         if self._last is not None and self._last[0] is batch:
             return self._last[1]
-        if self._base is not None and self._base.batch is batch:
-            return self._base.parts_again()
-        chosen = None if self._base is None else self._base.chosen(batch)
+        if self._resident is not None and self._resident.batch is batch:
+            return self._resident.repeated_message()
+        chosen = None if self._resident is None else self._resident.selection_message(batch)
         if chosen is not None:
             self._last = batch, chosen
             return chosen
         num_parts = max(self.shares) + 1
         if not is_first:
             return shard_batch(batch, plan_shards(batch, num_parts))
-        self._num_bases += 1
-        self._base, self._last = (
-            ResidentBatch(batch, plan_shards(batch, num_parts, self.mini_batches), self._num_bases),
+        self._num_resident += 1
+        self._resident, self._last = (
+            ResidentBatch(batch, plan_shards(batch, num_parts, self.mini_batches), self._num_resident),
             None,
         )
-        return self._base.first_parts()
+        return self._resident.first_message()
 
     def gather(self, calls: Sequence[SentCall]) -> list[Any]:
-        """The results of calls as they travelled, in their order; an error of any is raised as soon as it is seen."""
+        """The serialised results of calls, in their rank_call; raises the first error that is seen."""
         values: dict[int, Any] = {}
         by_token = {id(call.token): (k, call) for k, call in enumerate(calls)}
         values |= {k: self._value(call) for k, call in enumerate(calls) if call.has_ended}
@@ -291,33 +292,33 @@ class WorkerGroup:
             self._check_deadline([call for k, call in enumerate(calls) if k not in values])
         return [values[k] for k in range(len(calls))]
 
-    def _raise_unheard(self) -> None:
-        """The error of an earlier call that nobody waited for."""
+    def _raise_unread_errors(self) -> None:
+        """Raise the error of an earlier call that had no reader."""
         with self._lock:
-            if not self._unheard:
+            if not self._unread:
                 return
-            ended = {id(token) for token in self.backend.wait([call.token for call in self._unheard], 0)}
-            done = [call for call in self._unheard if id(call.token) in ended]
-            self._unheard = [call for call in self._unheard if id(call.token) not in ended]
+            ended = {id(token) for token in self.backend.wait([call.token for call in self._unread], 0)}
+            done = [call for call in self._unread if id(call.token) in ended]
+            self._unread = [call for call in self._unread if id(call.token) not in ended]
         for call in done:
             self._value(call)
-        self._check_deadline(self._unheard)
+        self._check_deadline(self._unread)
 
-    # --- calls on one rank (`core.workers.Workers`) ----------------------------------------------------------------------
+    # --- calls on one rank (`core/dispatch.py`: `Workers`) -----------------------------------------------------------------
 
     def send(self, rank: int, method: str, *arguments: Any) -> SentCall:
-        """Call a method of one rank; its mark's lane is used, and nothing is divided or joined."""
+        """Call a method of one rank in its lane; nothing is divided or joined."""
         return self.send_same([rank], method, *arguments)[0]
 
     def send_same(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[SentCall]:
-        """The same call to several ranks, packed once. An argument that is `Pending` goes to them when it is there."""
+        """Send the same call to several ranks, packed once. A `PendingCall` argument is passed on when its result is available."""
         promises: list[Any] = []
-        known = tuple(self._given(argument, promises) for argument in arguments)
+        known = tuple(self._packable(argument, promises) for argument in arguments)
         parcel, lane = self.backend.pack(known, {}), dispatch_of(self.kind, method).lane
         return self._send([RankCall(rank, method, parcel, lane, promises=promises) for rank in ranks])
 
-    def _given(self, argument: Any, promises: list[Any]) -> Any:
-        """An argument as it can be packed now: of a pending one its place, where messages may be sent before what is in them."""
+    def _packable(self, argument: Any, promises: list[Any]) -> Any:
+        """An argument that can be packed now; a pending result becomes a placeholder if the backend supports it."""
         if not isinstance(argument, PendingCall):
             return argument
         promise = argument.promise() if self.backend.keeps_promises else None
@@ -327,12 +328,12 @@ class WorkerGroup:
         return Placeholder(len(promises) - 1)
 
     def send_each(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[SentCall]:
-        """A call to several ranks, each with arguments of its own."""
+        """Send a call to several ranks, each with its own arguments."""
         lane = dispatch_of(self.kind, method).lane
         return self._send([RankCall(rank, method, self.backend.pack(own, {}), lane) for rank, own in arguments.items()])
 
     def ready(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those that have ended, as soon as there is one, or when the time is over."""
+        """The calls that have ended. Returns when there is one, or after the timeout."""
         ended = {id(token) for token in self.backend.any_of([call.token for call in handles], timeout_s)}
         found = [call for call in handles if id(call.token) in ended]
         for call in found:
@@ -340,10 +341,10 @@ class WorkerGroup:
         return found
 
     def wait_all(self, handles: Sequence[Any]) -> None:
-        """Wait until all have ended, well or badly, or one is late; `result` says so then."""
+        """Wait until all calls have ended, or one is late; `result` raises the error then."""
         left = [call for call in handles if not call.has_ended]
         for call in left:
-            if call.is_promised:  # it could not begin before what it was promised was there
+            if call.is_promised:  # its time starts when its arguments are available
                 call.started, call.is_promised = time.monotonic(), False
         while left and time.monotonic() - min(call.started for call in left) <= self.deadline_s:
             ended = {id(token) for token in self.backend.wait([call.token for call in left], POLL_INTERVAL_S)}
@@ -352,13 +353,13 @@ class WorkerGroup:
             left = [call for call in left if not call.has_ended]
 
     def result(self, handle: Any) -> Any:
-        """What a call gave; waits for it."""
+        """The result of a call; waits for it."""
         return decode(self.gather([handle])[0])
 
     def restart(self, rank: int) -> None:
-        """A new worker in a lost one's place."""
+        """Start a new worker in a lost one's place."""
         with self._lock:
-            self._unheard = [call for call in self._unheard if call.rank != rank]
+            self._unread = [call for call in self._unread if call.rank != rank]
         self.backend.restart(rank)
 
     def close(self) -> None:
@@ -367,11 +368,14 @@ class WorkerGroup:
 
     # --- one call --------------------------------------------------------------------------------------------------------
 
-    def _send(self, orders: Sequence[RankCall]) -> list[SentCall]:
+    def _send(self, rank_calls: Sequence[RankCall]) -> list[SentCall]:
         with nullcontext() if self.backend.is_here else self._sending:
-            tokens = self.backend.send(orders)
-        pairs = zip(orders, tokens, strict=True)
-        return [SentCall(order.rank, order.method, token, is_promised=bool(order.promises)) for order, token in pairs]
+            tokens = self.backend.send(rank_calls)
+        pairs = zip(rank_calls, tokens, strict=True)
+        return [
+            SentCall(rank_call.rank, rank_call.method, token, is_promised=bool(rank_call.promises))
+            for rank_call, token in pairs
+        ]
 
     def _value(self, call: SentCall) -> Any:
         try:
@@ -405,19 +409,19 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}{', ...' if len(ranks) > 8 else ''}"
 
 
-# --- Workers in this process: one rank, and a call is a call.
+# --- The local backend -------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _LocalResult:
-    """What a call gave, or what it raised."""
+    """The result of a call, or its error."""
 
     value: Any = None
     error: Exception | None = None
 
 
 class LocalBackend:
-    """One worker, called directly: nothing is packed, copied or waited for."""
+    """One worker in this process, called directly: nothing is packed, copied or waited for."""
 
     size = 1
     is_here = True
@@ -429,14 +433,14 @@ class LocalBackend:
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, kwargs
 
-    def send(self, orders: Sequence[RankCall]) -> list[_LocalResult]:
-        return [self._call(order) for order in orders]
+    def send(self, rank_calls: Sequence[RankCall]) -> list[_LocalResult]:
+        return [self._call(rank_call) for rank_call in rank_calls]
 
-    def _call(self, order: RankCall) -> _LocalResult:
-        args, kwargs = order.parcel
+    def _call(self, rank_call: RankCall) -> _LocalResult:
+        args, kwargs = rank_call.parcel
         try:
-            return _LocalResult(getattr(self.worker, order.method)(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 (raised where the result is asked for, as of any other worker)
+            return _LocalResult(getattr(self.worker, rank_call.method)(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 (raised when the result is read, as with any other backend)
             return _LocalResult(error=error)
 
     def wait(self, tokens: Sequence[_LocalResult], timeout_s: float) -> list[_LocalResult]:

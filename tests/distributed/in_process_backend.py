@@ -46,7 +46,7 @@ class HereBackend:
         return [self._send(order) for order in orders]
 
     def _send(self, order: RankCall) -> Sent:
-        parts = [divided.parts[share] for divided, share in order.parts]
+        parts = [sharded.parts[share] for sharded, share in order.parts]
         parts += [promised.value for promised in order.promises]
         self.traffic.messages += 1
         self.traffic.bytes_out += num_array_bytes(order.parcel) + num_array_bytes(parts)

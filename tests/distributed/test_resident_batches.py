@@ -154,7 +154,7 @@ def test_a_selection_that_would_leave_ranks_without_work_is_sent_anew() -> None:
     group.outputs(batch)
     base = group._base
     assert base is not None
-    mine = torch.tensor([i for a, b in base.division.runs[0] for i in range(a, b)])
+    mine = torch.tensor([i for a, b in base.plan.sequences[0] for i in range(a, b)])
     mini = batch.select(mine)
     assert torch.equal(group.update(mini)["sum"], expected(mini))
     work = [worker.seen[-1].num_tokens for worker in backend.workers]

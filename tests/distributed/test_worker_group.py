@@ -294,11 +294,11 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=0, max_size=12)
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_division_has_every_sequence_once_and_joins_to_the_whole(
-    lengths: list[int], parts: int, stretches: int, groups: int, random: Any
+    lengths: list[int], parts: int, num_mini_batches: int, groups: int, random: Any
 ) -> None:
     batch = batch_of(lengths, [random.randrange(groups) for _ in lengths])
-    sent = shard_batch(batch, plan_shards(batch, parts, stretches))
-    division, pieces = sent.division, [batch_from_arrays(part.arrays) for part in sent.parts]
+    sent = shard_batch(batch, plan_shards(batch, parts, num_mini_batches))
+    plan, pieces = sent.plan, [batch_from_arrays(part.arrays) for part in sent.parts]
     places = torch.cat([piece.sequence["place"] for piece in pieces])
     assert sorted(places.tolist()) == list(range(len(lengths)))
     for piece in pieces:
@@ -309,10 +309,8 @@ def test_a_division_has_every_sequence_once_and_joins_to_the_whole(
         assert torch.equal(piece.sequence["number"], expected.sequence["number"])
         assert torch.equal(piece.ragged["parts"].values, expected.ragged["parts"].values)
         assert torch.equal(piece.ragged["parts"].offsets, expected.ragged["parts"].offsets)
-    assert torch.equal(collect_results([piece.tokens for piece in pieces], division), batch.tokens)
-    assert torch.equal(
-        collect_results([piece.sequence["number"] for piece in pieces], division), batch.sequence["number"]
-    )
+    assert torch.equal(collect_results([piece.tokens for piece in pieces], plan), batch.tokens)
+    assert torch.equal(collect_results([piece.sequence["number"] for piece in pieces], plan), batch.sequence["number"])
     members = [set(piece.sequence["group_ids"].tolist()) for piece in pieces]
     assert sum(len(one) for one in members) == len(set().union(*members))  # no group is in two parts
 
@@ -324,32 +322,32 @@ def test_a_prompt_counts_once_for_the_samples_that_share_it() -> None:
     shared = batch.with_token(action_mask=(positions >= 90) | (batch.sequence_ids >= 4))
     # Without sharing the group costs 400 tokens, which no part of the others can match; with it 130.
     for parts, expected in ((2, [180, 400]), (3, [60, 120, 400])):
-        division = plan_shards(shared, parts, attention_cost=0.0)
-        assert sorted(sum(b - a for a, b in division.stretches(k)) for k in range(parts)) == expected
+        plan = plan_shards(shared, parts, attention_cost=0.0)
+        assert sorted(sum(b - a for a, b in plan.token_ranges(k)) for k in range(parts)) == expected
 
 
 def test_columns_of_no_known_length_are_refused() -> None:
     batch = batch_of([2, 3])
-    with pytest.raises(ValueError, match="neither one a token nor one a sequence"):
+    with pytest.raises(ValueError, match="neither one row per token nor one per sequence"):
         collect_results([torch.zeros(7), torch.zeros(1)], plan_shards(batch, 2))
 
 
 def test_a_part_without_sequences_does_not_decide_the_type() -> None:
-    division = plan_shards(batch_of([2, 3], [0, 0]), 2)
-    sizes = [sum(b - a for a, b in division.stretches(part)) for part in range(2)]
+    plan = plan_shards(batch_of([2, 3], [0, 0]), 2)
+    sizes = [sum(b - a for a, b in plan.token_ranges(part)) for part in range(2)]
     assert sorted(sizes) == [0, 5]
     parts = [torch.zeros(size, dtype=torch.float64 if size else torch.float32) for size in sizes]
-    assert collect_results(parts, division).dtype == torch.float64
+    assert collect_results(parts, plan).dtype == torch.float64
 
 
 def test_every_stretch_of_groups_is_divided_evenly_and_so_is_the_whole() -> None:
     lengths = [3, 9, 2, 8, 5, 5, 7, 3, 4, 6, 1, 9]
-    division = plan_shards(batch_of(lengths), 2, stretches=3, attention_cost=0.0)
+    plan = plan_shards(batch_of(lengths), 2, num_mini_batches=3, attention_cost=0.0)
     for k in range(3):
-        inside = [[i for a, b in runs for i in range(a, b) if k * 4 <= i < k * 4 + 4] for runs in division.runs]
+        inside = [[i for a, b in runs for i in range(a, b) if k * 4 <= i < k * 4 + 4] for runs in plan.sequences]
         sums = [sum(lengths[i] for i in part) for part in inside]
         assert abs(sums[0] - sums[1]) <= 2
-    totals = [sum(b - a for a, b in division.stretches(part)) for part in range(2)]
+    totals = [sum(b - a for a, b in plan.token_ranges(part)) for part in range(2)]
     assert abs(totals[0] - totals[1]) <= 2
 
 
