@@ -1,6 +1,6 @@
-"""Which process of a run goes where, and whether there is room: decided before anything is started.
+"""Assigns the processes of a run to bundles of a Ray placement group, and refuses a plan that does not fit.
 
-Ray waits without a word for CPUs that no machine has; so a plan that cannot be placed is refused here, with the numbers.
+This happens before anything is started, because Ray waits silently for CPUs that no machine has.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from burnish.config.errors import UserError
 from burnish.config.placement import Placement, RayPlacement, describe_processes
 
 Resources = dict[str, float]
-"""CPUs and GPUs, by Ray's names for them."""
+"""CPUs and GPUs, by Ray's names."""
 
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """A process's place: its bundle, and what it asks of it."""
+    """A process's bundle, and the resources it takes of it."""
 
     bundle: int
     resources: Resources
@@ -27,33 +27,33 @@ class ProcessSlot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The bundles that must be had, each on one machine, and who sits in which."""
+    """The bundles to reserve, each on one machine, and the slots of each role."""
 
     bundles: list[Resources]
-    seats: dict[str, list[ProcessSlot]]
+    slots: dict[str, list[ProcessSlot]]
 
     def total(self, what: str) -> float:
         return sum(bundle.get(what, 0) for bundle in self.bundles)
 
 
 def plan_layout(placement: RayPlacement, on_gpu: bool) -> Layout:
-    """Every place is a bundle; the k-th process of each role of a pool sits in its k-th place, and asks for its part of it."""
+    """One bundle per place of a pool. The k-th process of each role of a pool is in its k-th place, and takes an equal part of it."""
     bundles: list[Resources] = []
-    seats: dict[str, list[ProcessSlot]] = {}
+    slots: dict[str, list[ProcessSlot]] = {}
     for pool, sizes in placement.rooms:
         bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": 1.0} if on_gpu and pool.gpu else {})
-        crowd = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
+        num_processes = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
         for role, size in sizes.items():
-            seats[role] = [
-                ProcessSlot(len(bundles) + k, {what: amount / crowd[k] for what, amount in bundle.items()})
+            slots[role] = [
+                ProcessSlot(len(bundles) + k, {what: amount / num_processes[k] for what, amount in bundle.items()})
                 for k in range(size)
             ]
         bundles += [bundle] * pool.places
-    return Layout(bundles, seats)
+    return Layout(bundles, slots)
 
 
 def check_layout(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, float]], where: str) -> None:
-    """Refuse a layout that `nodes` (what each machine has) can never hold; `where` is what to call them."""
+    """Refuse a layout that `nodes` (the resources of each machine) can never hold; `where` names them in the error."""
     for what, name in (("CPU", "CPUs"), ("GPU", "GPUs")):
         wanted, there = layout.total(what), sum(node.get(what, 0) for node in nodes)
         if wanted > there:
@@ -77,7 +77,7 @@ def num_usable_cpus() -> int:
 
 
 def check_placement(placement: Placement) -> None:
-    """The same for a run that would start Ray on this machine, by its CPUs alone: nobody need be asked for them."""
+    """Refuse a placement that needs more CPUs than this machine has, if the run would start Ray here. Ray need not be running."""
     ray = sys.modules.get("ray")
     is_joined = "RAY_ADDRESS" in os.environ or (ray is not None and ray.is_initialized())
     if isinstance(placement, RayPlacement) and not is_joined:
@@ -85,7 +85,7 @@ def check_placement(placement: Placement) -> None:
 
 
 def _num_fitting(bundle: Mapping[str, float], node: Mapping[str, float]) -> int:
-    """How many bundles a machine can hold."""
+    """Number of bundles that a machine can hold."""
     return int(min(node.get(what, 0) // amount for what, amount in bundle.items()))
 
 

@@ -1,8 +1,8 @@
-"""What runs in Ray's processes: an actor that is host to any worker, and a worker that passes calls on to others.
+"""Code in Ray's processes: an actor that hosts any worker, and a relay that forwards calls to other actors.
 
-A host makes the worker it is told to, calls it in two lanes, and writes what it prints to a file. A relay stands between the
-driver and some dozens of hosts: one message to it becomes a message to each, and their answers one answer, so that the driver
-of a thousand workers sends and reads a few dozen messages a call.
+An actor builds its worker, calls it in two lanes, and writes its output to a file. A relay stands between the driver and up to 64
+actors: one message to it becomes a message to each, and their answers become one answer. A message costs the driver 0.6 ms, so a
+call to 1,000 workers needs relays (`bench/controller_sim.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from burnish.run.supervisor.processes import STACKS_SIGNAL, workers_that_dump_st
 
 ANSI_COLOURS = re.compile(r"\x1b\[\d+m")
 GRACE_S = 10.0
-"""How long a relay waits for the others when one has failed: they may wait for that one for ever."""
+"""How long a relay waits for the other ranks when one has failed: they may be waiting for that one forever."""
 
 
 class RayStore:
@@ -47,33 +47,33 @@ class RayStore:
 
 
 LANES = {"side": 1, "begin": 1, "watch": 1}
-"""Threads of an actor besides the one for work."""
+"""Ray concurrency groups: threads of an actor besides the one for work."""
 
 
 class WorkerActor:
-    """The actor: makes a worker and calls it. One thread for each lane, and one that can tell what the others do."""
+    """The Ray actor: builds a worker and calls it. It has one thread per lane, and one that reports the stacks of the others."""
 
     def __init__(self) -> None:
         self.worker: Any = None
         self.resident = ResidentShard()
         self.failure: str | None = None
-        self.is_there = threading.Event()
+        self.is_ready = threading.Event()
 
     def where(self) -> tuple[str, int]:
-        """This machine's address and a port that is free now."""
+        """This machine's address, and a port that is free now."""
         with socket.socket() as free:
             free.bind(("", 0))
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
-    @ray.method(concurrency_group="begin")  # a call may come before it by way of a relay, and waits for it
+    @ray.method(concurrency_group="begin")  # a call may arrive earlier through a relay, and waits for it
     def begin(
         self, kind: type, args: tuple[Any, ...], environment: Mapping[str, str], log: str, folder: str
     ) -> tuple[int, str]:
-        """Make the worker; returns which process this is, on which machine."""
-        self.is_there.clear()
+        """Build the worker; returns its process id and node id."""
+        self.is_ready.clear()
         self.failure = None
         try:
-            if Path(folder).is_dir():  # relative paths mean what they mean to the driver, where the machine has them
+            if Path(folder).is_dir():  # so that relative paths mean the same as for the driver
                 os.chdir(folder)
             os.environ.update(environment)
             _redirect_output(Path(log))
@@ -84,14 +84,14 @@ class WorkerActor:
             self.failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.is_there.set()
+            self.is_ready.set()
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     def call(self, method: str, parcel: Any, *parts: Any) -> Any:
-        """One call, in the lane `work`; `parts` go into the marked places of the arguments."""
-        self.is_there.wait()
+        """Call a method in the lane `work`; `parts` replace the placeholders in the arguments."""
+        self.is_ready.wait()
         if self.failure is not None:
-            raise RuntimeError(f"the worker could not be made: {self.failure}")
+            raise RuntimeError(f"the worker could not be built: {self.failure}")
         args, kwargs = fill_placeholders(decode(parcel), [self.resident.open(part) for part in parts])
         result = getattr(self.worker, method)(*args, **kwargs)
         self.resident.keep(parts, result)
@@ -99,23 +99,23 @@ class WorkerActor:
 
     @ray.method(concurrency_group="side")
     def call_side(self, method: str, parcel: Any, *parts: Any) -> Any:
-        """One call, in the lane `side`."""
+        """Call a method in the lane `side`."""
         return self.call(method, parcel, *parts)
 
-    def forward(self, message: RelayMessage, *bales: Any) -> list[CallOutcome]:
-        """Of a relay: calls to others, in the lane `work`."""
-        self.is_there.wait()
-        found: list[CallOutcome] = self.worker.forward(message, *bales)
+    def forward(self, message: RelayMessage, *batch_parts: Any) -> list[CallOutcome]:
+        """Forward calls to other actors, in the lane `work` (relays only)."""
+        self.is_ready.wait()
+        found: list[CallOutcome] = self.worker.forward(message, *batch_parts)
         return found
 
     @ray.method(concurrency_group="side")
-    def forward_side(self, message: RelayMessage, *bales: Any) -> list[CallOutcome]:
-        """The same in the lane `side`."""
-        return self.forward(message, *bales)
+    def forward_side(self, message: RelayMessage, *batch_parts: Any) -> list[CallOutcome]:
+        """Forward calls in the lane `side`."""
+        return self.forward(message, *batch_parts)
 
     @ray.method(concurrency_group="watch")
     def stacks(self) -> str:
-        """What every thread is doing."""
+        """The stack of every thread."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
@@ -124,31 +124,31 @@ class WorkerActor:
 
 
 def kill_process(pid: int) -> None:
-    """End a worker's process for good, even one that is stopped and hears nothing. Called on its machine."""
+    """Kill a worker's process, even a stopped one. Runs on its machine."""
     command = Path(f"/proc/{pid}/cmdline")
-    if command.is_file() and b"ray::" in command.read_bytes():  # the number may be another process's by now
+    if command.is_file() and b"ray::" in command.read_bytes():  # the pid may have been reused
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def request_stack_dump(pid: int) -> None:
-    """Have a worker's process write its stacks, even one in which no Python runs any more. Called on its machine."""
+    """Make a worker's process write its stacks, even if no Python code runs in it. Runs on its machine."""
     if pid in workers_that_dump_stacks(os.getppid()):
         os.kill(pid, STACKS_SIGNAL)
 
 
 def stacks_file(log: Path) -> Path:
-    """Where a worker's process writes its stacks."""
+    """The file for the stacks of a worker's process."""
     return log.parent / "stacks" / f"{log.stem}.txt"
 
 
 def _dump_stacks_on_signal(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    faulthandler.register(STACKS_SIGNAL, open(path, "a"))  # noqa: SIM115 (as long as the process)
+    faulthandler.register(STACKS_SIGNAL, open(path, "a"))  # noqa: SIM115 (open as long as the process runs)
 
 
 def _redirect_output(log: Path) -> None:
-    """All that this process prints from here on, C++ included, goes to a file."""
+    """Redirect all output of this process, C++ included, to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -158,17 +158,17 @@ def _redirect_output(log: Path) -> None:
     os.close(file)
 
 
-# --- calls and what comes of them ------------------------------------------------------------------------------------------
+# --- Calls and their outcomes ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What came of one call: a result, an error of the worker's, or a worker that is gone."""
+    """The outcome of a call: a result, an error of the worker, or a worker that has died."""
 
     value: Any = None
     error: str | None = None
     is_users: bool = False
-    """Whether the error is one that a user can fix."""
+    """Whether the error is a `UserError`."""
     gone: str | None = None
 
     @property
@@ -177,7 +177,7 @@ class CallOutcome:
 
 
 def call_outcome(reference: Any) -> CallOutcome:
-    """Of a call that has ended."""
+    """The outcome of a call that has ended."""
     try:
         return CallOutcome(ray.get(reference))
     except RayTaskError as error:
@@ -189,20 +189,20 @@ def call_outcome(reference: Any) -> CallOutcome:
 
 
 def exit_reason(error: Exception) -> str:
-    """What Ray says of a worker's end, without its identifiers."""
+    """Ray's explanation of a worker's end, without identifiers."""
     text = " ".join(str(error).split())
     _, found, detail = text.partition("Worker exit detail: ")
     return (detail if found else text).partition(" Some common causes include")[0][:400]
 
 
 def start_call(host: Any, lane: str, method: str, parcel: Any, parts: Sequence[Any]) -> Any:
-    """Ray's reference for a call's result."""
+    """Start a call; returns Ray's reference to its result."""
     return (host.call_side if lane == "side" else host.call).remote(method, parcel, *parts)
 
 
 @dataclass(frozen=True)
 class RelayMessage:
-    """Calls of one method to several ranks of a relay: the same arguments for all, or one entry each."""
+    """Calls of one method to several ranks of a relay, with one set of arguments for all or one for each."""
 
     ranks: list[int]
     method: str
@@ -211,24 +211,26 @@ class RelayMessage:
 
 
 class Relay:
-    """Passes calls on to the hosts of some ranks."""
+    """Forwards calls to the actors of some ranks."""
 
     def __init__(self, hosts: Mapping[int, Any]) -> None:
         self.hosts = dict(hosts)
 
     def adopt(self, rank: int, host: Any) -> None:
-        """A new process in a rank's place."""
+        """Use a new actor for a rank."""
         self.hosts[rank] = host
 
-    def forward(self, message: RelayMessage, *bales: Sequence[Any]) -> list[CallOutcome]:
-        """What came of a call at each rank; `bales` hold the parts of batches, one a rank each.
+    def forward(self, message: RelayMessage, *batch_parts: Sequence[Any]) -> list[CallOutcome]:
+        """The outcome of a call at each rank. Each of `batch_parts` holds the parts of one batch, one per rank.
 
-        Where one fails, the others have `GRACE_S` left: a rank may wait for ever for one that is gone.
+        If one rank fails, the others have `GRACE_S` left: they may be waiting for it forever.
         """
         count = len(message.ranks)
         parcels = message.parcels * count if len(message.parcels) == 1 else message.parcels
         places = {
-            start_call(self.hosts[rank], message.lane, message.method, parcels[k], [bale[k] for bale in bales]): k
+            start_call(
+                self.hosts[rank], message.lane, message.method, parcels[k], [parts[k] for parts in batch_parts]
+            ): k
             for k, rank in enumerate(message.ranks)
         }
         outcomes: dict[int, CallOutcome] = {}
@@ -238,5 +240,5 @@ class Relay:
             outcomes |= {places[reference]: call_outcome(reference) for reference in ended}
             if until == float("inf") and any(outcome.is_bad for outcome in outcomes.values()):
                 until = time.monotonic() + GRACE_S
-        late = CallOutcome(gone=f"it had not answered {GRACE_S:g} s after another one failed")
+        late = CallOutcome(gone=f"it had not answered {GRACE_S:g} s after another rank failed")
         return [outcomes.get(k, late) for k in range(count)]

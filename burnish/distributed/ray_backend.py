@@ -1,8 +1,8 @@
-"""Messages to workers that are Ray's actors (`ray_processes.py`), and their answers.
+"""The Ray backend of a worker group: starts its actors (`ray_actors.py`), sends them calls, and notices when one dies.
 
-A worker that ends is noticed by the next look at any call (half a second); the message has its last lines. Arguments are packed
-once however many ranks get them, and lie in the object store where they are large; parts of a batch are stored once, however many
-calls are given it. Large groups are spoken to through relays.
+A dead worker is noticed by the next poll of any call, within half a second; the error quotes the last lines of its output.
+Arguments are packed once for all ranks. Large ones go through the object store, and shards of a batch are stored once for all calls.
+Large groups are called through relays.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ from burnish.distributed.ray_actors import (
 from burnish.distributed.ray_cluster import Cluster
 from burnish.distributed.worker_group import RankCall, Traffic, WorkerGone
 
-# --- The processes of a group of workers, as Ray's actors (`ray_host.py`), each in its place of a placement group: how they are made,
-# what is known of one that is late or has ended, and a new one in its place.
-
 LOG_TAIL_LINES = 12
 """Lines of a worker's output in a message about its end."""
 STACKS_TIMEOUT_S = 3.0
 
 
 class RayProcesses:
-    """The actors of a group of workers of one class. `args` make each of them; with `together`, they can find each other
-    (torch.distributed)."""
+    """The actors of a group of workers of one class, each in its slot of a placement group.
+
+    `args` build each worker. With `together`, the workers can form a torch.distributed process group.
+    """
 
     relays_from, fan_out = 64, 64
-    """A group of more ranks than this is spoken to through relays, each of so many ranks."""
+    """A group of more ranks than `relays_from` is called through relays of `fan_out` ranks each."""
 
     def __init__(
         self,
@@ -63,12 +62,12 @@ class RayProcesses:
         together: bool = False,
     ) -> None:
         self.name, self.cluster, self.deadline_s = name, cluster, deadline_s
-        self.seats = cluster.layout.seats[name]
-        self.size = len(self.seats)
+        self.slots = cluster.layout.slots[name]
+        self.size = len(self.slots)
         self.logs = [(logs / f"{name}-{rank}.log").resolve() for rank in range(self.size)]
         self._made = (kind, args)
-        self._environments: list[dict[str, str]] = [{} for _ in self.seats]
-        self._actors = [cluster.host(seat) for seat in self.seats]
+        self._environments: list[dict[str, str]] = [{} for _ in self.slots]
+        self._actors = [cluster.host(slot) for slot in self.slots]
         self._processes: dict[int, tuple[int, str]] = {}
         self._begun: dict[int, Any] = {}
         self._relays: list[Any] = []
@@ -93,7 +92,7 @@ class RayProcesses:
         self._begun[rank] = self._actors[rank].begin.remote(kind, args, environment, log, str(Path.cwd()))
 
     def start(self) -> None:
-        """Wait until every worker is made; the first error of any is raised."""
+        """Wait until every worker is built; raises the first error of any."""
         until = time.monotonic() + self.deadline_s
         while self._begun:
             ready, _ = ray.wait(list(self._begun.values()), num_returns=len(self._begun), timeout=0.5)
@@ -115,9 +114,9 @@ class RayProcesses:
             self._relays = [self._new_relay(first) for first in range(0, self.size, self.fan_out)]
 
     def _new_relay(self, first: int) -> Any:
-        """A relay on the machine of its first rank, which asks for no CPU: it does nothing but wait."""
+        """A relay on the machine of its first rank. It takes no CPU, since it only waits."""
         hosts = dict(enumerate(self._actors[first : first + self.fan_out], first))
-        relay = self.cluster.host(ProcessSlot(self.seats[first].bundle, {"CPU": 0.0}))
+        relay = self.cluster.host(ProcessSlot(self.slots[first].bundle, {"CPU": 0.0}))
         log = self.logs[0].parent / f"{self.name}-relay-{first}.log"
         relay.begin.remote(Relay, (hosts,), {}, str(log), str(Path.cwd()))
         return relay
@@ -133,7 +132,7 @@ class RayProcesses:
             raise self._ended_before(0, exit_reason(error)) from error
 
     def _failed(self, rank: int, found: CallOutcome) -> Exception:
-        """The error of a rank, as it is raised here."""
+        """The error of a rank, as it is raised in the driver."""
         if found.is_users:
             return UserError(str(found.error))
         return WorkerFailed(f"{self.name} rank {rank} of {self.size} failed:\n{found.error}")
@@ -144,7 +143,7 @@ class RayProcesses:
         )
 
     def _blame(self, rank: int, error: str) -> None:
-        """Raise that another rank is gone, if one is: then the error of this one is nothing but a broken connection to it."""
+        """Raise `WorkerGone` if another rank has died: the error of this rank is then only a broken connection to it."""
         asked = {other: actor.stacks.remote() for other, actor in enumerate(self._actors) if other != rank}
         ready, _ = (
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_TIMEOUT_S) if asked else ([], [])
@@ -165,7 +164,7 @@ class RayProcesses:
         )
 
     def silent(self, ranks: Sequence[int], what: str) -> str:
-        """The stacks of the ranks go to a file; one that cannot even tell them is stopped, or its machine is gone."""
+        """Write the stacks of the ranks to a file. A rank that cannot report them is stopped, or its machine is gone."""
         asked = {rank: self._actors[rank].stacks.remote() for rank in ranks}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_TIMEOUT_S)
         texts, mute = [], []
@@ -185,35 +184,35 @@ class RayProcesses:
         for rank in mute:
             self._on_machine_of(rank, request_stack_dump)
         logs = ", ".join(str(stacks_file(self.logs[rank])) for rank in mute[:4])
-        return f"{told}; ranks {mute} do not even tell that (stopped, swapped out, or gone), or in {logs} if they could"
+        return f"{told}; ranks {mute} do not report their stacks (stopped, swapped out, or gone), or in {logs} if they could"
 
     def restart(self, rank: int) -> None:
-        """The old process must be gone: Ray would wait for the CPUs it holds."""
+        """Kill the old process first: Ray would wait for the CPUs that it holds."""
         self._look_for(rank)
         ray.kill(self._actors[rank], no_restart=True)
         self._on_machine_of(rank, kill_process)
         self._processes.pop(rank, None)
-        self._actors[rank] = self.cluster.host(self.seats[rank])
-        self._begin(rank)  # nobody waits for it: an error is raised by the first call
+        self._actors[rank] = self.cluster.host(self.slots[rank])
+        self._begin(rank)  # not awaited: the first call raises its error
         if self._relays:
             self._relays[rank // self.fan_out].call.remote("adopt", ((rank, self._actors[rank]), {}))
 
     def _on_machine_of(self, rank: int, action: Callable[[int], None]) -> None:
-        """Have something done to a rank's process, where that is known; nobody waits for it."""
+        """Run an action on a rank's process, if that is known, without waiting for it."""
         if rank in self._processes:
             pid, node = self._processes[rank]
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             ray.remote(action).options(num_cpus=0, scheduling_strategy=there).remote(pid)
 
     def _look_for(self, rank: int) -> None:
-        """Which process a rank is that was started again: known by now, unless it never came up."""
+        """Learn the process of a restarted rank, unless it never came up."""
         if rank in self._begun and ray.wait([self._begun[rank]], timeout=0)[0]:
             with contextlib.suppress(RayError):
                 self._processes[rank] = ray.get(self._begun[rank])
             del self._begun[rank]
 
     def pid(self, rank: int) -> int:
-        """The process of a rank, once it is there."""
+        """The process id of a rank that has started."""
         self._look_for(rank)
         return self._processes[rank][0]
 
@@ -223,16 +222,16 @@ class RayProcesses:
 
 
 STORE_THRESHOLD_BYTES = 1 << 16
-"""Bytes from which arguments go through the object store."""
+"""Size above which arguments go through the object store."""
 
 
 class RayBackend(RayProcesses):
-    """A group of workers in other processes (`backend.Backend`)."""
+    """A group of workers in Ray actors (`WorkerBackend`)."""
 
     is_here = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As of `RayProcesses`."""
+        """Takes the arguments of `RayProcesses`."""
         super().__init__(*args, **options)
         self.traffic = Traffic()
 
@@ -240,42 +239,44 @@ class RayBackend(RayProcesses):
         packed = encode((args, kwargs))
         return _PackedArguments(packed, num_array_bytes(packed))
 
-    def send(self, orders: Sequence[RankCall]) -> list[_RayCall]:
+    def send(self, rank_calls: Sequence[RankCall]) -> list[_RayCall]:
         sent: dict[int, _RayCall] = {}
         by_relay: dict[int, list[RankCall]] = {}
-        for order in orders:
+        for rank_call in rank_calls:
             if self._relays:
-                by_relay.setdefault(order.rank // self.fan_out, []).append(order)
+                by_relay.setdefault(rank_call.rank // self.fan_out, []).append(rank_call)
             else:
-                kept = [self._kept(sharded, share, sharded.parts[share]) for sharded, share in order.parts]
-                parts = [*kept, *order.promises]
-                parcel = self._content(order.parcel)
-                reference = start_call(self._actors[order.rank], order.lane, order.method, parcel, parts)
+                stored = [
+                    self._stored_parts(sharded, share, sharded.parts[share]) for sharded, share in rank_call.parts
+                ]
+                parts = [*stored, *rank_call.promises]
+                parcel = self._stored_arguments(rank_call.parcel)
+                reference = start_call(self._actors[rank_call.rank], rank_call.lane, rank_call.method, parcel, parts)
                 self.traffic.messages += 1
-                sent[id(order)] = _RayCall(order.rank, _Reply(reference, is_many=False), 0)
+                sent[id(rank_call)] = _RayCall(rank_call.rank, _Reply(reference, is_many=False), 0)
         for relay, group in by_relay.items():
             reply = self._forward(relay, group)
-            sent |= {id(order): _RayCall(order.rank, reply, k) for k, order in enumerate(group)}
-        return [sent[id(order)] for order in orders]
+            sent |= {id(rank_call): _RayCall(rank_call.rank, reply, k) for k, rank_call in enumerate(group)}
+        return [sent[id(rank_call)] for rank_call in rank_calls]
 
-    def _forward(self, relay: int, orders: Sequence[RankCall]) -> _Reply:
-        """One message for all ranks of a relay that are called."""
-        first, ranks = orders[0], [order.rank for order in orders]
-        same = all(order.parcel is first.parcel for order in orders)
-        parcels = [self._content(order.parcel) for order in (orders[:1] if same else orders)]
-        bales = []
+    def _forward(self, relay: int, rank_calls: Sequence[RankCall]) -> _Reply:
+        """Send one message for all called ranks of a relay."""
+        first, ranks = rank_calls[0], [rank_call.rank for rank_call in rank_calls]
+        same = all(rank_call.parcel is first.parcel for rank_call in rank_calls)
+        parcels = [self._stored_arguments(rank_call.parcel) for rank_call in (rank_calls[:1] if same else rank_calls)]
+        batch_parts = []
         for j, (sharded, _) in enumerate(first.parts):
-            parts = [sharded.parts[order.parts[j][1]] for order in orders]
-            bales.append(self._kept(sharded, tuple(ranks), parts))
+            parts = [sharded.parts[rank_call.parts[j][1]] for rank_call in rank_calls]
+            batch_parts.append(self._stored_parts(sharded, tuple(ranks), parts))
         message = RelayMessage(ranks, first.method, first.lane, parcels)
         host = self._relays[relay]
         self.traffic.messages += 1
         return _Reply(
-            (host.forward_side if first.lane == "side" else host.forward).remote(message, *bales), is_many=True
+            (host.forward_side if first.lane == "side" else host.forward).remote(message, *batch_parts), is_many=True
         )
 
-    def _content(self, parcel: _PackedArguments) -> Any:
-        """Arguments as they are sent: in the store where they are large, once."""
+    def _stored_arguments(self, parcel: _PackedArguments) -> Any:
+        """Arguments to send; large ones are put into the store, once."""
         if parcel.stored is None and parcel.size > STORE_THRESHOLD_BYTES:
             parcel.stored = ray.put(parcel.content)
             self.traffic.bytes_out += parcel.size
@@ -284,8 +285,8 @@ class RayBackend(RayProcesses):
             self.traffic.bytes_out += parcel.size
         return parcel.content if parcel.stored is None else parcel.stored
 
-    def _kept(self, sharded: ShardedBatch, key: Any, parts: PackedArrays | list[PackedArrays]) -> Any:
-        """Parts of a batch as they are sent: in the store where they are large, once."""
+    def _stored_parts(self, sharded: ShardedBatch, key: Any, parts: PackedArrays | list[PackedArrays]) -> Any:
+        """Parts of a batch to send; large ones are put into the store, once."""
         if key not in sharded.stored:
             size = num_array_bytes(parts)
             self.traffic.bytes_out += size
@@ -297,7 +298,7 @@ class RayBackend(RayProcesses):
         return self._ended(tokens, 1.0, timeout_s)
 
     def any_of(self, tokens: Sequence[_RayCall], timeout_s: float) -> list[_RayCall]:
-        # Each look costs time for every call that is looked at: of many, a sixteenth are waited for.
+        # A poll takes time for every call in it. Waiting for a sixteenth of them keeps the number of polls small.
         return self._ended(tokens, 1 / 16, timeout_s)
 
     def _ended(self, tokens: Sequence[_RayCall], share: float, timeout_s: float) -> list[_RayCall]:
@@ -307,11 +308,11 @@ class RayBackend(RayProcesses):
         ready, _ = ray.wait(references, num_returns=max(1, int(share * len(references))), timeout=timeout_s)
         found = set(ready)
         ended = [token for token in tokens if token.reply.reference in found]
-        return sorted(ended, key=lambda token: not token.outcome.is_bad)  # those that ended badly first
+        return sorted(ended, key=lambda token: not token.outcome.is_bad)  # failed ones first
 
     @property
     def keeps_promises(self) -> bool:
-        return not self._relays  # Ray waits for what a message is given, not for what is inside of it
+        return not self._relays  # Ray resolves references among the arguments, not inside a relay's message
 
     def promise(self, token: _RayCall) -> Any:
         return None if token.reply.is_many else token.reply.reference
@@ -332,7 +333,7 @@ class RayBackend(RayProcesses):
 
 @dataclass
 class _PackedArguments:
-    """Arguments of a call."""
+    """Packed arguments of a call."""
 
     content: Any
     size: int
@@ -340,7 +341,7 @@ class _PackedArguments:
 
 
 class _Reply:
-    """What comes back for one call, or for those that a relay passes on; read once."""
+    """The reply to one call, or to those that a relay forwards; it is read once."""
 
     def __init__(self, reference: Any, is_many: bool) -> None:
         self.reference, self.is_many = reference, is_many
@@ -349,14 +350,14 @@ class _Reply:
     def outcome(self, index: int) -> CallOutcome:
         if self._outcomes is None:
             found = call_outcome(self.reference)
-            # A relay that is gone takes everyone's answer with it.
+            # If a relay has died, the answers of all its ranks are lost.
             self._outcomes = found.value if self.is_many and not found.is_bad else found
         return self._outcomes[index] if isinstance(self._outcomes, list) else self._outcomes
 
 
 @dataclass(eq=False)
 class _RayCall:
-    """A call on its way."""
+    """A call that was sent to a rank."""
 
     rank: int
     reply: _Reply
@@ -364,5 +365,5 @@ class _RayCall:
 
     @property
     def outcome(self) -> CallOutcome:
-        """Of a call that has ended."""
+        """The outcome of a call that has ended."""
         return self.reply.outcome(self.index)

@@ -1,6 +1,6 @@
-"""Ray as a run finds or starts it, and the room in it that the run's processes have.
+"""Connects to Ray or starts it, and reserves a placement group for a run's processes.
 
-What a plan needs is checked against what is there before anything starts, so that nothing waits for what will never come.
+The layout is checked against the cluster's resources before anything starts, so that nothing waits forever.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from burnish.distributed.placement import (
 from burnish.distributed.ray_actors import LANES, WorkerActor
 
 PLACEMENT_TIMEOUT_S = 60.0
-"""How long a cluster may take to give room that it has."""
+"""How long a cluster may take to reserve resources that it has."""
 RAY_INIT_OPTIONS: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 LOCAL_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Of a Ray of one's own. Its processes do the run's work: at the low priority that they have by default (15) whatever else the
-machine does comes first, the driver that waits for them too."""
+"""Environment of a Ray that this process starts. Its workers do the run's work: at Ray's default niceness of 15, anything else on the
+machine would come first, also the driver that waits for them."""
 AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""What Ray reads its token from. Without one any program that reaches Ray's ports may run code as the user of the cluster."""
+"""Variables with Ray's token. Without one, any program that reaches Ray's ports may run code as the cluster's user."""
 MAX_RAY_STARTS = 3
-"""How often a Ray of one's own is tried to be started."""
+"""Attempts to start Ray on this machine."""
 
 
 class Cluster:
-    """Ray as the run found or started it, with room for a layout; use it in a `with` block."""
+    """Ray with resources reserved for a layout; use it in a `with` block."""
 
     def __init__(self, placement: RayPlacement, on_gpu: bool | None = None) -> None:
         self.placement = placement
         self.before_close: list[Callable[[], None]] = []
-        """What must end while workers are still there."""
+        """Functions to call while the workers still exist."""
         joined = ray.is_initialized() or "RAY_ADDRESS" in os.environ
         check_placement(placement)
         self.is_own = _connect()
@@ -82,22 +82,22 @@ class Cluster:
 
     def has_gpu(self, role: str) -> bool:
         """Whether the processes of a role have GPUs."""
-        return all("GPU" in seat.resources for seat in self.layout.seats[role])
+        return all("GPU" in slot.resources for slot in self.layout.slots[role])
 
-    def host(self, seat: ProcessSlot) -> Any:
-        """A new actor in its place."""
+    def host(self, slot: ProcessSlot) -> Any:
+        """Start a new actor in a slot."""
         assert self._group is not None
-        remote: Any = ray.remote  # its types do not know of lanes
+        remote: Any = ray.remote  # its type hints lack concurrency_groups
         actor = remote(concurrency_groups=LANES)(WorkerActor)
         return actor.options(
-            num_cpus=seat.resources["CPU"],
-            num_gpus=seat.resources.get("GPU", 0),
+            num_cpus=slot.resources["CPU"],
+            num_gpus=slot.resources.get("GPU", 0),
             max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, seat.bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, slot.bundle),
         ).remote()
 
     def close(self) -> None:
-        """Give the room back; Ray ends if it was started for this run."""
+        """Free the reserved resources, and stop Ray if this run started it."""
         while self.before_close:
             self.before_close.pop()()
         if self._group is not None:
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def _connect() -> bool:
-    """Whether Ray was started here: not where the program or RAY_ADDRESS has named one."""
+    """Connect to the Ray that the program or RAY_ADDRESS names, or start one. Returns whether this process initialised it."""
     if ray.is_initialized():
         return False
     if "RAY_ADDRESS" in os.environ:
@@ -140,11 +140,11 @@ def _connect() -> bool:
 
 
 def check_token(address: str) -> None:
-    """Refuse a cluster that this process joined without a token; warn where the user chose that, or others can read the token."""
+    """Refuse a cluster that was joined without a token; warn if the user chose that, or if other users can read the token."""
     said = (
         f"the Ray cluster at {address} asks for no token: every program that reaches its ports can run code as its user"
     )
-    mode = os.environ.get(AUTH_MODE, "").lower()  # Ray sets it where it found a token by itself
+    mode = os.environ.get(AUTH_MODE, "").lower()  # Ray sets it if it found a token by itself
     if mode == "disabled":
         warn(f"{said} ({AUTH_MODE}=disabled)")
     elif mode != "token":
@@ -158,12 +158,12 @@ def check_token(address: str) -> None:
 
 
 def warn(text: str) -> None:
-    """A line that is seen also where notes are not."""
+    """Print a warning that is shown even if notes are not."""
     print(f"burnish: WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def start_local_ray(num_cpus: int) -> None:
-    """Ray on this machine, which must be there in half a minute each time; a busy machine may need another.
+    """Start Ray on this machine. Ray gives up after half a minute, so a busy machine may need several attempts.
 
     Ray listens on all interfaces, so it gets a token that only this process and its children know.
     """
@@ -179,7 +179,7 @@ def start_local_ray(num_cpus: int) -> None:
                     f"this Ray checks no tokens ({AUTH_MODE} is not token, or Ray {ray.__version__} is too old): its ports are open to the network"
                 )
             return
-        except Exception as error:  # Ray raises bare ones for a node that was too slow to start; the last is told
+        except Exception as error:  # Ray raises bare exceptions for a node that started too slowly
             ray.shutdown()
             if attempt == MAX_RAY_STARTS:
                 raise WorkerLost(
@@ -189,31 +189,31 @@ def start_local_ray(num_cpus: int) -> None:
             print(f"burnish: Ray did not start ({error}); trying again", file=sys.stderr, flush=True)
 
 
-# --- Waiting for the machines of a cluster: until all are there and a run fits in, with a deadline and a word now and then.
+# --- Waiting for the machines of a cluster -------------------------------------------------------------------------------
 #
-# Machines of a batch system come one after the other, minutes apart. A run that begins too early would be refused, and one that
-# waits for a machine that never comes would wait for ever: so it is waited for here, and what is missing is said.
+# Machines of a batch system arrive one after the other, minutes apart. A run that starts too early would be refused. This waits with
+# a deadline, and reports what is missing.
 
 POLL_INTERVAL_S = 1.0
 REPORT_INTERVAL_S = 30.0
 Nodes = Sequence[Mapping[str, float]]
-"""What each machine has."""
+"""Resources of each machine."""
 ListNodes = Callable[[], Nodes]
-"""The machines there are now; a `ConnectionError` where there is no cluster yet."""
+"""Lists the machines; raises `ConnectionError` if there is no cluster yet."""
 
 
 @dataclass(frozen=True)
 class ClusterRequirement:
-    """What a run needs of a cluster."""
+    """The resources that a run needs of a cluster."""
 
     placement: RayPlacement
     nodes: int
-    """Machines."""
+    """Number of machines."""
     on_gpu: bool | None
-    """Whether its processes need GPUs; None: if there are any."""
+    """Whether its processes need GPUs; None means if there are any."""
 
     def missing(self, nodes: Nodes) -> str | None:
-        """What is not there yet, in words; None where all is."""
+        """What is still missing, in words; None if nothing is."""
         words = []
         if len(nodes) < self.nodes:
             words.append(f"{len(nodes)} of {self.nodes} machines are there")
@@ -234,7 +234,7 @@ def wait_for_cluster(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Nodes:
-    """The machines, once all that is wanted is there; past the deadline an error says what is missing."""
+    """Wait until the requirement is met, and return the machines. After the deadline, raise what is missing."""
     started, said, said_at = clock(), "", float("-inf")
     while True:
         try:

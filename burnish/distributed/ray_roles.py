@@ -1,4 +1,4 @@
-"""The roles of a run as Ray's workers play them: groups started, proxies in the trainer's hands."""
+"""Starts the roles of a run in Ray workers, and returns proxies of them for the trainer."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 
 GC_THRESHOLD = 200_000
-"""New objects after which the garbage collector looks at them: those of some tens of thousands of samples, which is less often than a
-step, and of cyclic ones that nobody holds some tens of megabytes."""
+"""Allocations after which the garbage collector runs: about those of some ten thousand samples, which is less than once a step. Cyclic
+garbage stays below some tens of megabytes."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what in a run, wherever they are."""
+    """The roles of a run, in this process or as proxies."""
 
     policy: PolicyModel
     learner: AnyLearner
@@ -61,7 +61,7 @@ class Roles:
 
 @contextmanager
 def open_cluster(config: TrainConfig) -> Iterator[Cluster | None]:
-    """Ray with room for the run's processes; None where it needs none. An impossible placement is refused here."""
+    """Ray with resources for the run's processes; None without placement=ray. Refuses a placement that does not fit."""
     if not isinstance(config.placement, RayPlacement):
         yield None
         return
@@ -86,30 +86,30 @@ def start_roles(
     note: Callable[[str], None],
     rewards: Rewards,
 ) -> Roles:
-    """Start the workers of a run and wait until all are made. `policy` gives its weights up: the workers have them; so do `rewards`
-    with what they compute, where that has a pool.
+    """Start the workers of a run, and wait until all are built.
 
-    With `weights` (a saved model) the run starts from those. What a worker prints goes to a file of its own in `logs`.
+    `policy` gives up its weights, which the workers have. `rewards` are computed by workers if they have a pool. With `weights` (a saved
+    model) the run starts from those. A worker's output goes to a file in `logs`.
     """
     groups = _start_groups(config, base, weights, cluster, logs)
     if cluster.placement.is_apart(REWARD):
         groups[REWARD] = start_reward_workers(config, base, policy.tokenizer, cluster, logs, note, rewards)
     actor, rollout = groups[ACTOR], groups[ROLLOUT]
-    ledger = ControllerMetrics(list(groups.values()))
-    engine = build_remote_engine(config, policy, actor, rollout, ledger, note)
-    placement, slim = cluster.placement, ForwardColumns()
+    metrics = ControllerMetrics(list(groups.values()))
+    engine = build_remote_engine(config, policy, actor, rollout, metrics, note)
+    placement, columns = cluster.placement, ForwardColumns()
     dtype: torch.dtype = actor.about()["dtype"]
 
     def before(role: str) -> Callable[[], None]:
-        # Engines on the same GPU give their memory up while others work there; on CPUs there is room for both. Whatever they do,
-        # weights that were sent are verified before the learner has others.
-        if engine.at_once:  # they are; and another thread has the engine
+        # Engines free their memory before a role on the same GPU works; on CPUs there is room for both. In any case the last
+        # weights must be verified before the learner changes its own.
+        if engine.at_once:  # weights are verified when they are sent, and another thread uses the engine
             return _no_op
         return engine.sleep if cluster.on_gpu and placement.take_turns(role, ROLLOUT) else engine.confirm
 
     def learner(role: str) -> RemoteLearner:
         group = groups.get(role, actor)
-        return RemoteLearner(group, role, ledger, dtype, slim, before(role if role in groups else ACTOR))
+        return RemoteLearner(group, role, metrics, dtype, columns, before(role if role in groups else ACTOR))
 
     slot, critic, process = config.algorithm.kl.reference, config.algorithm.critic, config.algorithm.process
     with_reference = groups.get(REFERENCE, actor)
@@ -120,7 +120,7 @@ def start_roles(
         learner=learner(ACTOR),
         reference=None
         if slot.name == "none"
-        else RemoteReference(with_reference, slot.name, with_reference.about(), slim, where),
+        else RemoteReference(with_reference, slot.name, with_reference.about(), columns, where),
         critic=RemoteCritic(learner(CRITIC), critic.clip) if critic else None,
         engine=engine,
         process=RemoteProcessRewardModel(learner(PROCESS)) if process else None,
@@ -128,13 +128,13 @@ def start_roles(
 
 
 def _no_op() -> None:
-    """Nobody has to be asked."""
+    """No engine has to sleep or verify weights."""
 
 
 def _start_groups(
     config: TrainConfig, base: Path | None, weights: Path | None, cluster: Cluster, logs: Path
 ) -> dict[str, WorkerGroup]:
-    """The groups that have the policy or a part of it, by role; all are started at once, and ready."""
+    """The training and rollout groups by role. All actors are started at once; returns when all are ready."""
     from burnish.distributed.ray_backend import RayBackend
 
     placement = cluster.placement
@@ -144,7 +144,7 @@ def _start_groups(
     together = [ACTOR, *(part for part in TRAINING_ROLES if part != ACTOR and part not in apart)]
 
     def backend(role: str, kind: type, *more: Any) -> RayBackend:
-        device = "cuda" if cluster.has_gpu(role) else "cpu"  # as its machine is, not as the driver's
+        device = "cuda" if cluster.has_gpu(role) else "cpu"  # decided by its machine, not by the driver's
         own = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
         is_trained = kind is TrainingWorker
         return RayBackend(cluster, role, kind, (own, place, *more), logs, deadline_s, together=is_trained)
@@ -170,7 +170,7 @@ def start_reward_workers(
     note: Callable[[str], None],
     rewards: Rewards,
 ) -> WorkerGroup:
-    """Workers that compute a run's rewards from now on."""
+    """Start the workers that compute a run's rewards."""
     from burnish.distributed.ray_backend import RayBackend
 
     deadline_s, reward = cluster.placement.timeout_s, config.reward
@@ -180,13 +180,13 @@ def start_reward_workers(
     backend.start()
     group = WorkerGroup(REWARD, RewardWorker, backend, deadline_s)
 
-    def open_desk(outcomes: OutcomeQueue) -> RemoteRewardPool:
+    def open_pool(outcomes: OutcomeQueue) -> RemoteRewardPool:
         models = [index for index, part in enumerate(reward.parts) if part.name == "model"]
-        desk = RemoteRewardPool(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note, models)
-        cluster.before_close.append(desk.close)  # it would start workers again
-        return desk
+        pool = RemoteRewardPool(group, outcomes, reward.workers, reward.timeout_s, deadline_s, note, models)
+        cluster.before_close.append(pool.close)  # while workers end, it would restart them
+        return pool
 
-    rewards.use_pool(open_desk)
+    rewards.use_pool(open_pool)
     return group
 
 
@@ -195,30 +195,30 @@ def build_remote_engine(
     policy: PolicyModel,
     actor: WorkerGroup,
     rollout: WorkerGroup,
-    ledger: ControllerMetrics,
+    metrics: ControllerMetrics,
     note: Callable[[str], None],
 ) -> RemoteEngine:
-    """The engine over a group of them."""
+    """One engine over a group of rollout workers."""
     module, decode = policy.module, policy.tokenizer.decode
 
     def check(requests: Sequence[Request]) -> None:
-        if isinstance(module, Decoder):  # any other engine says so itself
+        if isinstance(module, Decoder):  # other engines check by themselves
             check_requests(requests, frozenset(), partial(check_native_request, model=module, decode=decode))
 
     trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
     asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)
-    at_once = config.rollout.source.name != "sync"  # else the learner waits for what is sampled
-    engine = RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, ledger.count, note, at_once)
+    at_once = config.rollout.source.name != "sync"  # else sampling and learning alternate
+    engine = RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, metrics.count, note, at_once)
     if at_once:
-        # Before the learner can move: a run that goes on learns what is in its journal while engines sample for later steps.
+        # Before the first update: a resumed run learns from its journal while engines sample for later steps.
         engine.load(0, ())
     return engine
 
 
 def freeze_garbage_collector() -> None:
-    """Let the garbage collector pass over what was made until now, modules above all: it stays until the run ends.
+    """Exclude all existing objects, mostly modules, from garbage collection: they stay until the run ends.
 
-    A step makes hundreds of thousands of small objects, and the collector would walk through everything several times in each.
+    A step allocates hundreds of thousands of small objects. Otherwise the collector would scan everything several times per step.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,6 @@
-"""The controller's side of roles whose work is done elsewhere: what the trainer holds in place of learner, reference, critic and
-process reward model.
+"""Proxies of the learner, reference, critic and process reward model that run in worker groups.
 
-They have the interfaces of `training/interfaces.py`, so the loop runs as it does in one process.
+They implement `training/interfaces.py`, so that the training loop is the same as in one process.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ DRIVER_ONLY_PREFIXES = (
     *("behaviour_logp", "version", "token_rewards", "dense_rewards", "step_rewards", "process_rewards"),
     *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "budget"),
 )
-"""How the columns begin that advantages, corrections and filters are made of here, and no loss reads."""
+"""Prefixes of columns that only the driver uses (for advantages, corrections and filters), and no loss reads."""
 
 
 @dataclass
 class ControllerMetrics:
-    """What the controller counts in a step: its messages and bytes, and what engines report."""
+    """The driver's counts of a step: messages and bytes, and what engines report."""
 
     groups: list[WorkerGroup]
     counts: dict[str, float] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def count(self, name: str, amount: float) -> None:
-        """Add to a metric of the step; from any thread, since engines are also read while the learner works."""
+        """Add to a metric of the step. Any thread may call it, since engines are read while the learner works."""
         with self._lock:
             self.counts[name] = self.counts.get(name, 0.0) + amount
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last time, and how much memory this process holds."""
+        """The metrics since the last call, and the memory of this process."""
         taken = [group.backend.traffic.take() for group in self.groups]
         with self._lock:
             counts, self.counts = self.counts, {}
@@ -69,7 +68,7 @@ class ControllerMetrics:
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files of a checkpoint that the ranks of a group have staged, and write themselves."""
+    """Checkpoint files that the ranks of a group have staged, and write themselves."""
 
     group: WorkerGroup
     what: str
@@ -82,7 +81,7 @@ class RemoteFiles:
 
 
 def stage_remote(group: WorkerGroup, what: str, stage: TensorStaging) -> list[Content]:
-    """A part of a checkpoint as it is now, held where it is."""
+    """Stage a part of a checkpoint in the memory of its workers."""
     in_memory = isinstance(stage, HostCopy)
     is_short = any(group.stage(what, in_memory))
     if isinstance(stage, HostCopy):
@@ -91,13 +90,13 @@ def stage_remote(group: WorkerGroup, what: str, stage: TensorStaging) -> list[Co
 
 
 class RemotePolicy(PolicyModel):
-    """The policy without its weights: tokenizer and shape are here, the rest is with the group."""
+    """The policy without its weights, which the group has; tokenizer and architecture are here."""
 
     group: WorkerGroup
 
     @staticmethod
     def of(policy: PolicyModel, group: WorkerGroup) -> RemotePolicy:
-        """Of a policy whose weights are not needed here any more; their memory is given back."""
+        """The proxy of a policy whose weights are no longer needed here; their memory is freed."""
         remote = RemotePolicy(policy.module.to("meta"), policy.tokenizer, policy.source, policy.note)
         remote.group = group
         return remote
@@ -114,22 +113,22 @@ class RemotePolicy(PolicyModel):
 
 
 class RemoteMeter:
-    """The clocks of all ranks as one."""
+    """The meters of all ranks as one."""
 
     def __init__(self, group: WorkerGroup, role: str) -> None:
         self.group, self.role = group, role
         self.memory: dict[str, float] = {}
-        """Of the rank that holds most, as of the last reading."""
-        self.told: list[PendingCall] = []
-        """What ranks were asked for already, and read here later."""
+        """Largest memory of any rank at the last reading."""
+        self.requested: list[PendingCall] = []
+        """Readings that were requested with `release` and are read later."""
 
     def read(self) -> MeterReading:
-        """Of all that was done since the last time."""
-        told, self.told = self.told or [self.group.read.later(self.role)], []
-        return reduce(add, [self._of_all(pending.result()) for pending in told])
+        """The work since the last reading."""
+        requested, self.requested = self.requested or [self.group.read.later(self.role)], []
+        return reduce(add, [self._of_all(pending.result()) for pending in requested])
 
     def _of_all(self, found: list[tuple[MeterReading, dict[str, float]]]) -> MeterReading:
-        """Seconds and operations are the mean over ranks, tokens the sum over shares."""
+        """Seconds and FLOPs are means over ranks, tokens the sum over data-parallel ranks."""
         readings, memories = zip(*found, strict=True)
         self.memory = {name: max(memory[name] for memory in memories) for name in memories[0]}
         count = len(readings)
@@ -148,19 +147,19 @@ def _mean(amounts: Sequence[int | None]) -> int | None:
 
 
 class RemoteLearner:
-    """A learner of a group (`Learner`). `before` is called before work that needs the memory engines may have."""
+    """Proxy of a `Learner` in a group. `before` is called before work that needs memory which engines may hold."""
 
     def __init__(
         self,
         group: WorkerGroup,
         role: str,
-        ledger: ControllerMetrics,
+        metrics: ControllerMetrics,
         dtype: torch.dtype,
-        slim: ForwardColumns,
+        forward_columns: ForwardColumns,
         before: Callable[[], None],
     ) -> None:
-        self.group, self.role, self.ledger, self.dtype = group, role, ledger, dtype
-        self.slim, self.before = slim, before
+        self.group, self.role, self.metrics, self.dtype = group, role, metrics, dtype
+        self.forward_columns, self.before = forward_columns, before
         self.device = torch.device("cpu")
         self.model: Any = None
         self.updates = 0
@@ -171,7 +170,7 @@ class RemoteLearner:
 
     def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]:
         self.before()
-        found: dict[str, Tensor] = self.group.outputs(self.role, self.slim(batch, mask), needs, mask)
+        found: dict[str, Tensor] = self.group.outputs(self.role, self.forward_columns(batch, mask), needs, mask)
         return found
 
     def update(
@@ -189,15 +188,15 @@ class RemoteLearner:
         return update
 
     def release(self) -> None:
-        # Its clocks are read with it: whoever reads them soon does not wait for what the ranks are given meanwhile.
-        self.meter.told.append(self.group.release.later(self.role))
+        # The meter is read in the same call, so that a later reading does not wait for calls that were sent in between.
+        self.meter.requested.append(self.group.release.later(self.role))
 
     def reset_optimizer(self) -> None:
         self.group.reset_optimizer(self.role)
 
     def usage(self) -> dict[str, float]:
-        """Memory of the workers, and what went through the controller."""
-        return self.meter.memory | self.ledger.take()
+        """Memory of the workers, and the driver's metrics."""
+        return self.meter.memory | self.metrics.take()
 
     def contents(self, stage: TensorStaging, folder: str = "") -> list[Content]:
         return stage_remote(self.group, self.role, stage)
@@ -207,8 +206,10 @@ class RemoteLearner:
 
 
 class ForwardColumns:
-    """What passes without gradient read of a batch, and what of it is small: the rest need not travel. Asked again for a batch with
-    other columns added, it gives the same object, whose parts the workers have already."""
+    """Reduces a batch to the columns that passes without gradient read, and to small ones.
+
+    For a batch with other columns added it returns the same object, whose shards the workers already have.
+    """
 
     def __init__(self) -> None:
         self._last: Batch | None = None
@@ -216,39 +217,44 @@ class ForwardColumns:
     def __call__(self, batch: Batch, mask: str) -> Batch:
         token = {name: batch.token[name] for name in sorted({mask, "action_mask"}) if name in batch.token}
         last = self._last
-        slim = Batch(batch.tokens, batch.offsets, token, _loss_columns(batch.sequence))
-        if last is None or _column_ids(last) != _column_ids(slim):
-            self._last = last = slim
+        reduced = Batch(batch.tokens, batch.offsets, token, _loss_columns(batch.sequence))
+        if last is None or _column_ids(last) != _column_ids(reduced):
+            self._last = last = reduced
         return last
 
 
 def _loss_columns(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The columns that have a use where losses are computed."""
+    """The columns that losses use."""
     return {name: column for name, column in columns.items() if not name.startswith(DRIVER_ONLY_PREFIXES)}
 
 
 def _column_ids(batch: Batch) -> list[int]:
-    """Which tensors the tokens of a batch are made of; passes that change nothing of it read no other column."""
+    """Identities of the token columns; passes without gradient read no other columns."""
     return [id(column) for column in (batch.tokens, batch.offsets, *batch.token.values())]
 
 
 class RemoteReference:
-    """The reference of a group (`Reference`)."""
+    """Proxy of a `Reference` in a group."""
 
     def __init__(
-        self, group: WorkerGroup, kind: str, about: dict[str, Any], slim: ForwardColumns, before: Callable[[], None]
+        self,
+        group: WorkerGroup,
+        kind: str,
+        about: dict[str, Any],
+        forward_columns: ForwardColumns,
+        before: Callable[[], None],
     ) -> None:
-        self.group, self.slim, self.before = group, slim, before
+        self.group, self.forward_columns, self.before = group, forward_columns, before
         self.restarts, self.is_policy = bool(about["restarts"]), bool(about["is_policy"])
         made = REFERENCES[kind]
-        # Most kinds do nothing after an update, or after a step: then nobody is told of it.
+        # Most kinds of reference do nothing after an update or a step, and need no call.
         self._follows_updates = made.after_update is not Reference.after_update
         self._follows_steps = made.after_step is not Reference.after_step or self.is_policy
         self._moves = made.moves and not self.is_policy
 
     def logprobs(self, batch: Batch) -> Tensor:
         self.before()
-        found: Tensor = self.group.reference_logprobs(self.slim(batch, "action_mask"))
+        found: Tensor = self.group.reference_logprobs(self.forward_columns(batch, "action_mask"))
         return found
 
     def after_update(self, model: Any) -> None:
@@ -267,7 +273,7 @@ class RemoteReference:
 
 
 class RemoteCritic:
-    """The critic of a group (`Critic`)."""
+    """Proxy of a `Critic` in a group."""
 
     def __init__(self, learner: RemoteLearner, clip: float | None) -> None:
         self.learner, self.loss = learner, ValueLoss(clip)
@@ -286,7 +292,7 @@ class RemoteCritic:
 
 
 class RemoteProcessRewardModel:
-    """The process reward model of a group (`ProcessModel`)."""
+    """Proxy of a `ProcessRewardModel` in a group."""
 
     def __init__(self, learner: RemoteLearner) -> None:
         self.learner = learner
@@ -296,7 +302,7 @@ class RemoteProcessRewardModel:
 
     def prior(self, batch: Batch) -> Tensor:
         self.learner.before()
-        found: Tensor = self.learner.group.process_prior(self.learner.slim(batch, "action_mask"))
+        found: Tensor = self.learner.group.process_prior(self.learner.forward_columns(batch, "action_mask"))
         return found
 
     def update(self, mini_batch: Batch, loss: Loss) -> Update:

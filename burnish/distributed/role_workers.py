@@ -1,7 +1,7 @@
-"""The worker that trains: one rank of the processes that hold the policy, its reference, its critic and its process reward model,
-or of those that hold one of them.
+"""The classes that worker groups run: `TrainingWorker` (actor, reference, critic, process reward model) and `RolloutWorker`.
 
-It is made from a run's config and knows nothing of the controller, which calls the marked methods.
+They are built from a run's config, and know nothing of the driver, which calls the methods marked with `@dispatch`. The first line
+of such a method's docstring is quoted in errors about the call.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ from burnish.training.parallel.fsdp import full_parameters
 from burnish.training.parallel.ranks import SOLO, is_launched, join_process_group, parallelize_model
 
 PROCESS, POLICY = "process", "policy"
-"""What else has a learner, and what else a checkpoint holds."""
+"""The role of the process reward model, and the name of the policy's weights in checkpoint calls."""
 TRAINING_ROLES = (ACTOR, REFERENCE, CRITIC, PROCESS)
-"""What a worker that trains may have."""
+"""The roles that a `TrainingWorker` may have."""
 
 
 class TrainingWorker:
-    """One rank of those that train. With `weights`, a saved model directory, the run starts from those. `parts` are what it has; the
-    first names its pool."""
+    """One training rank. `weights` is a saved model directory to start from. `parts` are its roles; the first one names its pool."""
 
     store: ObjectStore = InProcessStore()
 
@@ -58,23 +57,21 @@ class TrainingWorker:
         torch.set_num_threads(config.placement.cpus_of(parts[0]))
         on_gpu = resolve_device(config.model.device).type == "cuda"
         self.ranks = join_process_group(config.parallel, on_gpu) if is_launched() else SOLO
-        # What is divided goes to its device piece by piece: no device has room for all of a model that needs several.
+        # A sharded model is moved to the device layer by layer, since it may not fit there as a whole.
         model = config.model if self.ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
         sources = [*config.data.train, *config.data.validation]
         policy = roles.build_policy(model, sources, config.seed, base)
         if weights is not None:
             policy.load_weights(weights)
         self._build(config, base, policy, parts)
-        if isinstance(
-            config.algorithm.loss, Plugin
-        ):  # a loss that arrives names the module it is of, which must be here
+        if isinstance(config.algorithm.loss, Plugin):  # unpickling the user's loss needs its module
             load_plugin(config.algorithm.loss.name, base)
         self._delta, self._overlaps = config.placement.sync == "delta", config.rollout.source.name != "sync"
         self._publisher: Publisher | None = None
         self._staged: dict[str, list[Content]] = {}
 
     def _build(self, config: TrainConfig, base: Path | None, policy: PolicyModel, parts: Collection[str]) -> None:
-        """Make the parts, all from the policy as it is at the start; without the actor it is not kept."""
+        """Build the roles, all from the policy at its start. Without the actor role the policy is not kept."""
         self.reference = roles.build_reference(config, policy, base, self.ranks) if REFERENCE in parts else None
         self.critic = roles.build_critic(config, policy, self.ranks) if CRITIC in parts else None
         self.process = build_process_reward_model(config, policy, base, self.ranks) if PROCESS in parts else None
@@ -83,8 +80,10 @@ class TrainingWorker:
             if self.reference is not None and config.algorithm.kl.loss.estimator == "full":
                 self.learner.reference = self.reference.distribution
         own = policy if ACTOR in parts else self.critic or self.reference
-        assert own is not None, "a pool has no role that the run does not have"
-        if own is self.reference and self.reference.model is policy.module:  # below adapters, and nobody divides it
+        assert own is not None, "a pool only has roles that the run has"
+        if (
+            own is self.reference and self.reference.model is policy.module
+        ):  # it uses the policy's module, which has no learner here to divide it
             parallelize_model(policy.module, self.ranks, config.parallel.offload)
         self._parameters = list((own.module if isinstance(own, PolicyModel) else own.model).parameters())
         self.device = self.ranks.device or self._parameters[0].device
@@ -96,16 +95,16 @@ class TrainingWorker:
         assert part is not None
         return part.learner
 
-    # --- the learners ----------------------------------------------------------------------------------------------------
+    # --- learners --------------------------------------------------------------------------------------------------------
 
     @dispatch("broadcast", "list")
     def place(self) -> int:
-        """Which share of a batch this rank has."""
+        """Report the rank's data-parallel index."""
         return self.ranks.data_rank
 
     @dispatch("broadcast", "first")
     def about(self) -> dict[str, Any]:
-        """What the controller must know of the roles."""
+        """Report dtype and kind of the roles."""
         return {
             "dtype": self.learner.dtype if ACTOR in self.parts else None,
             "restarts": self.reference is not None and self.reference.restarts,
@@ -114,68 +113,68 @@ class TrainingWorker:
 
     @dispatch("sequences", "sequences")
     def outputs(self, role: str, batch: Batch, needs: Needs, mask: str) -> dict[str, Tensor]:
-        """Log-probs, or a critic's values, under the current weights."""
+        """Compute log-probs or a critic's values under the current weights."""
         return self._learner(role).outputs(batch.to(self.device), needs, mask)
 
     @dispatch("sequences", "sequences")
     def update(
         self, role: str, batch: Batch, loss: Loss, lr_scale: float, also: tuple[Batch, Loss] | None, columns: bool
     ) -> Update:
-        """One optimizer step."""
+        """Make one optimizer step."""
         second = None if also is None else (also[0].to(self.device), also[1])
         return self._learner(role).update(batch.to(self.device), loss, lr_scale, second, columns)
 
     @dispatch("broadcast", "list")
     def release(self, role: str) -> tuple[MeterReading, dict[str, float]]:
-        """Let go of the gradients, and tell what the learner did."""
+        """Free the gradients and report what the learner did."""
         self._learner(role).release()
         return self.read(role)
 
     @dispatch("broadcast", "nothing")
     def reset_optimizer(self, role: str) -> None:
-        """Forget the optimizer's moments."""
+        """Reset the optimizer's moments."""
         self._learner(role).reset_optimizer()
 
     @dispatch("broadcast", "list")
     def read(self, role: str) -> tuple[MeterReading, dict[str, float]]:
-        """What the learner did and holds, since the last time it was asked."""
+        """Report what the learner did and its memory since the last report."""
         found = self._learner(role).meter.read(), memory_metrics(self.device)
         reset_peak_memory(self.device)
         return found
 
-    # --- the reference ---------------------------------------------------------------------------------------------------
+    # --- reference -------------------------------------------------------------------------------------------------------
 
     @dispatch("sequences", "sequences")
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """Log-probs under the reference."""
+        """Compute log-probs under the reference."""
         assert self.reference is not None
         return self.reference.logprobs(batch.to(self.device))
 
     @dispatch("broadcast", "nothing")
     def after_update(self) -> None:
-        """Let the reference follow an update."""
+        """Move the reference after an update."""
         assert self.reference is not None
         self.reference.after_update(self.learner.model)
 
     @dispatch("broadcast", "first")
     def after_step(self, step: int) -> bool:
-        """Let the reference follow a step."""
+        """Move the reference after a step."""
         assert self.reference is not None
         return self.reference.after_step(self.learner.model, step)
 
-    # --- the process reward model ----------------------------------------------------------------------------------------
+    # --- process reward model --------------------------------------------------------------------------------------------
 
     @dispatch("sequences", "sequences")
     def process_prior(self, batch: Batch) -> Tensor:
-        """Log-probs under the start of the process reward model."""
+        """Compute log-probs under the frozen start of the process reward model."""
         assert self.process is not None
         return self.process.prior(batch.to(self.device))
 
-    # --- weights for engines ---------------------------------------------------------------------------------------------
+    # --- weight sync -------------------------------------------------------------------------------------------------------
 
     @dispatch("broadcast", "first")
     def publish(self, version: int, complete: bool) -> Publication | None:
-        """Gather the weights and leave them in the store; the first rank has the list of them."""
+        """Gather the weights and put them into the object store; the first rank returns the publication."""
         tensors = self._tensors(None if complete else self.learner.names.keys(), complete)
         if not self._is_publisher(tensors):
             return None
@@ -188,11 +187,10 @@ class TrainingWorker:
 
     @dispatch("broadcast", "first")
     def publish_again(self) -> Publication | None:
-        """Leave everything in the store as it was published last, for an engine that has nothing: here it may be newer."""
+        """Put the last published weights into the store again, for an engine that lost them."""
         names = [name for name, _ in self.policy.module.named_parameters()]
-        if (
-            self._delta or self._overlaps
-        ):  # else what is trained has not moved either: engines sample and learners learn in turns
+        # With a delta or an overlapping source the publisher has its own copy of the trained weights, which have moved since.
+        if self._delta or self._overlaps:
             names = [name for name in names if name not in self.learner.names]
         tensors = self._tensors(names, complete=True)
         if not self._is_publisher(tensors):
@@ -201,12 +199,12 @@ class TrainingWorker:
         return self._publisher.publish_again(tensors)
 
     def _tensors(self, names: Collection[str] | None, complete: bool) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of these names, or all, and, where it shall be complete, what is frozen in 4 bits."""
+        """The parameters in `names`, or all; if `complete`, also the 4-bit tensors, which are frozen."""
         yield from full_parameters(self.policy.module, names)
         yield from quantised_tensors(self.policy.module).items() if complete else ()
 
     def _is_publisher(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
-        """Whether this rank is the one that publishes; others only help: to gather a tensor takes everyone."""
+        """Whether this rank publishes. The other ranks iterate too, since gathering a tensor needs all ranks."""
         if not self.ranks.is_first:
             for _ in tensors:
                 pass
@@ -214,7 +212,7 @@ class TrainingWorker:
 
     @dispatch("broadcast", "first")
     def score(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Log-probs of tokens after a prompt, at temperature 1."""
+        """Compute log-probs of tokens after a prompt, at temperature 1."""
         packed = torch.tensor([*prompt, *tokens], device=self.device)
         written = torch.arange(len(packed), device=self.device) >= len(prompt)
         batch = Batch(packed, torch.tensor([0, len(packed)], device=self.device), {"action_mask": written})
@@ -225,14 +223,14 @@ class TrainingWorker:
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
     def _part(self, what: str) -> Any:
-        """What a checkpoint holds beside the policy."""
+        """The object whose files a checkpoint holds under this name."""
         part = {REFERENCE: self.reference, CRITIC: self.critic, PROCESS: self.process}.get(what)
         assert what == ACTOR or part is not None
         return self.learner if what == ACTOR else part
 
     @dispatch("broadcast", "list")
     def stage(self, what: str, in_memory: bool) -> bool:
-        """Take hold of what a checkpoint shall have; whether there was no room for a copy in memory."""
+        """Stage the files of a checkpoint; reports whether there was too little memory for a copy."""
         stage = HostCopy() if in_memory else keep_in_place
         part: Any = self.policy if what == POLICY else self._part(what)
         self._staged[what] = part.contents(stage)
@@ -241,15 +239,15 @@ class TrainingWorker:
 
     @dispatch("broadcast", "list", lane="side")
     def write(self, what: str, folder: Path) -> Checksums:
-        """Write what was staged into a checkpoint's folder."""
+        """Write the staged files into the checkpoint's folder."""
         contents = self._staged.pop(what)
-        # Where every rank has all of a model, the first one's files are everyone's.
+        # If every rank has the whole model, only the first one writes.
         is_divided = writer_rank_of(self._parameters).count > 1
         return write_contents(folder, contents) if is_divided or self.ranks.is_first else {}
 
     @dispatch("broadcast", "list")
     def load(self, what: str, folder: Path) -> int:
-        """Take back what a checkpoint has; the updates made until then."""
+        """Load a part of a checkpoint; returns the number of updates made before it."""
         if what == POLICY:
             self.policy.load_weights(folder)
             return 0
@@ -258,13 +256,8 @@ class TrainingWorker:
         return self._learner(what).updates if what != REFERENCE else 0
 
 
-# --- The worker that samples: an engine in a process of its own.
-#
-# It is made from a run's config and knows nothing of the controller, which calls the marked methods.
-
-
 class RolloutWorker:
-    """An engine on a copy of the weights, which come from the trainer before anything is sampled."""
+    """An engine with its own copy of the weights, which come from the trainer before anything is sampled."""
 
     store: ObjectStore = InProcessStore()
 
@@ -286,20 +279,20 @@ class RolloutWorker:
 
     @dispatch("each", "list", lane="side")
     def collect(self, at_least: int, wait_s: float) -> PackedCompletions:
-        """Hand over completions."""
+        """Return completions."""
         return pack_completions(self.thread.collect(at_least, wait_s))
 
     @dispatch("each", "list")
     def abort(self, numbers: Sequence[int]) -> PackedCompletions:
-        """Stop requests."""
+        """Abort requests."""
         return pack_completions(self.thread.abort([str(number) for number in numbers]))
 
     @dispatch("broadcast", "list")
     def take(self, publication: Publication) -> EngineReport:
-        """Take new weights and show that they are there."""
+        """Load new weights and prove that they arrived."""
         if publication.base is not None and publication.base != self.version:
             raise RuntimeError(
-                f"what changed since version {publication.base} is of no use to an engine with version {self.version}"
+                f"a delta from version {publication.base} does not apply to an engine with version {self.version}"
             )
         weights = self._weights()
 
@@ -318,21 +311,21 @@ class RolloutWorker:
         self.version = publication.version
         self._taken = list(weights if publication.is_complete else publication.checksums)
         shown = self.thread.begin(show)
-        found = digest(self.checksums())  # while the engine is at the probe
+        found = digest(self.checksums())  # computed while the engine runs the probe
         return EngineReport(self.version, found, *self.thread.wait(shown))
 
     @dispatch("broadcast", "list")
     def checksums(self) -> dict[str, int]:
-        """Tell the checksums of the tensors that were taken last."""
+        """Report checksums of the tensors loaded last."""
         weights = self._weights()
         return {name: checksum(weights[name]) for name in self._taken}
 
     def _weights(self) -> dict[str, Tensor]:
-        """All that the engine multiplies by, in whatever type, by name."""
+        """All tensors that the engine multiplies by, in any type, by name."""
         module = self.policy.module
         return dict[str, Tensor](module.named_parameters()) | quantised_tensors(module)
 
     @dispatch("broadcast", "list")
     def sleep(self) -> None:
-        """Give the engine's memory back until its next request."""
+        """Free the engine's memory until its next request."""
         self.thread.do(lambda engine: engine.sleep())

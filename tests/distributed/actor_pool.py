@@ -34,7 +34,7 @@ class PooledHost(WorkerActor):
         leave_process_group()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        self.is_there.clear()
+        self.is_ready.clear()
         self.worker = None
 
 
@@ -74,7 +74,7 @@ class PooledCluster(Cluster):
         self.taken: list[tuple[int, Any]] = []
         super().__init__(*args)
 
-    def host(self, seat: ProcessSlot) -> Any:
+    def host(self, slot: ProcessSlot) -> Any:
         self.taken.append(self.pool.take())
         return self.taken[-1][1]
 

@@ -31,7 +31,7 @@ BESIDE = ["placement=ray", "placement.pools={a: {}, b: {}}", "placement.roles={a
 
 def bundles(layout: str, workers: int, engines: int, on_gpu: bool = False) -> tuple[int, list[int], list[int]]:
     made = plan_layout(RayPlacement(workers=workers, engines=engines, layout=layout), on_gpu)
-    return len(made.bundles), *([seat.bundle for seat in made.seats[group]] for group in (ACTOR, ROLLOUT))
+    return len(made.bundles), *([slot.bundle for slot in made.slots[group]] for group in (ACTOR, ROLLOUT))
 
 
 def test_colocated_processes_share_bundles_and_split_ones_do_not() -> None:
@@ -43,10 +43,10 @@ def test_colocated_processes_share_bundles_and_split_ones_do_not() -> None:
 def test_who_shares_a_bundle_asks_for_his_part_of_it() -> None:
     made = plan_layout(RayPlacement(workers=1, engines=2, cpus=4), on_gpu=True)
     assert made.bundles == [{"CPU": 4, "GPU": 1}] * 2
-    assert [seat.resources for seat in made.seats[ACTOR]] == [{"CPU": 2, "GPU": 0.5}]
-    assert [seat.resources for seat in made.seats[ROLLOUT]] == [{"CPU": 2, "GPU": 0.5}, {"CPU": 4, "GPU": 1}]
+    assert [slot.resources for slot in made.slots[ACTOR]] == [{"CPU": 2, "GPU": 0.5}]
+    assert [slot.resources for slot in made.slots[ROLLOUT]] == [{"CPU": 2, "GPU": 0.5}, {"CPU": 4, "GPU": 1}]
     for k in range(2):
-        assert sum(s.resources["CPU"] for seats in made.seats.values() for s in seats if s.bundle == k) == 4
+        assert sum(s.resources["CPU"] for slots in made.slots.values() for s in slots if s.bundle == k) == 4
 
 
 POOLS = {"train": {"places": 2, "cpus": 2}, "more": {"places": 1}, "checks": {"places": 2, "gpu": False}}
@@ -58,15 +58,15 @@ def test_roles_of_a_pool_take_turns_and_pools_are_apart() -> None:
     wanted = RayPlacement(**POOLED)
     made = plan_layout(wanted, on_gpu=True)
     assert made.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 1, "GPU": 1}] + [{"CPU": 1}] * 2
-    assert {role: [seat.bundle for seat in seats] for role, seats in made.seats.items()} == {
+    assert {role: [slot.bundle for slot in slots] for role, slots in made.slots.items()} == {
         "actor": [0, 1],
         "rollout": [0, 1],
         "reference": [2],
         "critic": [2],
         "reward": [3, 4],
     }
-    assert made.seats["critic"][0].resources == {"CPU": 0.5, "GPU": 0.5}
-    assert made.seats["reward"][0].resources == {"CPU": 1}
+    assert made.slots["critic"][0].resources == {"CPU": 0.5, "GPU": 0.5}
+    assert made.slots["reward"][0].resources == {"CPU": 1}
     assert wanted.take_turns("actor", "rollout")
     assert not wanted.take_turns("reference", "rollout")
     assert [wanted.size(role) for role in ROLES] == [2, 2, 1, 1, 2]
@@ -77,7 +77,7 @@ def test_a_reference_in_the_actors_pool_is_in_its_processes() -> None:
     made = plan_layout(
         RayPlacement(pools={"all": {}}, roles={"actor": "all", "rollout": "all", "reference": "all"}), False
     )
-    assert set(made.seats) == {"actor", "rollout"}
+    assert set(made.slots) == {"actor", "rollout"}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_run_that_cannot_be_placed_starts_nothing(
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delitem(sys.modules, "burnish.distributed.ray_backend", raising=False)
+    monkeypatch.delitem(sys.modules, "burnish.distributed.ray_cluster", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'burnish\[ray\]'"), open_cluster(config_of(tmp_path)):
         pass

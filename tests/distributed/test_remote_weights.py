@@ -265,7 +265,7 @@ def test_a_change_to_another_version_than_the_engine_has_is_refused(tmp_path: Pa
     parts.trainer.publish(1, False)  # nobody takes it
     learn(parts.trainer)
     parts.engine.load(2, ())
-    with pytest.raises(RuntimeError, match="changed since version 1 is of no use to an engine with version 0"):
+    with pytest.raises(RuntimeError, match="a delta from version 1 does not apply to an engine with version 0"):
         parts.engine.confirm()
 
 

@@ -152,7 +152,7 @@ def test_a_selection_that_would_leave_ranks_without_work_is_sent_anew() -> None:
     group, backend = group_of(2)
     batch = batch_of(length=50)
     group.outputs(batch)
-    base = group._base
+    base = group._resident
     assert base is not None
     mine = torch.tensor([i for a, b in base.plan.sequences[0] for i in range(a, b)])
     mini = batch.select(mine)
@@ -166,5 +166,5 @@ def test_a_rank_that_does_not_have_a_batch_says_so() -> None:
     batch = batch_of()
     group.outputs(batch)
     keeper: Any = backend.keepers[0]
-    with pytest.raises(RuntimeError, match="this rank keeps batch 1, and was asked for 7"):
+    with pytest.raises(RuntimeError, match="this rank has batch 1 and was asked for 7"):
         keeper.open(replace(ResidentShardRef(1, 1), key=7))
