@@ -1,1 +1,1 @@
-"""Builds the roles of a run (actor, reference, engine, rewards) from a config."""
+"""Worker groups in this process and on Ray, their placement, and the roles of a run that they hold."""

@@ -1,11 +1,11 @@
-"""A judge that is a model directory: an engine in a process of its own answers what the judge asks.
+"""A judge that is a model directory: an engine in a separate process answers its questions.
 
     reward:
       parts: [{name: judge, options: {path: models/judge, votes: 3, temperature: 0.7}}]
 
-The policy's engine never hears of it: the judge has its own weights, cache and process, which ends with this one. Many
-questions are decoded at once; an answer depends on the question and its seed alone. A process that dies is started again,
-and what it was asked is asked again, as often as a call to an endpoint would be.
+The judge has its own weights, cache and process, independent of the policy's engine; the process ends with this one. Many questions
+are decoded at once, and an answer depends only on the question and its seed. A process that dies is restarted, and its questions are
+asked again, as often as a call to an endpoint would be retried.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from burnish.sandbox.rpc import frame
 START_S = 900.0
 """How long a model may take to load."""
 MAX_JUDGE_STARTS = 3
-"""How often in a row it is started again without having answered anything."""
+"""Restarts in a row without an answer."""
 KILL_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
 MAX_ERROR_CHARS = 2000
 
 
 class JudgeProcessDied(Exception):
-    """The process ended before it had answered."""
+    """The process ended before it answered."""
 
 
 class EngineJudge:
-    """Answers chat requests from a model directory. Threads may share it; close it."""
+    """Answers chat requests from a model directory. Threads may share it; call `close` at the end."""
 
     def __init__(self, directory: Path, options: JudgeOptions) -> None:
-        """Returns when the model is loaded; UserError with what the process said where it could not be."""
-        read_config(directory)  # a directory that holds no model is not worth a process
+        """Returns when the model is loaded; raises UserError with the process's output if it cannot be loaded."""
+        read_config(directory)  # raises for a directory without a model, before a process is started
         self.directory, self.options = directory, options
         self.address = f"engine://{model_digest(directory)}/{options.engine}/{options.dtype}"
         self._lock = threading.Lock()
         self._is_closed = False
-        self._fruitless = 0  # starts since the last answer
+        self._num_fruitless_starts = 0  # starts since the last answer
         self._worker = JudgeProcess(directory, options)
         self.note = f"judge {directory.name}: {self._worker.note}, in a process of its own"
 
     def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
-        """The answer, and how often it was asked for again; JudgeFailed where there is none in time."""
+        """The answer, and the number of retries; raises JudgeFailed if there is none in time."""
         options, problem = self.options, "nothing was asked"
         for attempt in range(options.retries + 1):
             left_s = min(options.call_s, deadline - time.monotonic())
             if left_s <= 0:
                 raise JudgeFailed(f"the deadline of the sample is reached; {problem}")
             worker = self._running()
-            left_s = max(0.0, min(left_s, deadline - time.monotonic()))  # a start may have taken most of it
+            left_s = max(0.0, min(left_s, deadline - time.monotonic()))  # a restart may have taken most of the time
             question = worker.submit(body)
             try:
                 answer = question.result(left_s)
-                self._fruitless = 0
+                self._num_fruitless_starts = 0
                 return answer, attempt
             except NotInTime:
                 worker.forget(question)
@@ -86,21 +86,21 @@ class EngineJudge:
         raise JudgeFailed(f"{problem} (asked {options.retries + 1} times)")
 
     def close(self) -> None:
-        """End the process; one that is being started ends as soon as it is there."""
+        """Kill the process; one that is being started is killed when it is ready."""
         self._is_closed = True
         self._worker.kill()
 
     def _running(self) -> JudgeProcess:
-        """The process, started again where it has died."""
+        """The process, restarted if it has died."""
         with self._lock:
             if self._is_closed:
                 raise JudgeFailed("the judge was closed")
             if self._worker.is_dead:
-                if self._fruitless >= MAX_JUDGE_STARTS:
+                if self._num_fruitless_starts >= MAX_JUDGE_STARTS:
                     raise JudgeFailed(
                         f"judge {self.directory.name} died after each of {MAX_JUDGE_STARTS} starts without an answer"
                     )
-                self._fruitless += 1
+                self._num_fruitless_starts += 1
                 try:
                     self._worker = JudgeProcess(self.directory, self.options)
                 except UserError as error:
@@ -112,7 +112,7 @@ class EngineJudge:
 
 
 class JudgeProcess:
-    """The process, and a thread that hands its answers to those who wait for them."""
+    """The process, and a thread that passes its answers to the waiting callers."""
 
     def __init__(self, directory: Path, options: JudgeOptions) -> None:
         self.note = ""
@@ -120,7 +120,7 @@ class JudgeProcess:
         self._number = 0
         self._lock = threading.Lock()
         self._ready: Future[str] = Future()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- what the process writes there is told when it dies
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- quoted when the process dies
         ours, theirs = socket.socketpair()
         self._channel = ours
         root = str(Path(burnish.__file__).parents[1])
@@ -154,18 +154,18 @@ class JudgeProcess:
         return not self._thread.is_alive()
 
     def submit(self, body: Mapping[str, Any]) -> Future[str]:
-        """Ask; the answer comes later, or Died."""
+        """Ask a question; the future gets the answer or `JudgeProcessDied`."""
         question: Future[str] = Future()
         with self._lock:
             number = self._number = self._number + 1
             self._waiting[number] = question
         self._send({**body, "id": number})
-        if self.is_dead:  # it may have died before it knew of this one
+        if self.is_dead:  # it may have died before this question was registered
             self._end()
         return question
 
     def forget(self, question: Future[str]) -> None:
-        """Nobody waits for an answer any more."""
+        """Drop a question whose answer is no longer wanted."""
         with self._lock:
             number = next((n for n, one in self._waiting.items() if one is question), None)
             self._waiting.pop(number or 0, None)
@@ -173,10 +173,10 @@ class JudgeProcess:
             self._send({"forget": number})
 
     def kill(self) -> None:
-        """End the process, and with it the thread."""
+        """Kill the process, which also ends the thread."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # deep in the kernel: it ends when it can
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call; it ends later
             self._process.wait(KILL_TIMEOUT_S)
         self._thread.join(KILL_TIMEOUT_S)
         self._channel.close()
@@ -192,11 +192,14 @@ class JudgeProcess:
             raise UserError(f"judge {directory}: {error}") from error
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with self._lock, contextlib.suppress(OSError):  # gone: whoever waits hears of it from the thread
+        with (
+            self._lock,
+            contextlib.suppress(OSError),
+        ):  # the process is gone; the reading thread tells the waiting callers
             self._channel.sendall(frame(json.dumps(message).encode()))
 
     def _read(self) -> None:
-        """Until the process ends."""
+        """Read answers until the process ends."""
         frames = FrameReader()
         with contextlib.suppress(OSError):
             while data := self._channel.recv(READ_BYTES):
@@ -220,7 +223,7 @@ class JudgeProcess:
                 question.set_result(said["text"])
 
     def _end(self) -> None:
-        """Tell everyone who waits."""
+        """Give all waiting callers the error."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_TIMEOUT_S)
         status = self._process.returncode

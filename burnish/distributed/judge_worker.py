@@ -1,8 +1,8 @@
-"""The process of a judge that is a model directory (`distributed/judge_process.py` starts it): `python -m burnish.distributed.judge_worker FD`.
+"""The process of a judge model (`judge_process.py` starts it): `python -m burnish.distributed.judge_worker FD`.
 
-It reads JSON in frames from a socket: first what to load, then chat requests as an endpoint takes them, each with an `id`, or
-`{"forget": id}`. It answers `{"ready": note}` or `{"failed": why}`, then `{"id", "text"}` or `{"id", "error"}` for each. It ends
-when the socket does: whoever started it is gone then.
+It reads framed JSON from a socket: first what to load, then chat requests in the format of an endpoint, each with an `id`, or
+`{"forget": id}`. It answers `{"ready": note}` or `{"failed": why}`, then `{"id", "text"}` or `{"id", "error"}` for each request. It
+ends when the socket is closed, because the parent process is then gone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Message = dict[str, Any]
 
 
 class JudgeServer:
-    """The engine in the main thread, and another that listens: a question interrupts the decoding, and joins it."""
+    """Runs the engine in the main thread. A second thread reads questions, which interrupt the decoding and join it."""
 
     def __init__(self, channel: socket.socket, policy: PolicyModel, engine: Engine) -> None:
         self.channel, self.policy, self.engine = channel, policy, engine
@@ -45,7 +45,7 @@ class JudgeServer:
         self.running: set[str] = set()
 
     def run(self, frames: FrameReader, waiting: list[bytes]) -> None:
-        """Answer until the process ends; `waiting` came with the first message."""
+        """Answer until the process ends; `waiting` are messages that arrived together with the setup."""
         for body in waiting:
             self.inbox.put(json.loads(body))
         threading.Thread(target=self.listen, args=(frames,), name="questions", daemon=True).start()
@@ -55,22 +55,22 @@ class JudgeServer:
                 self.answer(completion)
 
     def listen(self, frames: FrameReader) -> None:
-        """Take questions; without anybody to answer to, the process ends at once, whatever the engine is doing."""
+        """Read questions. When the socket is closed, end the process at once, whatever the engine is doing."""
         status = 1
         try:
             while data := self.channel.recv(READ_BYTES):
                 for body in frames.feed(data):
                     self.inbox.put(json.loads(body))
-                self.engine.interrupt()  # after the put: whoever comes out of `stream` for this finds it
+                self.engine.interrupt()  # after the put, so that the main thread finds the message
             status = 0
         except ConnectionError:
             status = 0
-        except BaseException:  # noqa: BLE001 -- whoever started the process reads it there
+        except BaseException:  # noqa: BLE001 -- the parent process reads it from stderr
             traceback.print_exc()
         os._exit(status)
 
     def read_inbox(self) -> None:
-        """Submit what was asked; where nothing runs, wait until something is."""
+        """Submit new questions; waits for one if nothing runs."""
         while True:
             try:
                 message = self.inbox.get(block=not self.running)
@@ -95,8 +95,10 @@ class JudgeServer:
 
 
 def request_of(message: Message, policy: PolicyModel) -> Request:
-    """A chat request as the engine wants it, through the model's chat template where it has one. The noise belongs to the
-    question and its seed; an answer is cut to the positions that the question leaves."""
+    """A chat request for the engine, rendered by the model's chat template if it has one.
+
+    The random key depends on the question and its seed only. The answer is limited to the positions that the question leaves.
+    """
     tokens = render(Row("judge", message["messages"], "judge", None), policy.tokenizer, Template())
     room = message["max_tokens"]
     if policy.max_positions is not None:
@@ -112,7 +114,7 @@ def request_of(message: Message, policy: PolicyModel) -> Request:
 
 
 def load(setup: Message) -> tuple[PolicyModel, Engine]:
-    """The model and its engine."""
+    """Load the model and its engine."""
     backend = "transformers" if setup["engine"] == "transformers" else "auto"
     policy = load_policy(
         Model(dtype=setup["dtype"], device=setup["device"], backend=backend), Path(setup["path"]), None, seed=0

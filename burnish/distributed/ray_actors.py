@@ -102,14 +102,14 @@ class WorkerActor:
         """Call a method in the lane `side`."""
         return self.call(method, parcel, *parts)
 
-    def forward(self, message: RelayMessage, *batch_parts: Any) -> list[CallOutcome]:
+    def forward(self, message: RelayMessage, *batch_parts: Any) -> list[RayOutcome]:
         """Forward calls to other actors, in the lane `work` (relays only)."""
         self.is_ready.wait()
-        found: list[CallOutcome] = self.worker.forward(message, *batch_parts)
+        found: list[RayOutcome] = self.worker.forward(message, *batch_parts)
         return found
 
     @ray.method(concurrency_group="side")
-    def forward_side(self, message: RelayMessage, *batch_parts: Any) -> list[CallOutcome]:
+    def forward_side(self, message: RelayMessage, *batch_parts: Any) -> list[RayOutcome]:
         """Forward calls in the lane `side`."""
         return self.forward(message, *batch_parts)
 
@@ -162,7 +162,7 @@ def _redirect_output(log: Path) -> None:
 
 
 @dataclass(frozen=True)
-class CallOutcome:
+class RayOutcome:
     """The outcome of a call: a result, an error of the worker, or a worker that has died."""
 
     value: Any = None
@@ -176,16 +176,16 @@ class CallOutcome:
         return self.error is not None or self.gone is not None
 
 
-def call_outcome(reference: Any) -> CallOutcome:
+def ray_outcome(reference: Any) -> RayOutcome:
     """The outcome of a call that has ended."""
     try:
-        return CallOutcome(ray.get(reference))
+        return RayOutcome(ray.get(reference))
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
-            return CallOutcome(error=str(error.cause), is_users=True)
-        return CallOutcome(error=ANSI_COLOURS.sub("", str(error)))
+            return RayOutcome(error=str(error.cause), is_users=True)
+        return RayOutcome(error=ANSI_COLOURS.sub("", str(error)))
     except RayError as error:
-        return CallOutcome(gone=exit_reason(error))
+        return RayOutcome(gone=exit_reason(error))
 
 
 def exit_reason(error: Exception) -> str:
@@ -220,7 +220,7 @@ class Relay:
         """Use a new actor for a rank."""
         self.hosts[rank] = host
 
-    def forward(self, message: RelayMessage, *batch_parts: Sequence[Any]) -> list[CallOutcome]:
+    def forward(self, message: RelayMessage, *batch_parts: Sequence[Any]) -> list[RayOutcome]:
         """The outcome of a call at each rank. Each of `batch_parts` holds the parts of one batch, one per rank.
 
         If one rank fails, the others have `GRACE_S` left: they may be waiting for it forever.
@@ -233,12 +233,12 @@ class Relay:
             ): k
             for k, rank in enumerate(message.ranks)
         }
-        outcomes: dict[int, CallOutcome] = {}
+        outcomes: dict[int, RayOutcome] = {}
         left, until = list(places), float("inf")
         while left and time.monotonic() < until:
             ended, left = ray.wait(left, num_returns=len(left), timeout=0.5)
-            outcomes |= {places[reference]: call_outcome(reference) for reference in ended}
+            outcomes |= {places[reference]: ray_outcome(reference) for reference in ended}
             if until == float("inf") and any(outcome.is_bad for outcome in outcomes.values()):
                 until = time.monotonic() + GRACE_S
-        late = CallOutcome(gone=f"it had not answered {GRACE_S:g} s after another rank failed")
+        late = RayOutcome(gone=f"it had not answered {GRACE_S:g} s after another rank failed")
         return [outcomes.get(k, late) for k in range(count)]

@@ -24,12 +24,12 @@ from burnish.core.serialization import PackedArrays, encode, num_array_bytes
 from burnish.distributed.batch_dispatch import ShardedBatch
 from burnish.distributed.placement import ProcessSlot
 from burnish.distributed.ray_actors import (
-    CallOutcome,
+    RayOutcome,
     Relay,
     RelayMessage,
-    call_outcome,
     exit_reason,
     kill_process,
+    ray_outcome,
     request_stack_dump,
     stacks_file,
     start_call,
@@ -97,7 +97,7 @@ class RayProcesses:
         while self._begun:
             ready, _ = ray.wait(list(self._begun.values()), num_returns=len(self._begun), timeout=0.5)
             for rank in [rank for rank, reference in self._begun.items() if reference in ready]:
-                found = call_outcome(self._begun.pop(rank))
+                found = ray_outcome(self._begun.pop(rank))
                 if found.gone is not None:
                     raise self._ended_before(rank, found.gone)
                 if found.error is not None:
@@ -131,7 +131,7 @@ class RayProcesses:
         except RayActorError as error:
             raise self._ended_before(0, exit_reason(error)) from error
 
-    def _failed(self, rank: int, found: CallOutcome) -> Exception:
+    def _failed(self, rank: int, found: RayOutcome) -> Exception:
         """The error of a rank, as it is raised in the driver."""
         if found.is_users:
             return UserError(str(found.error))
@@ -149,7 +149,7 @@ class RayProcesses:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_TIMEOUT_S) if asked else ([], [])
         )
         for other, reference in asked.items():
-            if reference in ready and (gone := call_outcome(reference).gone) is not None:
+            if reference in ready and (gone := ray_outcome(reference).gone) is not None:
                 raise WorkerGone(f"{gone} (rank {rank} failed with it: {error.strip().splitlines()[-1]})", other)
 
     def describe(self, rank: int) -> str:
@@ -345,11 +345,11 @@ class _Reply:
 
     def __init__(self, reference: Any, is_many: bool) -> None:
         self.reference, self.is_many = reference, is_many
-        self._outcomes: list[CallOutcome] | CallOutcome | None = None
+        self._outcomes: list[RayOutcome] | RayOutcome | None = None
 
-    def outcome(self, index: int) -> CallOutcome:
+    def outcome(self, index: int) -> RayOutcome:
         if self._outcomes is None:
-            found = call_outcome(self.reference)
+            found = ray_outcome(self.reference)
             # If a relay has died, the answers of all its ranks are lost.
             self._outcomes = found.value if self.is_many and not found.is_bad else found
         return self._outcomes[index] if isinstance(self._outcomes, list) else self._outcomes
@@ -364,6 +364,6 @@ class _RayCall:
     index: int
 
     @property
-    def outcome(self) -> CallOutcome:
+    def outcome(self) -> RayOutcome:
         """The outcome of a call that has ended."""
         return self.reply.outcome(self.index)

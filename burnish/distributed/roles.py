@@ -1,6 +1,4 @@
-"""Builds the roles of a run from its config: the policy, the learner and the reference on its weights, the critic, the
-engine, the driver that runs environments against it.
-"""
+"""Builds the roles of a run from its config: policy, learner, reference, critic, process reward model, engine and reward models."""
 
 from __future__ import annotations
 
@@ -63,8 +61,10 @@ from burnish.training.reward_scorer import ModelScorer
 def build_scorers(
     reward: Reward, tokenizer: Tokenizer, base: Path | None, kinds: Collection[str] = (MODEL, JUDGE)
 ) -> dict[int, ModelScorer | EngineJudge]:
-    """The models that are parts of a reward, and those that answer for a judge in processes of their own, by the index of their
-    part; `tokenizer` is the policy's. Those of other `kinds` are looked at and not loaded."""
+    """Reward models, and judges in their own processes, by the index of their reward part.
+
+    `tokenizer` is the policy's. Parts of kinds that are not in `kinds` are checked and not loaded.
+    """
     made: dict[int, ModelScorer | EngineJudge] = {}
     for index, part in enumerate(reward.parts):
         if part.name == MODEL:
@@ -80,19 +80,19 @@ def build_scorers(
 
 
 def build_reward_models(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> dict[int, ModelScorer]:
-    """Those that are parts of a reward, and no judge."""
+    """The reward models among the parts of a reward, without judges."""
     made = build_scorers(reward, tokenizer, base, (MODEL,))
     return {index: one for index, one in made.items() if isinstance(one, ModelScorer)}
 
 
 def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
-    """The policy a run starts from: a model directory, with an adapter where there is one, or a new decoder."""
+    """The policy that a run starts from: a model directory, with an adapter if configured, or a new decoder."""
     path, adapter = _directories(config, base)
     return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
 
 
 def build_outline(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyOutline:
-    """The same policy without its weights; the error is that of `build_policy` wherever weights are not needed to find it."""
+    """The same policy without weights. It raises the errors of `build_policy` that can be found without them."""
     path, adapter = _directories(config, base)
     return outline_policy(config, path, alphabet_of(sources, seed), adapter)
 
@@ -108,7 +108,7 @@ def _directories(config: Model, base: Path | None) -> tuple[Path | None, Path | 
 
 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
-    """The engine that samples from the policy's own tensors, or with a fault from others."""
+    """The engine that samples from the policy's own tensors, or from altered ones if `rollout.mismatch` is set."""
     if rollout.mismatch is None:
         return _build_engine(policy, rollout, listener)
 
@@ -120,7 +120,7 @@ def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str,
 
 
 def engine_kind(rollout: Rollout, is_native: bool) -> str:
-    """Which engine samples, and the error for one that cannot sample from the policy; `is_native`: it is a native decoder."""
+    """The engine that samples; UserError if it cannot run the policy. `is_native`: the policy is a native decoder."""
     kind = rollout.engine if rollout.engine != "auto" else ("native" if is_native else "transformers")
     if kind == "native" and not is_native:
         raise UserError("rollout.engine=native needs the native decoder; this model runs through transformers")
@@ -150,7 +150,7 @@ def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str
             policy.module.exact = partial(exact_logprobs, policy.module)
         if weight.is_cuda or rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto":
             return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
-        # On a CPU a dense cache is faster: its attention needs no gathering of pages.
+        # On a CPU a dense cache is faster: its attention does not gather pages.
         return DenseEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
     if kind == "vllm":
         return _build_vllm(policy, rollout, listener)
@@ -166,7 +166,7 @@ def _build_vllm(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, 
         return VllmEngine(policy, options, rollout.max_rows, rollout.cache_gib, listener)
     if listener is not None:
         raise UserError(
-            "a vLLM server answers whole completions, so nobody can listen to its tokens: remove rollout.vllm.url"
+            "a vLLM server answers whole completions, so its tokens cannot be streamed: remove rollout.vllm.url"
         )
     return VllmServer(policy, options, rollout.max_rows)
 
@@ -206,29 +206,29 @@ def _build_paged(
 
 
 def engine_with_own_weights(engine: Engine, policy: PolicyModel, rollout: Rollout) -> Engine:
-    """The engine for a source that samples while the learner learns: one that shares the policy's tensors gets a copy of them."""
+    """The engine for a source that samples while the learner trains. An engine that shares the policy's tensors gets a copy."""
     if not isinstance(engine, DenseEngine | PagedEngine | TransformersEngine):
-        return engine  # a server, which has weights of its own
+        return engine  # a server has its own weights
     if next(policy.module.parameters()).is_cuda:
         raise UserError(gpu_refusal(rollout.source.name))
     return WeightCopyEngine(lambda module: _build_engine(replace(policy, module=module), rollout, None), policy.module)
 
 
 def find_paged_engine(engine: Engine) -> PagedEngine | None:
-    """The engine that has a paged cache, itself or behind a fault or on a copy of the weights."""
+    """The paged engine, itself or inside a wrapper; None if there is none."""
     inner = engine.engine if isinstance(engine, MismatchEngine | WeightCopyEngine) else engine
     return inner if isinstance(inner, PagedEngine) else None
 
 
 def policy_updates(config: TrainConfig) -> int:
-    """Updates of the policy in a whole run: none while the critic alone is trained."""
+    """Updates of the policy in a whole run; none while only the critic is trained."""
     training, critic = config.training, config.algorithm.critic
     steps = training.steps - (critic.warmup_steps if critic is not None else 0)
     return steps * training.mini_batches * training.epochs
 
 
 def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Learner:
-    """The learner of the actor; its schedule ends with the last step. Of several ranks the policy is divided among them."""
+    """The learner of the actor; its schedule ends with the last step. With several ranks the policy is divided among them."""
     training, total = config.training, policy_updates(config)
     set_activations(policy.module, training.activations)
     if training.compile:
@@ -247,7 +247,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
 
 
 def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
-    """Refuse a teacher that could not read the policy's tokens, or does not say how likely each of them is."""
+    """Refuse a teacher that cannot read the policy's tokens, or that gives no probability for some of them."""
     slot = config.algorithm.kl.reference
     if not isinstance(slot, TeacherReference) or slot.path is None:
         return
@@ -275,7 +275,7 @@ def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> 
 def build_reference(
     config: TrainConfig, policy: PolicyModel, base: Path | None, ranks: Ranks = SOLO
 ) -> Reference | None:
-    """The reference, or None where nothing asks for one; call it before the policy's weights move, or are divided."""
+    """The reference, or None if nothing uses one. Call it before the policy's weights change or are divided."""
     slot = config.algorithm.kl.reference
     if slot.name == "none":
         return None
@@ -289,7 +289,7 @@ def build_reference(
 
 
 def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Critic | None:
-    """The critic, its backbone a copy of the policy (with adapters: of these) as it is now, or None where no advantage uses values."""
+    """The critic, or None if no advantage uses values. Its backbone copies the policy as it is now; with LoRA, only the adapters."""
     critic, training = config.algorithm.critic, config.training
     if critic is None:
         return None
@@ -310,17 +310,14 @@ def build_runner(config: TrainConfig, policy: PolicyModel, engine: Engine, base:
 def build_environment_driver(
     environment: Environment, policy: PolicyModel, engine: Engine, seed: int, base: Path | None = None
 ) -> RolloutRunner:
-    """The driver of an environment; a trajectory has the tokens that both the model and the environment allow."""
+    """The driver of an environment; a trajectory is limited by the model's positions and by `environment.max_tokens`."""
     factory = environment_factory(environment, policy.tokenizer, base)
     limits = policy.max_positions, environment.max_tokens
     return RolloutRunner(engine, factory, policy.tokenizer, seed, environment.max_turns, *limits)
 
 
-# --- Builds the process reward model of a run: a second language model, with its frozen start.
-
-
 def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
-    """Refuse a process reward model that could not read the policy's tokens."""
+    """Refuse a process reward model that cannot read the policy's tokens."""
     process = config.algorithm.process
     if process is None or process.path is None:
         return
@@ -334,9 +331,9 @@ def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Pat
 def build_process_reward_model(
     config: TrainConfig, policy: PolicyModel, base: Path | None, ranks: Ranks = SOLO
 ) -> ProcessRewardModel | None:
-    """The process reward model, a copy of the policy as it is now or a model of its own, or None where no advantage uses one.
+    """The process reward model, or None if no advantage uses one: a copy of the policy as it is now, or a model of its own.
 
-    Call it before the policy's weights move, or are divided. Where the policy has adapters this has some of its own.
+    Call it before the policy's weights change or are divided. If the policy has adapters, the model has its own.
     """
     process, training = config.algorithm.process, config.training
     if process is None:
