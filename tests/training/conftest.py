@@ -1,4 +1,4 @@
-"""A tiny decoder and batches of groups, for the tests of what is computed over a whole mini-batch."""
+"""A tiny decoder and batches of groups, for tests of computations over a whole mini-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic learns, for any token budget, beside the policy it was copied from, and goes on bit for bit."""
+"""The critic learns for any token budget, independently of the policy it was copied from, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_its_gradient_and_metrics_are_the_same_for_any_token_budget(
         assert update.stats[name] == pytest.approx(amount.item() / wanted.numel(), abs=1e-12)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(it.learner.optimizer.gradients()[name], parameter.grad, atol=1e-12, rtol=0)
-    assert update.logp is None  # nobody reads a critic's columns, so they do not travel
+    assert update.logp is None  # a critic's columns are not used, so they are not returned
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""A KL over the whole vocabulary in the loss: the reference is asked in the same pass, and the gradient is the KL's own."""
+"""The KL over the whole vocabulary in the loss: the reference is computed in the same pass, and the gradient is the KL's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner against one whole-batch autograd oracle: gradients, steps, skipped steps, checkpoints."""
+"""The learner against an autograd oracle on the whole batch: gradients, steps, skipped steps, checkpoints."""
 
 from __future__ import annotations
 

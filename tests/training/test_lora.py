@@ -1,4 +1,4 @@
-"""A learner, a critic and references on a model with adapters: what is trained, copied and saved is the adapters."""
+"""A learner, a critic and references on a model with adapters: only the adapters are trained, copied and saved."""
 
 from __future__ import annotations
 

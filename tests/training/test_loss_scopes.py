@@ -290,10 +290,7 @@ def test_a_half_type_is_clipped_and_stepped_with_the_float32_sums(make_model: Ma
         torch.testing.assert_close(moment, 0.1 * gradient, rtol=1e-5, atol=1e-9)
 
 
-# --- A loss that adds up over groups: one pass where every group fits into a micro-batch, two where one does not; the same numbers.
-
-GroupModelMaker = Callable[..., Decoder]
-GroupBatchMaker = Callable[..., Batch]
+# --- losses that sum over groups: one pass if every group fits into a micro-batch, else two, with the same numbers --------
 
 
 class Additive(GroupContrast):
@@ -305,7 +302,7 @@ class Additive(GroupContrast):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shapes=RANDOM_SHAPES, budget=st.integers(1, 48), seed=st.integers(0, 99))
 def test_group_losses_are_the_same_for_any_token_budget(
-    shapes: list[tuple[int, int, int]], budget: int, seed: int, make_model: GroupModelMaker, make_batch: GroupBatchMaker
+    shapes: list[tuple[int, int, int]], budget: int, seed: int, make_model: MakeModel, make_batch: MakeBatch
 ) -> None:
     model, batch = make_model(), make_batch(shapes, seed)
     value, metrics, expected = oracle(model, batch, Additive())
@@ -316,9 +313,7 @@ def test_group_losses_are_the_same_for_any_token_budget(
     assert_same(it.optimizer.gradients(), expected)
 
 
-def test_ranks_that_hold_whole_groups_add_up_to_the_same(
-    make_model: GroupModelMaker, make_batch: GroupBatchMaker
-) -> None:
+def test_ranks_that_hold_whole_groups_add_up_to_the_same(make_model: MakeModel, make_batch: MakeBatch) -> None:
     model, batch = make_model(), make_batch(SHAPES)
     gradients = []
     for group in (3, 7, 9):
@@ -332,8 +327,8 @@ def test_ranks_that_hold_whole_groups_add_up_to_the_same(
 def test_a_group_is_divided_only_where_it_has_no_room(
     budget: int,
     is_seen_whole: bool,
-    make_model: GroupModelMaker,
-    make_batch: GroupBatchMaker,
+    make_model: MakeModel,
+    make_batch: MakeBatch,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The largest group has 14 tokens; a second pass over all of them is made only where it does not fit."""
@@ -352,7 +347,7 @@ def test_a_group_is_divided_only_where_it_has_no_room(
 
 
 def test_a_group_with_a_sequence_out_of_the_loss_is_not_shown_without_it(
-    make_model: GroupModelMaker, make_batch: GroupBatchMaker
+    make_model: MakeModel, make_batch: MakeBatch
 ) -> None:
     model, batch = make_model(), make_batch(SHAPES)
     batch = batch.with_token(loss_mask=batch.loss_mask & (batch.sequence_ids != 2))
@@ -362,7 +357,7 @@ def test_a_group_with_a_sequence_out_of_the_loss_is_not_shown_without_it(
     assert_same(it.optimizer.gradients(), oracle(model, batch, Additive())[2])
 
 
-def test_micro_batches_of_whole_groups_hold_whole_groups(make_batch: GroupBatchMaker) -> None:
+def test_micro_batches_of_whole_groups_hold_whole_groups(make_batch: MakeBatch) -> None:
     batch = make_batch(SHAPES)
     found = micro_batches_of(batch, Packing(17), "action_mask", whole_groups=True)
     groups = [set(piece.batch.sequence["group_ids"].tolist()) for piece in found]

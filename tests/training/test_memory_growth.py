@@ -1,4 +1,4 @@
-"""Over many updates of changing lengths the process does not grow (`bench/soak.py` is the long version)."""
+"""The process does not grow over many updates of changing lengths (`bench/soak.py` is the long version)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's clock: whose a moment is, and that the operations it counts are those of the batches it was given."""
+"""The learner's meter: the phase that time is attributed to, FLOPs of the batches, gradient norms per block, peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def busy(meter: Meter, clock: Clock) -> None:
-    """Other 1 s, forward 2, communication inside it 4, other 8, and 16 that are nobody's."""
+    """Other 1 s, forward 2, communication inside it 4, other 8, and 16 outside any phase."""
     with meter("other"):
         clock.now += 1
         with meter("forward"):

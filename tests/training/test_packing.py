@@ -1,4 +1,4 @@
-"""Micro-batches: a partition under the budget, balanced, and the way back to the whole batch."""
+"""Packing into micro-batches: each sequence once, within the budget, balanced; and Karmarkar-Karp partitions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_computed_on_parts_goes_back_to_its_tokens(lengths: list[int], b
     assert torch.equal(token_positions(batch, everything), torch.arange(n))
 
 
-# --- Dividing costs over parts: everything is placed once, and evenly.
+# --- Karmarkar-Karp partitions -----------------------------------------------------------------------------------------
 
 
 def spreads(costs: list[float], parts: list[list[int]]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The implicit process reward model: it learns outcomes for any token budget, beside the policy, and goes on bit for bit."""
+"""The implicit process reward model learns outcomes for any token budget, and resumes bit for bit."""
 
 from __future__ import annotations
 

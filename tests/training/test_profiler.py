@@ -1,4 +1,4 @@
-"""Reading a profiler's trace: a made-up one of a GPU with known times, and phases and gaps by hand."""
+"""Summaries of a profiler's trace: an artificial GPU trace with known times, and phases and gaps by hand."""
 
 from __future__ import annotations
 

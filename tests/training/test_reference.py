@@ -1,4 +1,4 @@
-"""References: which weights each kind holds at each moment, and that the ones that move come back bit for bit."""
+"""References: the weights of each kind over time, checkpoints bit for bit, and teachers from a directory."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_missing_or_wrong_file_is_named(name: str, tmp_path: Path, make_model:
     assert all(torch.equal(p, start[n]) for n, p in ref.model.named_parameters())
 
 
-# --- A teacher as the reference: another model from a directory, asked for log-probs and for whole distributions.
+# --- teachers ----------------------------------------------------------------------------------------------------------
 
 CHARACTERS = "0123456789>"
 TEACHER_SHAPES = [
@@ -284,7 +284,7 @@ def test_rows_for_tokens_that_do_not_exist_are_left_out_of_a_kl_over_the_vocabul
     torch.testing.assert_close(kl, full_kl(logits[0], logits[1][:, :13]))
 
 
-# --- the likeliest tokens ------------------------------------------------------------------------------------------------
+# --- KL over the most likely tokens ------------------------------------------------------------------------------------------------
 
 
 def coarse_kl(log_p: torch.Tensor, log_q: torch.Tensor, top: int) -> torch.Tensor:
@@ -331,7 +331,7 @@ def test_as_many_as_there_are_is_the_kl_itself() -> None:
         )
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------------
+# --- refused teachers -------------------------------------------------------------------------------------------------------
 
 
 def config_of(path: str, *overrides: str) -> TrainConfig:

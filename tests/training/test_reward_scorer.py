@@ -1,4 +1,4 @@
-"""A trained scorer as a reward: which tokens it reads, what it does with scores, what becomes of failures."""
+"""Reward models as scorers: the tokens they read, their scores and failures, and process rewards at the ends of steps."""
 
 from __future__ import annotations
 
@@ -187,10 +187,9 @@ def test_a_scorer_without_statistics_cannot_be_standardised(scorer_at: Path, tmp
         scorer(tmp_path, standardise=True)
 
 
-# --- A process reward model read at the ends of steps: where they are, what becomes of the scores, and where rewards end up.
+# --- process reward models, read at the ends of steps --------------------------------------------------------------------
 
-STEP_ALPHABET = "0123456789>"
-TOKENS = Tokenizer.from_characters(STEP_ALPHABET)
+TOKENS = Tokenizer.from_characters(ALPHABET)
 END = TOKENS.eos_ids[0]
 STEPS = [0.9, 0.6, 0.7]
 ANSWER = [*TOKENS.encode("21>12>34>5"), END]

@@ -1,4 +1,4 @@
-"""Tensors cut over processes: whatever number wrote them, in whatever way, any other number reads what it needs."""
+"""Sharded checkpoints: tensors saved by any number of processes in any layout are read by any other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from burnish.run.checkpoint.snapshot import WriterRank
 from burnish.training.sharded_checkpoint import StoredTensors, shard_file
 from tests.training.resharding_worker import LAYOUTS, PAIRS, RANKS
 
-# --- cutting -------------------------------------------------------------------------------------------------------------
+# --- shards -------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -176,7 +176,7 @@ def test_a_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
         stored.read("x")
 
 
-# --- A checkpoint of several processes is the same checkpoint to any other number of them, cut in any other way.
+# --- checkpoints of several processes, loaded in other layouts ----------------------------------------------------------
 
 CUT = [name for name in LAYOUTS if name != "alone"]
 

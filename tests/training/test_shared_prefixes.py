@@ -1,4 +1,4 @@
-"""Samples that begin alike share the forward and backward of what they begin with: the same numbers for less work."""
+"""Samples with a common prefix share its forward and backward pass: the same numbers for less work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments of a byte: how exact they are, that they are unbiased, what they take, and how near AdamW they stay."""
+"""8-bit Adam: precision and unbiasedness of its moments, their memory, and the distance to AdamW."""
 
 from __future__ import annotations
 

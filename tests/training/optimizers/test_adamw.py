@@ -1,4 +1,4 @@
-"""AdamW: torch's, bit for bit; on parameters of a half type updates too small for it add up, and survive a checkpoint."""
+"""AdamW equals torch's bit for bit. On half-precision parameters small updates add up, and survive a checkpoint."""
 
 from __future__ import annotations
 

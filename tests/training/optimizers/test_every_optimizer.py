@@ -1,4 +1,4 @@
-"""What holds for every optimizer, in every precision: resuming, offload, resets, memory as announced."""
+"""Properties of every optimizer in every precision: resuming, offload, resets, announced memory."""
 
 from __future__ import annotations
 

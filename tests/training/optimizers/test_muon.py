@@ -1,4 +1,4 @@
-"""Muon: orthogonalisation against the singular value decomposition, fused matrices, who gets AdamW."""
+"""Muon: orthogonalisation against the singular value decomposition, fused matrices, and parameters that use AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of an optimizer moves what a learner ends with; offload moves where it lies, and nothing else."""
+"""Every key of an optimizer changes the result; offload changes only where state is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of parameters: what they match, that they change nothing else, what is refused."""
+"""Parameter groups: what they match, that they change nothing else, what is refused."""
 
 from __future__ import annotations
 

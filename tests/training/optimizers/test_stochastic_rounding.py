@@ -1,4 +1,4 @@
-"""Stochastic rounding: to a neighbour, right on average, the same every time; and what it is for."""
+"""Stochastic rounding goes to a neighbour, is unbiased and reproducible, and keeps small updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients and a regression that the tests of all optimizers share."""
+"""Parameters, gradients and a regression for the tests of all optimizers."""
 
 from __future__ import annotations
 

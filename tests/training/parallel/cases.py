@@ -1,4 +1,4 @@
-"""What is trained on one process and on several: a tiny model, ten updates on batches of changing lengths, every kind of loss."""
+"""The cases that one process and several train alike: a tiny model, a few updates on batches of changing lengths, every loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TERMS: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0
 
 @dataclass(frozen=True)
 class InOrder:
-    """Every token by its number in the mini-batch: nobody may see the sequences in another order."""
+    """Weights every token by its position in the mini-batch, so that a different order of sequences changes the loss."""
 
     needs = frozenset[str]()
     scope = "batch"

@@ -1,4 +1,4 @@
-"""Shares of a mini-batch: each sequence once, groups whole, work even."""
+"""Shares of a mini-batch (each sequence once, whole groups, even work), and layouts that are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sizes_must_make_the_number_of_processes() -> None:
             wrong.sizes(8)
 
 
-# --- What is refused before several processes begin.
+# --- refused layouts ---------------------------------------------------------------------------------------------------
 
 ARCH = Architecture("qwen3", 11, 32, 1, 6, 3, 8, 48, 64)
 BASE = ["model.path=somewhere", "sft.data.task=sort_digits"]

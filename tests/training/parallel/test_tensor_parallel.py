@@ -1,4 +1,4 @@
-"""Where the rows of cut adapters stand; that a cut layer computes what the whole one does is in `test_several_ranks.py`."""
+"""Rows of sharded adapters. That a sharded layer computes what the whole one does is tested in `test_several_ranks.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`burnish sft` and `burnish prefer` on two ranks: whole runs, and runs that are stopped and go on, in other hands too."""
+"""Runs of `burnish sft` and `burnish prefer` on two ranks: whole runs, and runs that are stopped and resumed, also by one process."""
 
 from __future__ import annotations
 
