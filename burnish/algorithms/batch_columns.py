@@ -36,7 +36,7 @@ class ActionTokens:
     next action token, other tokens take no discount step, and their values (even NaN) are never read.
     """
 
-    where: Tensor | None  # [M] their indices among the N tokens; None if all tokens are action tokens
+    indices: Tensor | None  # [M] their indices among the N tokens; None if all tokens are action tokens
     offsets: Tensor  # [S+1] where each sequence's tokens start among the M
     num_tokens: int  # N
 
@@ -55,13 +55,13 @@ class ActionTokens:
 
     def gather(self, column: Tensor) -> Tensor:
         """[N] to [M]."""
-        return column if self.where is None else column.index_select(0, self.where)
+        return column if self.indices is None else column.index_select(0, self.indices)
 
     def scatter(self, values: Tensor) -> Tensor:
         """[M] to [N], 0 at the other tokens."""
-        if self.where is None:
+        if self.indices is None:
             return values
-        return values.new_zeros(self.num_tokens).index_copy_(0, self.where, values)
+        return values.new_zeros(self.num_tokens).index_copy_(0, self.indices, values)
 
     def spread(self, values: Tensor) -> Tensor:
         """[S] to [M]: each sequence's value at all its tokens."""
@@ -128,19 +128,19 @@ class Turns(NamedTuple):
     the next turn belong to it; what the environment said in between belongs to no turn.
     """
 
-    where: Tensor  # [M] indices of the action tokens among the N
-    of_token: Tensor  # [M] the turn of each, from 0
-    sequence: Tensor  # [K] the sequence of each turn
+    token_indices: Tensor  # [M] indices of the action tokens among the N
+    turn_of_token: Tensor  # [M] the turn of each, from 0
+    sequence_of_turn: Tensor  # [K] the sequence of each turn
 
     @property
-    def num(self) -> int:
-        return self.sequence.numel()
+    def num_turns(self) -> int:
+        return self.sequence_of_turn.numel()
 
     @property
     def last(self) -> Tensor:
         """[K] the last action token of each turn among the N."""
-        every = torch.arange(self.num, device=self.where.device)
-        return self.where[torch.searchsorted(self.of_token, every, right=True) - 1]
+        every = torch.arange(self.num_turns, device=self.token_indices.device)
+        return self.token_indices[torch.searchsorted(self.turn_of_token, every, right=True) - 1]
 
 
 def turns_of(batch: Batch) -> Turns:
@@ -162,7 +162,7 @@ def with_turn_rewards(batch: Batch, rewards: Tensor, last: Tensor) -> Tensor:
     The part of a trajectory's reward beyond its turns' rewards (the configured reward, a shaper) stays on `last`.
     """
     turns, earned = turns_of(batch), batch.ragged["turn_reward"].values
-    of_sequence = segment_sum(earned, turns.sequence, batch.num_sequences)
+    of_sequence = segment_sum(earned, turns.sequence_of_turn, batch.num_sequences)
     if "trajectory_ids" in batch.sequence:
         trajectory_ids = batch.sequence["trajectory_ids"].unique(return_inverse=True)[1]
         of_sequence = segment_sum(of_sequence, trajectory_ids, batch.num_sequences)[trajectory_ids]
@@ -212,7 +212,7 @@ def action_rewards(batch: Batch, tokens: ActionTokens) -> Tensor:
 def place_rewards(batch: Batch) -> Tensor:
     """[N] outcome rewards on the last action token of each sequence; a turn's reward on the turn's last token."""
     tokens = action_tokens(batch)
-    last = tokens.last if tokens.where is None else tokens.where[tokens.last]
+    last = tokens.last if tokens.indices is None else tokens.indices[tokens.last]
     rewards = batch.sequence["reward"].new_zeros(batch.num_tokens)
     rewards[last] = batch.sequence["reward"]
     return with_turn_rewards(batch, rewards, last) if "turn_reward" in batch.ragged else rewards

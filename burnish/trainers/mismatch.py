@@ -187,7 +187,7 @@ def loss_token_metrics(used: ComparedTokens, correction: Slot) -> dict[str, floa
 def find_worst_tokens(seen: ComparedTokens, is_corrected: bool) -> list[WorstToken]:
     """The tokens with the largest gap, worst first; none if engine and trainer agree exactly."""
     which = worst_tokens(seen, NUM_WORST_TOKENS)
-    batch, place = seen.batch, seen.place[which]
+    batch, place = seen.batch, seen.token_indices[which]
     sequence = torch.searchsorted(batch.offsets, place, right=True) - 1
     around = place[:, None] + torch.arange(-TOKENS_BEFORE, TOKENS_AFTER + 1, device=place.device)
     inside = (around >= batch.offsets[sequence, None]) & (around < batch.offsets[sequence + 1, None])

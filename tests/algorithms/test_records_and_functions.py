@@ -158,7 +158,7 @@ def make_pairs() -> Batch:
 
 
 def make_trees() -> Batch:
-    """Two trees of answers: the first token is an edge, the others another; the first answer that has an edge trains it."""
+    """Two trees of answers: the first token is one edge, the other tokens another; the first answer with an edge trains it."""
     batch = make_batch()
     paths = [[1, 11], [1, 12], [2, 21], [2, 22], [2, 23], [3, 31], [3, 32], [4]]
     first = torch.tensor([True, False, True, False, False, True, False, True])[batch.sequence_ids]
@@ -202,7 +202,7 @@ BATCHES = {"pairs": make_pairs, "trees": make_trees, "segments": make_segments, 
 
 
 class Scorer:
-    """Stands where the learner, the reference and the critic stand: what they say is a column of the batch."""
+    """In place of learner, reference and critic: their outputs are columns of the batch."""
 
     is_policy = False
 

@@ -239,21 +239,21 @@ def gigpo(batch: Batch, *, omega: float, gamma: float, normalise: Literal["none"
     if "turn_state" not in batch.ragged:
         raise UserError(
             "advantage gigpo compares the turns of a group that begin in the same state, and the environment reports none: give every "
-            "Turn a state (text, equal where the model knows the same), or use grpo"
+            "Turn a state (a text, equal for equal states), or use grpo"
         )
     trajectory_ids, rewards, groups = group_rewards(batch)
     std = "group" if normalise == "std" else "none"
     episode = group_normalised(rewards, groups, std, eps=1e-6)
     turns = turns_of(batch)
-    trajectory = trajectory_ids[turns.sequence]
+    trajectory = trajectory_ids[turns.sequence_of_turn]
     states, num_states = compact_ids(batch.ragged["turn_state"].values)
     anchors, num = compact_ids(groups.ids[trajectory] * num_states + states)
     placed = token_rewards(batch) if "token_rewards" in batch.token else place_rewards(batch)
-    turn_rewards = segment_sum(placed[turns.where], turns.of_token, turns.num)
+    turn_rewards = segment_sum(placed[turns.token_indices], turns.turn_of_token, turns.num_turns)
     returns = turn_returns(turn_rewards, trajectory, gamma)
     step = group_normalised(returns, Groups(anchors, num), std, eps=1e-6, singleton="zero")
     advantages = episode[trajectory] + omega * step
-    return advantages.new_zeros(batch.num_tokens).index_copy_(0, turns.where, advantages[turns.of_token])
+    return advantages.new_zeros(batch.num_tokens).index_copy_(0, turns.token_indices, advantages[turns.turn_of_token])
 
 
 def turn_returns(rewards: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
@@ -283,6 +283,7 @@ def otb(batch: Batch, *, tail: Literal["raw", "zero"]) -> Tensor:
     longest = segment_max(tokens.lengths.double(), groups, num).long()  # [G]
     starts = offsets_from_lengths(longest)
     shift = tokens.spread(starts[groups] - tokens.offsets[:-1])
+    # A cell is a (group, position) pair; `cells` [M] is the cell of each token.
     cells, num_cells = torch.arange(shift.numel(), device=shift.device) + shift, int(starts[-1])
     baseline = segment_sum(returns * cumulative, cells, num_cells) / (segment_sum(cumulative, cells, num_cells) + 1e-8)
     is_single = _reached_by_one_answer(tokens.lengths, groups, longest)  # [cells]

@@ -42,7 +42,7 @@ def cutpoints(batch: Batch, rho: float, every: int) -> tuple[Tensor, Ragged]:
     at = starts.nonzero().squeeze(1)
     counts = segment_count(owner[at], batch.num_sequences)
     ids = tokens.scatter(segment + 1) - 1  # -1 outside `action_mask`
-    return ids, Ragged(at if tokens.where is None else tokens.where[at], offsets_from_lengths(counts))
+    return ids, Ragged(at if tokens.indices is None else tokens.indices[at], offsets_from_lengths(counts))
 
 
 def spo_chain(batch: Batch) -> Tensor:

@@ -240,45 +240,45 @@ class ComparedTokens:
     """M action tokens with a log-prob from both engine and trainer, in batch order."""
 
     batch: Batch
-    place: Tensor  # [M] where in the batch
+    token_indices: Tensor  # [M] indices in the batch
     trainer: Tensor  # [M] log-probs
     engine: Tensor  # [M] log-probs
     log_ratio: Tensor  # [M] l = trainer - engine, in float64
 
     @property
     def num_tokens(self) -> int:
-        return self.place.shape[0]
+        return self.token_indices.shape[0]
 
     @cached_property
     def offsets(self) -> Tensor:
         """[S+1] where the batch's sequences start among these tokens."""
-        return torch.searchsorted(self.place, self.batch.offsets)
+        return torch.searchsorted(self.token_indices, self.batch.offsets)
 
     @cached_property
     def position(self) -> Tensor:
         """[M] the number of action tokens before this one in its sequence."""
         mask, starts = self.batch.action_mask, self.batch.offsets[:-1].clamp(max=max(0, self.batch.num_tokens - 1))
-        written = mask.cumsum(0)  # [N] with the token itself
-        before = written[starts] - mask[starts].long()  # [S]
-        return written.index_select(0, self.place) - 1 - torch.repeat_interleave(before, self.offsets.diff())
+        num_so_far = mask.cumsum(0)  # [N] with the token itself
+        before = num_so_far[starts] - mask[starts].long()  # [S]
+        return num_so_far.index_select(0, self.token_indices) - 1 - torch.repeat_interleave(before, self.offsets.diff())
 
     def as_batch(self) -> Batch:
         """These tokens as a batch, with both log-probs and, if known, `version`."""
-        columns = {"action_mask": torch.ones_like(self.place, dtype=torch.bool)}
+        columns = {"action_mask": torch.ones_like(self.token_indices, dtype=torch.bool)}
         columns |= {"old_logp": self.trainer, "behaviour_logp": self.engine}
         if "version" in self.batch.token:
-            columns["version"] = self.batch.token["version"].index_select(0, self.place)
-        return Batch(self.batch.tokens.index_select(0, self.place), self.offsets, columns)
+            columns["version"] = self.batch.token["version"].index_select(0, self.token_indices)
+        return Batch(self.batch.tokens.index_select(0, self.token_indices), self.offsets, columns)
 
 
 def compare_tokens(batch: Batch, trainer: Tensor, known: Tensor) -> ComparedTokens:
     """The tokens of `known` [N], with `trainer` [N] as the trainer's log-probs; raises if any log-prob is nan."""
-    place = known.nonzero().squeeze(1)
-    old, behaviour = (x.detach().index_select(0, place) for x in (trainer, batch.token["behaviour_logp"]))
+    token_indices = known.nonzero().squeeze(1)
+    old, behaviour = (x.detach().index_select(0, token_indices) for x in (trainer, batch.token["behaviour_logp"]))
     log_ratio = old.clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP).double().sub_(behaviour.clamp(-MAX_ABS_LOGP, MAX_ABS_LOGP))
     if bool(log_ratio.isnan().any()):
         refuse_nan_logp(old, behaviour)
-    return ComparedTokens(batch, place, old, behaviour, log_ratio)
+    return ComparedTokens(batch, token_indices, old, behaviour, log_ratio)
 
 
 def mismatch_profiles(seen: ComparedTokens) -> dict[str, float]:
@@ -306,7 +306,7 @@ def worst_tokens(seen: ComparedTokens, num: int) -> Tensor:
     """[K] indices of the tokens with the largest |l|, the worst first; ties in batch order; none with l = 0."""
     size = seen.log_ratio.abs()
     if seen.num_tokens == 0:
-        return seen.place
+        return seen.token_indices
     least = size.topk(min(num, seen.num_tokens)).values[-1]
     # topk chooses among ties in any order, but a resumed run must report the same tokens.
     candidates = ((size >= least) & (size > 0)).nonzero().squeeze(1)

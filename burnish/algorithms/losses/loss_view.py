@@ -46,7 +46,7 @@ class LossView:
         return self.offsets.diff()
 
     @cached_property
-    def ids(self) -> Tensor:
+    def sequence_ids(self) -> Tensor:
         """[M] the sequence of each token."""
         return ids_from_offsets(self.offsets)
 
@@ -66,7 +66,7 @@ class LossView:
 
     def spread(self, values: Tensor) -> Tensor:
         """[S] to [M]: each sequence's value at all its tokens."""
-        return contiguous_broadcast(values, self.ids, self.offsets)
+        return contiguous_broadcast(values, self.sequence_ids, self.offsets)
 
     def sum(self, values: Tensor) -> Tensor:
         """[M] to [S]: sum over each sequence's tokens, with gradient; 0 for a sequence without tokens."""

@@ -35,8 +35,8 @@ def dpo(
     `average` they are means, so that length does not decide (as in Tulu 3, 2411.15124).
     """
     pairs, num = pairs_of(view)
-    drift = _reference_log_ratio(view)
-    h = chosen_minus_rejected(view, view.mean(drift) if average else view.sum(drift), pairs, num)
+    log_ratio = _reference_log_ratio(view)
+    h = chosen_minus_rejected(view, view.mean(log_ratio) if average else view.sum(log_ratio), pairs, num)
     loss = -(1 - smoothing) * logsigmoid(beta * h) - smoothing * logsigmoid(-beta * h)
     return _pair_loss(view, pairs, loss, beta * h)
 
@@ -44,8 +44,8 @@ def dpo(
 def ipo(view: LossView, anchor: Tensor, advantages: Tensor, *, beta: float, average: bool) -> TokenLoss:
     """[M] (h - 1 / (2 beta))^2 with h as in DPO, of log-ratios summed or averaged over each answer. IPO (2310.12036)."""
     pairs, num = pairs_of(view)
-    drift = _reference_log_ratio(view)
-    h = chosen_minus_rejected(view, view.mean(drift) if average else view.sum(drift), pairs, num)
+    log_ratio = _reference_log_ratio(view)
+    h = chosen_minus_rejected(view, view.mean(log_ratio) if average else view.sum(log_ratio), pairs, num)
     return _pair_loss(view, pairs, (h - 1 / (2 * beta)) ** 2, h)
 
 
@@ -57,9 +57,9 @@ def simpo(view: LossView, anchor: Tensor, advantages: Tensor, *, beta: float, ma
 
 
 def orpo(view: LossView, anchor: Tensor, advantages: Tensor, *, coef: float) -> TokenLoss:
-    """[M] -mean logp_c - coef log sigmoid(log odds_c - log odds_r), odds = p / (1 - p), p = exp(mean logp). ORPO (2403.07691).
+    """[M] -mean logp_c - coef log sigmoid(log odds_c - log odds_r), odds = p / (1 - p), p = exp(mean logp).
 
-    It imitates the chosen answer and prefers it in one loss, without a reference.
+    ORPO (2403.07691). It imitates the chosen answer and prefers it in one loss, without a reference.
     """
     pairs, num = pairs_of(view)
     mean = view.mean(view.policy_logp)
@@ -72,9 +72,9 @@ def orpo(view: LossView, anchor: Tensor, advantages: Tensor, *, coef: float) -> 
 def kto(
     view: LossView, anchor: Tensor, advantages: Tensor, *, beta: float, desirable: float, undesirable: float
 ) -> TokenLoss:
-    """[M] desirable (1 - sigmoid(beta (u - z0))) for good answers, undesirable (1 - sigmoid(beta (z0 - u))) for bad. KTO (2402.01306).
+    """[M] desirable (1 - sigmoid(beta (u - z0))) for good answers, undesirable (1 - sigmoid(beta (z0 - u))) for bad.
 
-    u = logp - ref of an answer; z0 = max(0, mean u of mismatched rows), without gradient. Mismatched rows only serve z0: they
+    KTO (2402.01306). u = logp - ref of an answer; z0 = max(0, mean u of mismatched rows), without gradient. Mismatched rows only serve z0: they
     have no loss, and the mean is over the other rows.
     """
     alive, mismatched = view.lengths > 0, view.sequence["mismatched"]
@@ -121,7 +121,7 @@ class PreferenceLoss:
         """Pairs add up; KTO's z0 is of the whole batch."""
         return "groups" if self.is_paired else "batch"
 
-    def __call__(self, view: LossView) -> TokenLoss:
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
         unused = torch.zeros_like(view.policy_logp)  # in place of anchor and advantages
         per_token, _ = PREFERENCE_LOSSES[self.name](view, unused, unused, **self.options)
         return (view.column("weight") * per_token).sum(), {}
@@ -138,8 +138,8 @@ def implicit_rewards(view: LossView, loss: PreferenceLoss) -> Tensor:
         return log_odds(view.mean(logp))
     if loss.name == "simpo":
         return beta * view.mean(logp)
-    drift = logp - view.column("ref_logp")
-    return beta * (view.mean(drift) if loss.options.get("average", False) else view.sum(drift))
+    log_ratio = logp - view.column("ref_logp")
+    return beta * (view.mean(log_ratio) if loss.options.get("average", False) else view.sum(log_ratio))
 
 
 def preference_metrics(view: LossView, loss: PreferenceLoss) -> dict[str, float]:
@@ -219,5 +219,5 @@ def _pair_loss(view: LossView, pairs: Tensor, loss: Tensor, margin: Tensor) -> T
     """A loss per pair [P] at the tokens of both answers, and metrics: how often and by how much the chosen answer is ahead."""
     ahead = margin.detach()
     metrics = {"pref_accuracy": (ahead > 0).to(loss.dtype), "pref_margin": ahead}
-    spread = {name: view.sequence_mean_metric(mark.index_select(0, pairs)) for name, mark in metrics.items()}
+    spread = {name: view.sequence_mean_metric(metric.index_select(0, pairs)) for name, metric in metrics.items()}
     return view.spread(loss.index_select(0, pairs)), spread

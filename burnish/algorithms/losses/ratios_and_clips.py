@@ -270,7 +270,7 @@ def _num_selected(share: float, view: LossView) -> int:
 def _draw_tokens(view: LossView, among: Tensor, num: int) -> Tensor:
     """[M] bool: `num` of the tokens `among` [M], or all if there are fewer, drawn by key and position."""
     index = among.nonzero().squeeze(1)
-    keys = view.sequence["key"][view.ids[index]]
+    keys = view.sequence["key"][view.sequence_ids[index]]
     noise = uniforms(keys, view.column("position")[index])
     taken = index[noise.topk(min(num, index.numel()), largest=False, sorted=False).indices]
     return torch.zeros_like(among).index_fill_(0, taken, True)

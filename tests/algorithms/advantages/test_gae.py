@@ -20,7 +20,7 @@ NAN = float("nan")
 def batch_of(
     rows: list[list[tuple[bool, float, float]]], outcome: list[float] | None = None, dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """Rows of (written, reward, value); NaN stands in `values` wherever the model did not write."""
+    """Rows of (written, reward, value); `values` is NaN outside `action_mask`."""
     flat = [cell for row in rows for cell in row]
     token = {
         "action_mask": torch.tensor([m for m, _, _ in flat], dtype=torch.bool),

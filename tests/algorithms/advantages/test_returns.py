@@ -1,4 +1,4 @@
-"""Advantages from a sample's own rewards: ALGORITHMS.md 4.1, 4.5, 4.6, and where rewards stand."""
+"""Advantages from a sample's own rewards: ALGORITHMS.md 4.1, 4.5, 4.6, and where rewards are placed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_returns_travel_with_their_sequences(f1_kl: Batch, order: list[int]) -> 
         torch.testing.assert_close(ADVANTAGES[name](batch.select(index)), moved.token["advantages"])
 
 
-# --- where rewards stand -----------------------------------------------------------------------------------------------
+# --- where rewards are placed -----------------------------------------------------------------------------------------------
 
 
 def test_an_outcome_reward_stands_on_the_last_token_the_model_wrote() -> None:

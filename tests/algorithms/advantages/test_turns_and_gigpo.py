@@ -43,10 +43,10 @@ def batch_of(episodes: list[Episode], beyond: float = 0.0) -> Batch:
 
 
 def by_turn(batch: Batch, values: Tensor) -> list[float]:
-    """The one value of each turn; nothing stands anywhere else."""
+    """The one value of each turn; all other tokens must be 0."""
     turns = turns_of(batch)
     assert (values[~batch.action_mask] == 0).all()
-    found = [set(values[turns.where][turns.of_token == k].tolist()) for k in range(turns.num)]
+    found = [set(values[turns.token_indices][turns.turn_of_token == k].tolist()) for k in range(turns.num_turns)]
     assert all(len(one) == 1 for one in found)
     return [one.pop() for one in found]
 

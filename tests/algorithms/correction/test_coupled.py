@@ -1,4 +1,4 @@
-"""The first form: the worked numbers, its bounds and its veto."""
+"""Coupled correction: the worked numbers, its bounds and its veto."""
 
 from __future__ import annotations
 

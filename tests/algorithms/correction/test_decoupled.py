@@ -1,4 +1,4 @@
-"""The second form: the worked numbers of weights, normalisation and divergences."""
+"""Decoupled correction: the worked numbers of weights, normalisation and divergences."""
 
 from __future__ import annotations
 

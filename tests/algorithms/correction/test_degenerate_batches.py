@@ -1,4 +1,4 @@
-"""Identical policies, absurd log-probs, empty rows: both forms."""
+"""Identical policies, absurd log-probs, empty rows: coupled and decoupled correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the gap is: by position, by probability, and the worst tokens."""
+"""Where the mismatch is: by position, by probability, and the worst tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_probabilities_are_in_decades(build: Build) -> None:
 def test_the_worst_tokens_are_found_where_they_are(sampled: Batch) -> None:
     all_of_them = seen(sampled)
     first, second = worst_tokens(all_of_them, 2).tolist()
-    assert all_of_them.place[first] == 5 + 3 + 3, "the fourth token of the third sequence"
+    assert all_of_them.token_indices[first] == 5 + 3 + 3, "the fourth token of the third sequence"
     assert (all_of_them.trainer[first], all_of_them.engine[first]) == (-1.5, -2.6)
     assert all_of_them.position[first] == 2
     assert all_of_them.log_ratio[second].abs() == pytest.approx(0.1)
@@ -94,7 +94,7 @@ def test_of_equal_gaps_the_first_is_taken_and_none_that_is_0(build: Build) -> No
 def test_the_worst_tokens_show_what_was_reported(build: Build) -> None:
     found = seen(build([[-1.0, -2.0], [-3.0]], [[-1.0, -math.inf], [-3.5]]))
     which = worst_tokens(found, 8)
-    assert found.place[which].tolist() == [1, 2]
+    assert found.token_indices[which].tolist() == [1, 2]
     assert found.engine[which].tolist() == [-math.inf, -3.5]
     assert found.log_ratio[which].tolist() == [298.0, 0.5]
 

@@ -1,4 +1,4 @@
-"""What tells causes of a gap apart, by hand and at the edges."""
+"""Symptoms of a mismatch: worked by hand, and degenerate cases."""
 
 from __future__ import annotations
 

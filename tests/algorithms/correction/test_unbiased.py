@@ -1,4 +1,4 @@
-"""What the weights are for, by enumeration: every sequence of a three-token vocabulary, weighted by its probability.
+"""Weights make the gradient unbiased, shown by enumeration: every sequence of a three-token vocabulary, weighted by its probability.
 
 The engine samples y from mu; the gradient wanted is that of J = sum_y pi(y) R(y). With raw weights the expectation of
 w R grad log pi over mu is exactly that. Cutting at C takes (pi - C mu)+ off each probability, a band drops whole ones.

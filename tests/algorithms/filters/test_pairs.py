@@ -96,7 +96,7 @@ def test_pairs_are_those_of_a_loop_over_groups(rows: list[tuple[int, float]]) ->
 
 
 class Table:
-    """Stands where the reference stands: log-probs by token."""
+    """In place of the reference: log-probs by token."""
 
     is_policy = False
 

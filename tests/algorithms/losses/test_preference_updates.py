@@ -1,4 +1,4 @@
-"""The worked numbers of preferences through a learner's update, and what is told of a batch."""
+"""The worked numbers of preferences through a learner's update, and the metrics of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantiles by partition against numpy's."""
+"""Quantiles by partition against numpy."""
 
 from __future__ import annotations
 

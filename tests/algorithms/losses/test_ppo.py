@@ -143,7 +143,7 @@ def test_with_advantages_per_token_only_the_negative_ones_leave(f1: Batch, look:
     batch = backwards(f1).with_token(advantages=signs)
     view = look(batch).view
     dropped = clip_of(view, drift=0.1)[1]["drift_dropped"]
-    assert dropped.tolist() == [i in (1, 3) and a < 0 for i, a in zip(view.ids.tolist(), view.column("advantages").tolist(), strict=True)]  # fmt: skip
+    assert dropped.tolist() == [i in (1, 3) and a < 0 for i, a in zip(view.sequence_ids.tolist(), view.column("advantages").tolist(), strict=True)]  # fmt: skip
     assert 0 < int(dropped.sum()) < 6
 
 
