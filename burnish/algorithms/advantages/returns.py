@@ -220,9 +220,8 @@ def distillation(batch: Batch, *, outcome: float) -> Tensor:
         return advantages
     trajectory_ids, ids = trajectory_groups(batch)
     rewards = segment_mean(batch.sequence["reward"], trajectory_ids, ids.numel())
-    relative = group_normalised(rewards, Groups(ids, int(ids.max()) + 1), "none", 0.0, "zero").index_select(
-        0, trajectory_ids
-    )
+    groups = Groups(ids, int(ids.max()) + 1)
+    relative = group_normalised(rewards, groups, "none", 0.0, "zero").index_select(0, trajectory_ids)
     return advantages + outcome * segment_broadcast(relative, batch.sequence_ids) * batch.action_mask
 
 

@@ -177,7 +177,7 @@ class BypassCorrection(_WeightsAndRejection):
     def _once(self) -> BypassCorrection:
         if self.loss == "ppo_clip" and self.weights is not None:
             raise ValueError(
-                f"correction.weights={self.weights} counts the mismatch twice: with bypass the ratio in the clip is already the current policy "
+                f"correction.weights={self.weights} counts the gap twice: with bypass the ratio in the clip is already the current policy "
                 "over the engine's; set correction.weights=null, or correction.loss=reinforce, which has no ratio"
             )
         return self

@@ -137,12 +137,12 @@ def ngram_windows(batch: Batch, ngram: int) -> NgramWindows:
     sequence = batch.sequence_ids[action_index]
     hashes = ngram_hashes(batch.tokens[action_index], ngram)
     start = (sequence[: hashes.numel()] == sequence[ngram - 1 :]).nonzero().squeeze(1)
-    of_sequence, _ = trajectory_groups(batch)
-    keys = hashes[start] + _mix_bits(~of_sequence)[sequence[start]]  # ~ makes it negative, unlike any token
+    trajectory_ids, _ = trajectory_groups(batch)
+    keys = hashes[start] + _mix_bits(~trajectory_ids)[sequence[start]]  # ~ makes it negative, unlike any token
     keys, order = keys.sort(stable=True)  # of equal windows the earliest is first
     repeated = torch.zeros_like(start, dtype=torch.bool)
     repeated[order[1:]] = keys[1:] == keys[:-1]
-    return NgramWindows(start, of_sequence[sequence[start]], repeated)
+    return NgramWindows(start, trajectory_ids[sequence[start]], repeated)
 
 
 def repeated_ngram_share(batch: Batch, ngram: int) -> Tensor:
@@ -150,9 +150,8 @@ def repeated_ngram_share(batch: Batch, ngram: int) -> Tensor:
     trajectory_ids, groups = trajectory_groups(batch)
     found = ngram_windows(batch, ngram)
     total = segment_count(found.trajectory, groups.numel())
-    return (segment_count(found.trajectory, groups.numel(), found.repeated) / total.clamp(min=1).double())[
-        trajectory_ids
-    ]
+    num_repeated = segment_count(found.trajectory, groups.numel(), found.repeated)
+    return (num_repeated / total.clamp(min=1).double())[trajectory_ids]
 
 
 def ngram_hashes(tokens: Tensor, ngram: int) -> Tensor:
