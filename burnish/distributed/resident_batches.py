@@ -20,7 +20,6 @@ from torch import Tensor
 
 from burnish.core.batch import Batch
 from burnish.core.serialization import (
-    Arrays,
     PackedArrays,
     arrays_to_columns,
     batch_from_columns,

@@ -202,7 +202,9 @@ def run_updates(session: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], N
                 session.run.display.note(f"update {update} was skipped: no finite gradient, or no token to learn from")
             measured = session.measure(update)
             session.run.commit(update, values | measured, list(session.used(update)))
-            stopping = session.learner.ranks.any_process(stop.requested)  # read once, so that a run that stops has saved
+            stopping = session.learner.ranks.any_process(
+                stop.requested
+            )  # read once, so that a run that stops has saved
             due = update % session.settings.save_every == 0 or (bool(measured) and session.settings.keep_best)
             if stopping or update == session.total or due:
                 session.run.checkpoint(

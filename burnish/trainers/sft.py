@@ -98,7 +98,7 @@ def execute(
     plain = [source.model_copy(update={"options": {}}) for source in config.sft.data]
     ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
     # A sharded model moves to its devices shard by shard, because no single device holds all of it.
-    where = config.model if ranks.weights is None else config.model.model_copy(update={"device": "cpu"})
+    where = config.model if ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
     memory = plan_run(config, base)
     warnings = memory.check()
     policy = build_policy(where, plain, config.seed, base)
