@@ -106,7 +106,7 @@ class Gated(SlowEngine):
 
     def stream(self) -> Iterator[Completion]:
         if self.version == 1:
-            assert self.learning.wait(20)
+            assert self.learning.wait(600)
         yield from super().stream()
         if self.version == 1:
             self.sampled.set()
@@ -119,7 +119,7 @@ def test_the_next_batch_is_sampled_while_this_one_is_learnt(tmp_path: Path) -> N
     life.source.next(2, PLAN, lambda text: None)
     life.source.start_next(3)
     engine.learning.set()  # the learner is at work, and does not go on before the batch of step 3 is there
-    assert engine.sampled.wait(20)
+    assert engine.sampled.wait(600)
     life.source.load(2)
     assert engine.users == {"MainThread", "rollouts of step 2", "rollouts of step 3"}
 

@@ -171,7 +171,7 @@ def test_nothing_is_lost_used_twice_or_too_old_whoever_is_slow(
         return fold(seed, request.id) % 8 < stuck and request.id not in moves
 
     engine = SlowEngine(0.0005 * speed, hangs)
-    life = Life(folder, engine, max_staleness, deadline_s=0.03 if stuck else 60.0, looks=looks)
+    life = Life(folder, engine, max_staleness, deadline_s=0.03 if stuck else 600.0, looks=looks)
     handed = 0
     try:
         for step in range(1, STEPS + 1):
@@ -356,7 +356,7 @@ def test_a_stop_keeps_the_samples_that_have_ended(tmp_path: Path, close: list[Li
     first.step(1)
     saved = first.saved()
     first.source.thread.run()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not any(group.finished for group in first.source.groups.values()):
         assert time.monotonic() < until
         time.sleep(0.01)

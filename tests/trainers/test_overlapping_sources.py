@@ -166,7 +166,7 @@ def test_the_learner_learns_while_the_engine_samples(tmp_path: Path, monkeypatch
         return made
 
     def learning(job: Any, step: int, batch: Batch) -> Any:
-        assert step == STEPS or sampled[step + 1].wait(60)
+        assert step == STEPS or sampled[step + 1].wait(600)
         return learn(job, step, batch)
 
     monkeypatch.setattr(AheadSource, "_generate", making)

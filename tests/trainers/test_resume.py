@@ -104,7 +104,7 @@ class Runner:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(300)
 
 
 @pytest.fixture(scope="module")

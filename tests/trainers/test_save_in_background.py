@@ -88,7 +88,7 @@ def live_and_die(folder: str) -> None:
 
 def test_a_run_killed_while_it_writes_goes_on_as_if_nothing_had_happened(waited: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"from {__name__} import live_and_die; live_and_die({str(tmp_path / 'run')!r})"]
-    died = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    died = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr
     checkpoints = tmp_path / "run" / "it" / "checkpoints"
     left = [p.name for p in checkpoints.iterdir()]
