@@ -156,7 +156,7 @@ def test_a_model_that_raises_fails_its_samples_and_says_why(scorer_at: Path) -> 
         raise MemoryError("no room")
 
     with Rewards(Reward(parts=[{"name": "model", "options": {"path": "x"}}])) as rewards:
-        with pytest.raises(RuntimeError, match="nobody handed one in"):
+        with pytest.raises(RuntimeError, match="no scorer was attached for it"):
             rewards.score([request("a", "12")])
         rewards.attach_scorers({0: broken})
         scores = rewards.score([request("a", "12"), request("b", "21")])

@@ -77,7 +77,7 @@ class GuessNumberTask:
         A guess is uniform in the range that is still possible; a fraction `forgetful` of them is uniform in the first range.
         """
         if not 0 <= forgetful <= 1:
-            raise UserError(f"{GUESS_NUMBER}: forgetful should be a fraction from 0 to 1, got {forgetful!r}")
+            raise UserError(f"{GUESS_NUMBER}: forgetful should be a share from 0 to 1, got {forgetful!r}")
         rows = []
         for index in range(num):
             low, secret = self._problem("train", seed, GUESS_NUMBER, "demonstrations", index)
