@@ -91,7 +91,7 @@ def test_results_are_found_in_folders_and_files(tmp_path: Path) -> None:
         find_pairs(a, tmp_path / "missing.jsonl")
 
 
-# --- Differences of paired questions: intervals and exact tests against closed forms, enumeration and simulation.
+# Differences of paired questions: intervals and exact tests against closed forms, enumeration and simulation.
 
 
 def mcnemar(gained: int, lost: int) -> float:

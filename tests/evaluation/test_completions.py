@@ -100,7 +100,7 @@ def test_lines_are_one_object_each(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().split("\n")[:-1]] == ROWS
 
 
-# --- The journal of an evaluation: killed anywhere it goes on, and other settings are refused by name.
+# The partial file: a killed evaluation resumes, and an error names settings that differ.
 
 SETTINGS: dict[str, Any] = {"sampling.n": 2, "sampling.temperature": 1.0, "model.content": "abc"}
 

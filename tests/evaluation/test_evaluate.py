@@ -103,7 +103,7 @@ def test_a_measurement_in_parts_draws_what_is_missing_and_ends_the_same(
     assert [[row[k] for k in keys] for row in got] == [[row[k] for k in keys] for row in whole[0].rows]
 
 
-# --- What an evaluation was made with: content counts, places do not.
+# The fingerprint: the content of files counts, their paths do not.
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_a_model_is_sampled_in_the_type_its_run_computed_in(tmp_path: Path) -> N
         assert [compute_dtype(ModelSource(plain), is_gpu) for is_gpu in (True, False)] == [on_gpu, "float32"]
 
 
-# --- Text as its tokens come: the pieces join to the whole, and no half character is ever shown.
+# TextStream: the pieces join to the decoded text, and no incomplete character is shown.
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 DIRECTORIES = [DATA / "models" / "stories260k", DATA / "tokenizers" / "qwen2.5", DATA / "tokenizers" / "smollm2"]

@@ -171,7 +171,7 @@ def test_the_samples_of_a_run_teach_the_next_model(tmp_path: Path) -> None:
     assert reject(run, tmp_path / "other.jsonl", "--prompts", recipe) == 2
 
 
-# --- `burnish data pairs`: Kimi's long2short preferences, which `burnish prefer` reads.
+# `burnish data pairs`: Kimi's long2short preferences, which `burnish prefer` reads.
 
 
 def sample(number: int, length: int, accuracy: float, text: str | None = None, whole: bool = True) -> ScoredSample:

@@ -179,7 +179,7 @@ def test_the_clustered_interval_covers_the_truth_about_95_percent_of_the_time(
     assert 0.92 < covered / repeats < 0.985
 
 
-# --- maj@k and best@k against every subset, and worked by hand.
+# maj@k and best@k against every subset, and against values computed by hand.
 
 
 def vote(subset: tuple[str | None, ...], right: str) -> float:

@@ -76,7 +76,7 @@ def test_a_disk_that_takes_nothing_is_said(tmp_path: Path) -> None:
         heartbeat.beat(1, "learning")
 
 
-# --- Ctrl-C: the first lets the step finish, the second stops now, and neither depends on the display.
+# Ctrl-C: the first lets the step finish, the second stops at once, and neither depends on the display.
 
 
 def test_the_first_interrupt_is_noted_and_the_second_raises() -> None:
@@ -113,7 +113,7 @@ def test_an_interrupt_in_the_middle_of_a_line_of_output_does_not_end_the_run() -
         assert stop.requested
 
 
-# --- A process's own age: from its start, not from the import of our module.
+# The age of the process counts from its start, not from the import of the module.
 
 LATE = "import time; time.sleep(0.5); from burnish.run.supervisor.liveness import process_seconds; print(process_seconds())"
 

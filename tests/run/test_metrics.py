@@ -83,7 +83,7 @@ def test_step_cannot_be_a_metric(tmp_path: Path) -> None:
         MetricsFile(tmp_path / "m").append(1, {"step": 2})
 
 
-# --- Trackers: the same numbers elsewhere, and never a reason to stop.
+# Trackers get the same numbers and never stop a run.
 
 
 def test_tensorboard_gets_every_number_and_no_text(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_values_of_tokens_read_back_with_their_gaps(tmp_path: Path) -> None:
     assert (second["advantages"], second["gap"], second["finish"]) == (None, None, None)
 
 
-# --- worst_tokens.jsonl: what is appended is what is read, a run that goes on cuts what came after.
+# worst_tokens.jsonl: rows read back as written, and a resumed run drops later steps.
 
 
 def token_row(**changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Saving in the background: the loop goes on, the journal waits for the truth, and no error is lost."""
+"""Saving in the background: training continues, the journal records only finished checkpoints, and no error is lost."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_a_gpus_tensors_are_copied_to_pinned_slabs(tmp_path: Path, monkeypatch: 
     assert all(torch.equal(one.tensor, expected[name].cpu()) for name, one in held.items())
 
 
-# --- A checkpoint written by several processes (threads here, which share nothing but the folder).
+# A checkpoint written by several processes. Here they are threads that share only the folder.
 
 COUNT = 4
 
