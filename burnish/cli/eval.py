@@ -175,7 +175,7 @@ def make_tests(
     """The checked settings of every data set with what they come to on this machine; --force clears the way."""
     from burnish.evaluation.evaluate import fingerprint
     from burnish.evaluation.output_paths import find_output_paths
-    from burnish.evaluation.session import choose_dtype, default_workers
+    from burnish.evaluation.session import EvalJob, choose_dtype, default_workers
     from burnish.evaluation.settings import is_given, load_settings
 
     tests, given = [], option_values(args)
