@@ -59,11 +59,16 @@ class WorkerActor:
         self.failure: str | None = None
         self.is_ready = threading.Event()
 
-    def where(self) -> tuple[str, int]:
-        """This machine's address, and a port that is free now."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(free.getsockname()[1])
+    def rendezvous_address(self) -> tuple[str, int]:
+        """This machine's address, and a port for torch.distributed, reserved until the actor ends.
+
+        The reserving socket stays bound and never listens. Rank 0, in this process, can still listen at the port, since both set
+        SO_REUSEADDR; a program that asks for a free port does not get it in between.
+        """
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(self._reserved.getsockname()[1])
 
     @ray.method(concurrency_group="begin")  # a call may arrive earlier through a relay, and waits for it
     def begin(

@@ -72,7 +72,7 @@ class RayProcesses:
         self._begun: dict[int, Any] = {}
         self._relays: list[Any] = []
         if together and self.size > 1:
-            address, port = self._first("where", self._actors[0].where.remote())
+            address, port = self._first("its address", self._actors[0].rendezvous_address.remote())
             self._environments = [
                 {
                     "RANK": str(rank),
@@ -184,7 +184,7 @@ class RayProcesses:
         for rank in mute:
             self._on_machine_of(rank, request_stack_dump)
         logs = ", ".join(str(stacks_file(self.logs[rank])) for rank in mute[:4])
-        return f"{told}; ranks {mute} do not report their stacks (stopped, swapped out, or gone), or in {logs} if they could"
+        return f"{told}; ranks {mute} did not report theirs (stopped, swapped out, or gone); what they still write is in {logs}"
 
     def restart(self, rank: int) -> None:
         """Kill the old process first: Ray would wait for the CPUs that it holds."""
