@@ -32,7 +32,7 @@ from burnish.algorithms.terms.spec import (
     Kl,
 )
 from burnish.config.model import Critic, ProcessModel
-from burnish.config.records import Plugin, Record, Slot, choice, tagged
+from burnish.config.records import Plugin, Record, Slot, choice, name_to_record
 
 SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
     "advantage": ADVANTAGE_RECORDS,
@@ -61,7 +61,7 @@ else:
     LossSlot = choice(*SLOT_RECORDS["loss"])
     FilterSlot = choice(*SLOT_RECORDS["filters"])
     ShaperSlot = choice(*SLOT_RECORDS["shaping"])
-AggregationSlot = Annotated[Aggregation, BeforeValidator(tagged)]
+AggregationSlot = Annotated[Aggregation, BeforeValidator(name_to_record)]
 
 
 class Replay(Record):

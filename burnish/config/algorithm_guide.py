@@ -275,7 +275,7 @@ def _record_text(head: str, record: type[Record]) -> list[str]:
     for key in walk_keys(record, choice=head):
         if key.is_leaf and key.choice == head:  # what a choice inside a section takes stands under its own slot
             default = "required" if key.default is REQUIRED else f"default {_default(key.default)}"
-            lines.append(f"  - `{key.path}` ({key.shape.expected}; {default}): {key.doc}")
+            lines.append(f"  - `{key.path}` ({key.node.expected}; {default}): {key.doc}")
     return lines
 
 

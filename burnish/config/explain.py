@@ -44,26 +44,26 @@ PRESET_NOTE = (
 )
 
 
-def help_text(kind: type[Record]) -> str:
+def help_text(config_type: type[Record]) -> str:
     """Every key with its type, default and docstring, in the order of the schema, for a terminal."""
     lines: list[str] = []
-    for key in walk_keys(kind):
+    for key in walk_keys(config_type):
         if key.choice:
             continue
         if key.is_leaf:
             lines += [f"{key.path} ({_type_and_default(key)})", *_wrapped(key.doc)]
             continue
-        named = f" (default {_default(key)})" if key.shape.form != "record" else ""
+        named = f" (default {_default(key)})" if key.node.form != "record" else ""
         lines += ["", f"{key.path}: {_key_text(key)}{named}"]
         lines += _choices_text(key)
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def markdown(kind: type[Record]) -> str:
+def markdown(config_type: type[Record]) -> str:
     """The same as Markdown: a table a section, and one for each slot's choices."""
     parts: list[str] = []
     open_section: str | None = None
-    for key in walk_keys(kind):
+    for key in walk_keys(config_type):
         section = key.path.rpartition(".")[0]
         if key.choice:
             continue
@@ -80,15 +80,15 @@ def markdown(kind: type[Record]) -> str:
         if section != open_section:
             parts += ["", "| key | value | default | |", "|---|---|---|---|"]
             open_section = section
-        parts.append(f"| `{key.path}` | {_cell(key.shape.expected)} | {_code(_default(key))} | {_cell(key.doc)} |")
+        parts.append(f"| `{key.path}` | {_cell(key.node.expected)} | {_code(_default(key))} | {_cell(key.doc)} |")
     return "\n".join(parts).strip("\n") + "\n"
 
 
-def count_keys(kind: type[Record]) -> int:
+def count_keys(config_type: type[Record]) -> int:
     """How many keys there are to know outside the slots (the section `algorithm`): those that take a value, where a section
     that stands in several places, as a data source does, counts once.
     """
-    keys = [k for k in walk_keys(kind) if k.is_leaf and not k.choice and not k.path.startswith("algorithm.")]
+    keys = [k for k in walk_keys(config_type) if k.is_leaf and not k.choice and not k.path.startswith("algorithm.")]
     return len({(key.record, key.path.rpartition(".")[2]) for key in keys})
 
 
@@ -101,7 +101,9 @@ def config_page() -> str:
         "reward-model": RewardModelConfig,
         "stages": StagesConfig,
     }
-    return CONFIG_INTRO + "".join(f"\n## burnish {name}\n\n{markdown(kind)}" for name, kind in commands.items())
+    return CONFIG_INTRO + "".join(
+        f"\n## burnish {name}\n\n{markdown(config_type)}" for name, config_type in commands.items()
+    )
 
 
 def plan_text(config: TrainConfig | SftConfig | PreferConfig | RewardModelConfig) -> str:
@@ -210,7 +212,7 @@ def _validation_plan(validation: Validation, sources: list[Source], steps: int) 
 
 
 def _type_and_default(key: ConfigKey) -> str:
-    return f"{key.shape.expected}; {'required' if key.default is REQUIRED else f'default {_default(key)}'}"
+    return f"{key.node.expected}; {'required' if key.default is REQUIRED else f'default {_default(key)}'}"
 
 
 def _default(key: ConfigKey) -> str:
@@ -230,22 +232,22 @@ def _value(value: Any) -> str:
 
 
 def _key_text(key: ConfigKey) -> str:
-    return key.doc + (PRESET_NOTE if Algorithm in key.shape.records else "")
+    return key.doc + (PRESET_NOTE if Algorithm in key.node.records else "")
 
 
 def _default_note(key: ConfigKey) -> str:
     shown = _default(key)
     return (
         f"Default: {_code(shown)}."
-        if key.shape.form != "record" and shown
+        if key.node.form != "record" and shown
         else "Off unless given."
         if key.default is None
         else ""
     )
 
 
-def _slot_records(shape: SchemaNode) -> Iterable[type[Slot]]:
-    place = shape.item if shape.item is not None else shape
+def _slot_records(node: SchemaNode) -> Iterable[type[Slot]]:
+    place = node.item if node.item is not None else node
     return [r for r in place.records if issubclass(r, Slot)] if place.form == "choice" else []
 
 
@@ -255,7 +257,7 @@ def _options(record: type[Slot]) -> list[ConfigKey]:
 
 def _choices_text(key: ConfigKey) -> list[str]:
     lines = []
-    for record in _slot_records(key.shape):
+    for record in _slot_records(key.node):
         lines.append(f"  {key.path} (name: {choice_name(record)}): {_doc(record)}")
         for option in _options(record):
             lines += [f"    {option.path} ({_type_and_default(option)})", *_wrapped(option.doc, 6)]
@@ -263,14 +265,14 @@ def _choices_text(key: ConfigKey) -> list[str]:
 
 
 def _choices_markdown(key: ConfigKey) -> list[str]:
-    records = list(_slot_records(key.shape))
+    records = list(_slot_records(key.node))
     if not records:
         return []
     lines = ["", "| name | | option | value | default | |", "|---|---|---|---|---|---|"]
     for record in records:
         name = f"`{choice_name(record)}` | {_cell(_doc(record))}"
         lines += [
-            f"| {name} | `{o.path}` | {_cell(o.shape.expected)} | {_code(_default(o))} | {_cell(o.doc)} |"
+            f"| {name} | `{o.path}` | {_cell(o.node.expected)} | {_code(_default(o))} | {_cell(o.doc)} |"
             for o in _options(record)
         ] or [f"| {name} | | | | |"]
     return lines

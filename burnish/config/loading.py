@@ -34,41 +34,41 @@ Tree = Any
 """Dictionaries, lists and scalars, as YAML gives them."""
 
 
-def merge_trees(shape: SchemaNode | None, base: Tree, over: Tree) -> Tree:
-    """`over` laid on `base`, both of them values of the place `shape` describes."""
-    base, over = _expand_short_form(shape, base), _expand_short_form(shape, over)
+def merge_trees(node: SchemaNode | None, base: Tree, over: Tree) -> Tree:
+    """`over` laid on `base`, both of them values of the place `node` describes."""
+    base, over = _expand_short_form(node, base), _expand_short_form(node, over)
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    if shape is not None and shape.short:
-        old, new = base.get(shape.short), over.get(shape.short)
-        base = base if old is None or new is None or old == new else _keys_kept_on_rename(shape, base)
+    if node is not None and node.short:
+        old, new = base.get(node.short), over.get(node.short)
+        base = base if old is None or new is None or old == new else _keys_kept_on_rename(node, base)
     result = dict(base)
     for key, value in over.items():
-        child = shape.child(key) if shape is not None else None
+        child = node.child(key) if node is not None else None
         result[key] = merge_trees(child, base[key], value) if key in base else value
     return result
 
 
-def set_key(shape: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str = "") -> Tree:
+def set_key(node: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str = "") -> Tree:
     """The tree with `value` merged in at a dotted key; `done` is the part of the key already walked, for errors."""
     if not parts:
-        return merge_trees(shape, tree, value)
+        return merge_trees(node, tree, value)
     part, rest = parts[0], parts[1:]
     here = f"{done}.{part}" if done else part
-    if isinstance(tree, list) or (shape is not None and shape.form == "list" and part.isdecimal()):
-        return _set_item(shape, tree, parts, value, done)
-    if shape is not None and shape.form == "list":
-        shape = shape.item  # one section standing for a list of one
-    tree = {} if tree is None else _expand_short_form(shape, tree)
+    if isinstance(tree, list) or (node is not None and node.form == "list" and part.isdecimal()):
+        return _set_item(node, tree, parts, value, done)
+    if node is not None and node.form == "list":
+        node = node.item  # one section standing for a list of one
+    tree = {} if tree is None else _expand_short_form(node, tree)
     if not isinstance(tree, dict):
         raise UserError(f"{here} cannot be set: {done} is {tree!r}, not a section")
-    if shape is not None and part == shape.short and not rest:
-        return merge_trees(shape, tree, {part: value})
-    child = shape.child(part) if shape is not None else None
+    if node is not None and part == node.short and not rest:
+        return merge_trees(node, tree, {part: value})
+    child = node.child(part) if node is not None else None
     return {**tree, part: set_key(child, tree.get(part), rest, value, here)}
 
 
-def _set_item(shape: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str) -> list[Any]:
+def _set_item(node: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str) -> list[Any]:
     part, rest = parts[0], parts[1:]
     items = list(tree) if isinstance(tree, list) else [] if tree is None else [tree]
     if not part.isdecimal():
@@ -79,12 +79,12 @@ def _set_item(shape: SchemaNode | None, tree: Tree, parts: Sequence[str], value:
         raise UserError(f"{done}.{part}: {done} has {len(items)} items, so the next index is {len(items)}")
     if index == len(items):
         items.append(None)
-    item = shape.item if shape is not None else None
+    item = node.item if node is not None else None
     items[index] = set_key(item, items[index], rest, value, f"{done}.{part}")
     return items
 
 
-def with_defaults(kind: type[Record], tree: Tree) -> Tree:
+def with_defaults(config_type: type[Record], tree: Tree) -> Tree:
     """The tree with the defaults that belong to a *position* laid under it, and the algorithm's preset.
 
     Needed because a section that is given in part must keep the rest of its own default: `sft.optimizer.eps=1e-9` keeps
@@ -92,34 +92,36 @@ def with_defaults(kind: type[Record], tree: Tree) -> Tree:
     """
     if not isinstance(tree, dict):
         return tree
-    if issubclass(kind, Algorithm):
+    if issubclass(config_type, Algorithm):
         tree = _apply_preset(tree)
     result = dict(tree)
-    for name, shape, default in _fields(kind):
+    for name, node, default in _fields(config_type):
         if isinstance(default, Record):
-            result[name] = merge_trees(shape, explicit_values(default), result.get(name, {}))
+            result[name] = merge_trees(node, explicit_values(default), result.get(name, {}))
         elif isinstance(default, (list, dict)) and default and name not in result:
             result[name] = _plain_members(default)
         if name in result:
-            result[name] = _with_inner_defaults(shape, result[name])
+            result[name] = _with_inner_defaults(node, result[name])
     return result
 
 
 @cache
-def _fields(kind: type[Record]) -> tuple[tuple[str, SchemaNode, Any], ...]:
+def _fields(config_type: type[Record]) -> tuple[tuple[str, SchemaNode, Any], ...]:
     """A record's keys, what each holds and its default, which is only read: found once, a configuration has hundreds."""
-    return tuple((name, field_node(kind, name), default_of(kind, name)) for name in kind.model_fields)
+    return tuple(
+        (name, field_node(config_type, name), default_of(config_type, name)) for name in config_type.model_fields
+    )
 
 
-def _with_inner_defaults(shape: SchemaNode, value: Tree) -> Tree:
-    value = _expand_short_form(shape, value)
-    if shape.form == "record":
-        return with_defaults(shape.records[0], value)
-    if shape.item is not None and shape.item.records:
+def _with_inner_defaults(node: SchemaNode, value: Tree) -> Tree:
+    value = _expand_short_form(node, value)
+    if node.form == "record":
+        return with_defaults(node.records[0], value)
+    if node.item is not None and node.item.records:
         if isinstance(value, list):
-            return [_with_inner_defaults(shape.item, v) for v in value]
-        if isinstance(value, dict) and shape.form == "mapping":
-            return {k: _with_inner_defaults(shape.item, v) for k, v in value.items()}
+            return [_with_inner_defaults(node.item, v) for v in value]
+        if isinstance(value, dict) and node.form == "mapping":
+            return {k: _with_inner_defaults(node.item, v) for k, v in value.items()}
     return value
 
 
@@ -136,14 +138,14 @@ def _plain_members(default: Any) -> Tree:
     return values if isinstance(default, dict) else list(values.values())
 
 
-def _expand_short_form(shape: SchemaNode | None, value: Tree) -> Tree:
+def _expand_short_form(node: SchemaNode | None, value: Tree) -> Tree:
     """A bare word written out: `grpo` as `{name: grpo}`."""
-    return {shape.short: value} if shape is not None and shape.short and isinstance(value, str) else value
+    return {node.short: value} if node is not None and node.short and isinstance(value, str) else value
 
 
-def _keys_kept_on_rename(shape: SchemaNode, base: dict[str, Any]) -> dict[str, Any]:
+def _keys_kept_on_rename(node: SchemaNode, base: dict[str, Any]) -> dict[str, Any]:
     """What survives a change of name: nothing of a slot or a preset, all but `options` of a section that has them."""
-    if issubclass(shape.records[0], (Slot, Algorithm)):
+    if issubclass(node.records[0], (Slot, Algorithm)):
         return {}
     return {k: v for k, v in base.items() if k != "options"}
 
@@ -161,44 +163,44 @@ class Loaded(NamedTuple, Generic[ConfigType]):
     base: Path
 
 
-def load(kind: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
+def load(config_type: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
     """The configuration of a file (or of nothing) with overrides on top; everything wrong with it is one UserError."""
     return _load_with_overrides(
-        kind, with_defaults(kind, {} if path is None else read_recipe(kind, path)), path, overrides
+        config_type, with_defaults(config_type, {} if path is None else read_recipe(config_type, path)), path, overrides
     )
 
 
 def load_tree(
-    kind: type[ConfigType], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()
+    config_type: type[ConfigType], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()
 ) -> Loaded[ConfigType]:
     """The configuration of a tree that was made of a file."""
-    return _load_with_overrides(kind, with_defaults(kind, tree), path, overrides)
+    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides)
 
 
 def load_shrunk(
-    kind: type[ConfigType], path: Path, overrides: Sequence[str] = ()
+    config_type: type[ConfigType], path: Path, overrides: Sequence[str] = ()
 ) -> tuple[Loaded[ConfigType], list[str]]:
     """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it that no override changes back."""
-    tree, changes = shrink(load(kind, path).resolved)
+    tree, changes = shrink(load(config_type, path).resolved)
     given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
-    return _load_with_overrides(kind, tree, path, overrides), [
+    return _load_with_overrides(config_type, tree, path, overrides), [
         change for change in changes if not change.startswith(given)
     ]
 
 
 def _load_with_overrides(
-    kind: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]
+    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]
 ) -> Loaded[ConfigType]:
-    shape = root_node(kind)
-    for key, value in sorted((_parse_override(shape, text) for text in overrides), key=lambda o: len(o[0])):
-        tree = set_key(shape, tree, key, value)
+    node = root_node(config_type)
+    for key, value in sorted((_parse_override(node, text) for text in overrides), key=lambda o: len(o[0])):
+        tree = set_key(node, tree, key, value)
     tree, notes = translate_verl_keys(tree)
     for note in notes:
         log.warning("note: %s", note)
     try:
-        config = kind.model_validate(_inherit_max_tokens(with_defaults(kind, tree)))
+        config = config_type.model_validate(_inherit_max_tokens(with_defaults(config_type, tree)))
     except ValidationError as error:
-        raise to_user_error(error, kind, str(path) if path else "configuration") from error
+        raise to_user_error(error, config_type, str(path) if path else "configuration") from error
     return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
 
 
@@ -217,18 +219,18 @@ def to_plain_values(config: Record) -> dict[str, Any]:
     return _tuples_to_lists(config.model_dump())
 
 
-def add_missing_defaults(kind: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
+def add_missing_defaults(config_type: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
     """A saved configuration with the defaults of keys that did not exist when it was written.
 
     One that this version does not accept is returned as it is, so that the keys that differ can be named.
     """
     try:
-        return to_plain_values(kind.model_validate(tree))
+        return to_plain_values(config_type.model_validate(tree))
     except ValidationError:
         return tree
 
 
-def read_recipe(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_recipe(config_type: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a YAML file laid over the one it extends."""
     resolved = path.resolve()
     if resolved in seen:
@@ -237,7 +239,7 @@ def read_recipe(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> 
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
-    if "stages" in tree and "stages" not in kind.model_fields:
+    if "stages" in tree and "stages" not in config_type.model_fields:
         raise UserError(f"{path} is a recipe of stages: `burnish stages {path}` runs it")
     if "extends" not in tree:
         return tree
@@ -245,8 +247,8 @@ def read_recipe(kind: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> 
     if not isinstance(parent, str):
         raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
     # The extended file is completed first: a slot it gives without its name has the default's, which the file may change.
-    extended = with_defaults(kind, read_recipe(kind, path.parent / parent, (*seen, resolved)))
-    return merge_trees(root_node(kind), extended, tree)
+    extended = with_defaults(config_type, read_recipe(config_type, path.parent / parent, (*seen, resolved)))
+    return merge_trees(root_node(config_type), extended, tree)
 
 
 def _read_text(path: Path) -> str:
@@ -261,7 +263,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _parse_override(shape: SchemaNode, text: str) -> tuple[list[str], Any]:
+def _parse_override(node: SchemaNode, text: str) -> tuple[list[str], Any]:
     """`a.b.c=value` as its key's parts and its value."""
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")
@@ -269,9 +271,9 @@ def _parse_override(shape: SchemaNode, text: str) -> tuple[list[str], Any]:
         raise UserError(f"override {text!r}: expected key=value, such as rollout.n=16 or algorithm.clip.high=0.28")
     if text.startswith("-"):
         raise UserError(f"override {text!r}: a key has no dashes before it; write {text.lstrip('-')}")
-    if _holds_text(shape, parts):
-        return _without_short_key(shape, parts), _as_text(raw)
-    return _without_short_key(shape, parts), parse_yaml(raw, f"override {text!r}")
+    if _holds_text(node, parts):
+        return _without_short_key(node, parts), _as_text(raw)
+    return _without_short_key(node, parts), parse_yaml(raw, f"override {text!r}")
 
 
 def _as_text(raw: str) -> str | None:
@@ -283,16 +285,16 @@ def _as_text(raw: str) -> str | None:
     return value if value is None or isinstance(value, str) else raw
 
 
-def _holds_text(shape: SchemaNode, parts: list[str]) -> bool:
-    place: SchemaNode | None = shape
+def _holds_text(node: SchemaNode, parts: list[str]) -> bool:
+    place: SchemaNode | None = node
     for part in parts:
         place = _child_node(place, part)
     return place is not None and place.is_text
 
 
-def _without_short_key(shape: SchemaNode, parts: list[str]) -> list[str]:
+def _without_short_key(node: SchemaNode, parts: list[str]) -> list[str]:
     """`algorithm.preset=x` as `algorithm=x`, so that a choice sorts before its own options."""
-    place: SchemaNode | None = shape
+    place: SchemaNode | None = node
     for part in parts[:-1]:
         place = _child_node(place, part)
     return parts[:-1] if place is not None and place.short == parts[-1] else parts

@@ -1,4 +1,15 @@
-"""Where the processes of a run are: all in one, or workers that Ray starts."""
+"""Config sections for processes: where they run (`placement`), and how they divide the training of one model (`parallel`).
+
+On Ray, pools are named sets of places for processes, and every role works in one pool:
+
+    placement:
+      name: ray
+      pools: {train: {places: 4}, more: {places: 2}, checks: {places: 2, cpus: 4, gpu: false}}
+      roles: {actor: train, rollout: train, reference: more, critic: more, reward: checks}
+
+Roles of one pool share its places and take turns: the k-th process of each is in the k-th place. Roles of different pools run at the same
+time. Rewards never take turns: they are computed while engines sample.
+"""
 
 from __future__ import annotations
 
@@ -13,87 +24,119 @@ if TYPE_CHECKING:
     from burnish.config.model import Model, Optimizer
     from burnish.config.schema import TrainConfig
 
-
-# --- Pools: named places for the processes of a run on Ray, and which role works in which.
-#
-#     placement:
-#       name: ray
-#       pools: {train: {places: 4}, more: {places: 2}, checks: {places: 2, cpus: 4, gpu: false}}
-#       roles: {actor: train, rollout: train, reference: more, critic: more, reward: checks}
-#
-# Roles of one pool take turns in its places (the k-th process of each in the k-th place), roles of different pools work apart. A reward
-# takes no turns: it scores while engines sample.
-
 Role = Literal["actor", "rollout", "reference", "critic", "reward"]
 ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = get_args(Role)
+FIXED_REFERENCES = ("frozen", "teacher")
+"""References whose weights never change."""
 
 
 class Pool(Record):
     """Places for processes."""
 
     places: int = Field(1, ge=1)
-    """How many: each is on one machine, and every role of the pool has a process there."""
+    """Number of places. Each is on one machine and holds one process of every role of the pool."""
     cpus: int = Field(1, ge=1)
-    """CPUs of each place, and the threads of its processes."""
+    """CPUs of each place, and threads of each of its processes."""
     gpu: bool = True
-    """Whether each place has a GPU, where the cluster has any."""
+    """Whether each place has a GPU, if the cluster has any."""
 
 
 PoolAssignment = tuple[Pool, dict[str, int]]
-"""A pool, and how many processes each of its roles has there."""
+"""A pool, and the number of processes of each role in it."""
 
 
-def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
-    """Refuse roles without a pool, pools without a role, and what cannot be divided among them."""
-    for role, pool in roles.items():
-        if pool not in pools:
-            known = ", ".join(pools) or "none"
-            raise ValueError(f"roles.{role}={pool}: there is no such pool{did_you_mean(pool, pools)} (pools: {known})")
-    for role in (ACTOR, ROLLOUT):
-        if pools and role not in roles:
-            raise ValueError(f"with pools, roles.{role} must name the pool of the processes that {_does(role)}")
-    idle = [name for name in pools if name not in roles.values()]
-    if idle:
-        raise ValueError(f"pools.{idle[0]} has no effect: no role works there")
-    if pools and not pools[roles[ACTOR]].gpu and pools[roles[ROLLOUT]].gpu:
-        raise ValueError(f"pools.{roles[ACTOR]}.gpu=false leaves the actor without a GPU while engines have some")
-    if pools and pools[roles[ACTOR]].gpu and not pools[roles[ROLLOUT]].gpu:
-        raise ValueError(f"pools.{roles[ROLLOUT]}.gpu=false leaves engines without a GPU while the actor has some")
+class LocalPlacement(Slot):
+    """Everything in this process. The engine samples from the learner's own tensors."""
+
+    name: Literal["local"] = "local"
 
 
-def _does(role: str) -> str:
-    return {ACTOR: "train", ROLLOUT: "sample"}[role]
+class RayPlacement(Slot):
+    """Training and sampling in separate processes, started by Ray on this machine or on the cluster of RAY_ADDRESS."""
+
+    name: Literal["ray"] = "ray"
+    workers: int = Field(1, ge=1)
+    """Processes that train; `parallel` says how they divide the work."""
+    engines: int = Field(1, ge=1)
+    """Processes that sample, each with a copy of the weights."""
+    cpus: int = Field(1, ge=1)
+    """CPUs of each process, and its threads for arithmetic."""
+    layout: Literal["colocated", "split"] = "colocated"
+    """colocated: the k-th worker and the k-th engine take turns on the same CPUs or GPU. split: each process has its own."""
+    pools: dict[str, Pool] = Field(default_factory=dict)
+    """Named places for processes, instead of workers, engines, cpus and layout."""
+    roles: dict[Role, str] = Field(default_factory=dict)
+    """The pool of each role. A reference or a critic without a pool, or with the actor's, runs in the actor's processes. A reward without
+    a pool is computed on the driver's machine."""
+    sync: Literal["full", "delta"] = "full"
+    """What is sent to engines after a step: all weights, or only the values that changed. Both give the same bits; delta keeps a copy of the
+    trained weights."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Time limit of one call to a process. When it is exceeded, the run stops and names the process and the call. An engine is restarted
+    instead."""
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> RayPlacement:
+        check_pools(self.pools, self.roles)
+        for key in ("workers", "engines", "cpus", "layout") if self.pools else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with pools, which say how many processes there are and where")
+        return self
+
+    @property
+    def pool_assignments(self) -> list[PoolAssignment]:
+        """All pools with the processes of their roles. Without `pools`: one for all roles, or one for workers and one for engines."""
+        if self.pools:
+            pool_of = {
+                role: name for role, name in self.roles.items() if role in (ACTOR, ROLLOUT) or self.is_separate(role)
+            }
+            return [
+                (pool, {role: pool.places for role, where in pool_of.items() if where == name})
+                for name, pool in self.pools.items()
+            ]
+        sizes = {ACTOR: self.workers, ROLLOUT: self.engines}
+        if self.layout == "colocated":
+            return [(Pool(places=max(sizes.values()), cpus=self.cpus), sizes)]
+        return [(Pool(places=size, cpus=self.cpus), {role: size}) for role, size in sizes.items()]
+
+    def is_separate(self, role: Role) -> bool:
+        """Whether a role has its own processes: a reference or a critic outside the actor's pool, or a reward with a pool."""
+        pool = self.roles.get(role)
+        return pool is not None and (role == REWARD or pool != self.roles[ACTOR])
+
+    def size(self, role: str) -> int:
+        """Number of processes of a role that has its own."""
+        return next(sizes[role] for _, sizes in self.pool_assignments if role in sizes)
+
+    def cpus_of(self, role: str) -> int:
+        """CPUs of each process of a role."""
+        return next(pool.cpus for pool, sizes in self.pool_assignments if role in sizes)
+
+    def share_pool(self, one: str, other: str) -> bool:
+        """Whether the processes of two roles share places."""
+        return any(one in sizes and other in sizes for _, sizes in self.pool_assignments)
 
 
-def _describe_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> str:
-    """The processes of a run in pools."""
-    told = []
-    for name, pool in pools.items():
-        own = ", ".join(role for role, where in roles.items() if where == name)
-        places = f"{pool.places} place{'' if pool.places == 1 else 's'}"
-        told.append(f"pool {name} for {own}: {places} of {pool.cpus} CPU{'' if pool.cpus == 1 else 's'}")
-    return "; ".join(told)
-
-
-# --- How the processes that `torchrun` starts divide the work of training.
+PlacementSlot: Any = choice(LocalPlacement, RayPlacement, plugin=False)
+Placement = LocalPlacement | RayPlacement
 
 
 class Parallel(Record):
-    """Several processes on one model; their number is replicate x shard x sequence x tensor."""
+    """How several processes train one model. Their number is replicate x shard x sequence x tensor."""
 
     replicate: int = Field(1, ge=1)
-    """Copies of the sharded model, each in the hands of `shard` x `sequence` x `tensor` processes (HSDP)."""
+    """Copies of the sharded model, each held by `shard` x `sequence` x `tensor` processes (HSDP)."""
     shard: int | None = Field(None, ge=1)
-    """Processes with sequences of their own that hold a piece of every parameter each (FSDP2); null means all that are left."""
+    """Processes that train on different sequences and hold a shard of every parameter each (FSDP2). null: all remaining processes."""
     sequence: int = Field(1, ge=1)
-    """Processes that cut the tokens of the same micro-batches among them, for long sequences (Ulysses); they share parameters too."""
+    """Processes that split the tokens of the same micro-batches, for long sequences (Ulysses). Parameters are sharded over them too."""
     tensor: int = Field(1, ge=1)
-    """Processes that cut every layer's heads and MLP among them; must divide the model's heads and MLP width."""
+    """Processes that split the heads and the MLP of every layer. Must divide the model's heads and MLP width."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in the CPU's memory, and bring a layer to the GPU when it is its turn."""
+    """Keep parameters, gradients and optimizer state in host memory, and move each layer to the GPU when it is needed."""
 
     def sizes(self, num_processes: int) -> tuple[int, int, int, int]:
-        """(replicate, shard, sequence, tensor) for so many processes."""
+        """(replicate, shard, sequence, tensor) for this number of processes."""
         others = self.replicate * self.sequence * self.tensor
         shard = max(1, num_processes // others) if self.shard is None else self.shard
         if others * shard != num_processes:
@@ -105,119 +148,74 @@ class Parallel(Record):
         return self.replicate, shard, self.sequence, self.tensor
 
 
-def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, activations: str) -> None:
-    """Refuse what cannot be divided, or would have no effect."""
-    if model.backend == "transformers" and (parallel.sequence > 1 or parallel.tensor > 1):
-        raise ValueError(
-            "parallel.sequence and parallel.tensor need the native decoder, and model.backend=transformers"
-        )
-    if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
-        raise ValueError(
-            f"parallel.tensor cannot cut matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.shard, or base=dtype"
-        )
-    if parallel.tensor > 1 and activations == "selective":
-        raise ValueError("activations=selective cannot follow tensors that parallel.tensor cuts: use recompute or keep")
-    if parallel.offload and model.device == "cpu":
-        raise ValueError("parallel.offload has no effect with model.device=cpu: host memory is all there is")
-    if parallel.offload and optimizer.offload:
-        raise ValueError(
-            "optimizer.offload has no effect with parallel.offload, which keeps the optimizer's state on the CPU too"
-        )
-
-
-class LocalPlacement(Slot):
-    """Everything in this process; the engine samples from the learner's own tensors."""
-
-    name: Literal["local"] = "local"
-
-
-class RayPlacement(Slot):
-    """Training and sampling in processes of their own, started by Ray on this machine or on the cluster of RAY_ADDRESS."""
-
-    name: Literal["ray"] = "ray"
-    workers: int = Field(1, ge=1)
-    """Processes that train; `parallel` says how they divide the work."""
-    engines: int = Field(1, ge=1)
-    """Processes that sample, each with a copy of the weights."""
-    cpus: int = Field(1, ge=1)
-    """CPUs of each process, and its threads for arithmetic."""
-    layout: Literal["colocated", "split"] = "colocated"
-    """colocated: the k-th worker and the k-th engine take turns on the same CPUs or GPU; split: each process has its own."""
-    pools: dict[str, Pool] = Field(default_factory=dict)
-    """Named places for processes, instead of workers, engines, cpus and layout."""
-    roles: dict[Role, str] = Field(default_factory=dict)
-    """The pool of each role. A reference and a critic that have none, or the actor's, are with the actor's processes; a reward that
-    has none is computed beside the controller."""
-    sync: Literal["full", "delta"] = "full"
-    """What engines are sent after a step: all weights, or only the values that changed (the same bits; a copy of what is trained is kept)."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Longest time a process may take over one call; then the run stops and says who was waited for and what it did. An engine is
-    started again instead."""
-
-    @model_validator(mode="after")
-    def _check_pools(self) -> RayPlacement:
-        check_pools(self.pools, self.roles)
-        for key in ("workers", "engines", "cpus", "layout") if self.pools else ():
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with pools, which say how many processes there are and where")
-        return self
-
-    @property
-    def rooms(self) -> list[PoolAssignment]:
-        """All places, and who is there. Without pools: one for all, or one for workers and one for engines."""
-        if self.pools:
-            own = {role: where for role, where in self.roles.items() if role in (ACTOR, ROLLOUT) or self.is_apart(role)}
-            return [
-                (pool, {role: pool.places for role, where in own.items() if where == name})
-                for name, pool in self.pools.items()
-            ]
-        sizes = {ACTOR: self.workers, ROLLOUT: self.engines}
-        if self.layout == "colocated":
-            return [(Pool(places=max(sizes.values()), cpus=self.cpus), sizes)]
-        return [(Pool(places=size, cpus=self.cpus), {role: size}) for role, size in sizes.items()]
-
-    def is_apart(self, role: Role) -> bool:
-        """Whether a role has processes of its own: a reference or a critic that is not where the actor is, a reward in a pool."""
-        pool = self.roles.get(role)
-        return pool is not None and (role == REWARD or pool != self.roles[ACTOR])
-
-    def size(self, role: str) -> int:
-        """How many processes a role has that has its own."""
-        return next(sizes[role] for _, sizes in self.rooms if role in sizes)
-
-    def cpus_of(self, role: str) -> int:
-        """CPUs of each of them."""
-        return next(pool.cpus for pool, sizes in self.rooms if role in sizes)
-
-    def take_turns(self, one: str, other: str) -> bool:
-        """Whether processes of two roles share places."""
-        return any(one in sizes and other in sizes for _, sizes in self.rooms)
-
-
-FIXED_REFERENCES = ("frozen", "teacher")
-"""References whose weights never change."""
-PlacementSlot: Any = choice(LocalPlacement, RayPlacement, plugin=False)
-Placement = LocalPlacement | RayPlacement
-
-
 def has_remote_rewards(placement: Placement) -> bool:
-    """Whether rewards have processes of Ray's."""
-    return isinstance(placement, RayPlacement) and placement.is_apart(REWARD)
+    """Whether rewards are computed in processes of Ray."""
+    return isinstance(placement, RayPlacement) and placement.is_separate(REWARD)
 
 
 def describe_processes(placement: RayPlacement) -> str:
     """The processes of a run in words."""
     if placement.pools:
         return _describe_pools(placement.pools, placement.roles)
-    workers, engines, cpus = (
-        f"{number} {what}{'' if number == 1 else 's'}"
-        for number, what in ((placement.workers, "worker"), (placement.engines, "engine"), (placement.cpus, "CPU"))
-    )
+    counts = ((placement.workers, "worker"), (placement.engines, "engine"), (placement.cpus, "CPU"))
+    workers, engines, cpus = (_plural(number, what) for number, what in counts)
     return f"{workers} and {engines}, {placement.layout}, {cpus} each"
 
 
+def _describe_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> str:
+    texts = []
+    for name, pool in pools.items():
+        pool_roles = ", ".join(role for role, where in roles.items() if where == name)
+        texts.append(f"pool {name} for {pool_roles}: {_plural(pool.places, 'place')} of {_plural(pool.cpus, 'CPU')}")
+    return "; ".join(texts)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
+    """Refuse roles without a pool, pools without a role, and GPUs for only one of actor and engines."""
+    for role, pool in roles.items():
+        if pool not in pools:
+            known = ", ".join(pools) or "none"
+            raise ValueError(f"roles.{role}={pool}: there is no such pool{did_you_mean(pool, pools)} (pools: {known})")
+    for role, verb in ((ACTOR, "train"), (ROLLOUT, "sample")):
+        if pools and role not in roles:
+            raise ValueError(f"with pools, roles.{role} must name the pool of the processes that {verb}")
+    unused = [name for name in pools if name not in roles.values()]
+    if unused:
+        raise ValueError(f"pools.{unused[0]} has no effect: no role works there")
+    if pools and not pools[roles[ACTOR]].gpu and pools[roles[ROLLOUT]].gpu:
+        raise ValueError(f"pools.{roles[ACTOR]}.gpu=false leaves the actor without a GPU while engines have some")
+    if pools and pools[roles[ACTOR]].gpu and not pools[roles[ROLLOUT]].gpu:
+        raise ValueError(f"pools.{roles[ROLLOUT]}.gpu=false leaves engines without a GPU while the actor has some")
+
+
+def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, activations: str) -> None:
+    """Refuse what cannot be split, and options that have no effect."""
+    if model.backend == "transformers" and (parallel.sequence > 1 or parallel.tensor > 1):
+        raise ValueError(
+            "parallel.sequence and parallel.tensor need the native decoder, but model.backend=transformers"
+        )
+    if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
+        raise ValueError(
+            f"parallel.tensor cannot split matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.shard, or base=dtype"
+        )
+    if parallel.tensor > 1 and activations == "selective":
+        raise ValueError(
+            "activations=selective does not work with tensors that parallel.tensor splits: use recompute or keep"
+        )
+    if parallel.offload and model.device == "cpu":
+        raise ValueError("parallel.offload has no effect with model.device=cpu: everything is in host memory")
+    if parallel.offload and optimizer.offload:
+        raise ValueError(
+            "optimizer.offload has no effect with parallel.offload, which keeps the optimizer's state on the CPU too"
+        )
+
+
 def check_placement_fits(config: TrainConfig) -> None:
-    """Refuse what cannot be placed, or would have no effect."""
+    """Refuse what cannot run on the placement, and options that have no effect."""
     placement, parallel = config.placement, config.parallel
     if isinstance(placement, LocalPlacement):
         if parallel != Parallel():
@@ -226,7 +224,7 @@ def check_placement_fits(config: TrainConfig) -> None:
             )
         return
     _check_roles(config, placement)
-    trained = [role for role in (ACTOR, REFERENCE, CRITIC) if role == ACTOR or placement.is_apart(role)]
+    trained = [role for role in (ACTOR, REFERENCE, CRITIC) if role == ACTOR or placement.is_separate(role)]
     for role in trained:
         where = f"placement.pools.{placement.roles[role]}.places" if placement.pools else "placement.workers"
         try:
@@ -240,53 +238,53 @@ def check_placement_fits(config: TrainConfig) -> None:
     ):
         check_parallel_fits(parallel, config.model, optimizer, config.training.activations)
     if config.rollout.engine not in ("auto", "native", "transformers"):
-        raise ValueError(f"rollout.engine={config.rollout.engine} needs placement=local: it has processes of its own")
+        raise ValueError(f"rollout.engine={config.rollout.engine} needs placement=local: it runs in its own processes")
     if config.rollout.mismatch is not None:
-        raise ValueError("rollout.mismatch needs placement=local: its faults are made of the learner's own tensors")
+        raise ValueError("rollout.mismatch needs placement=local: it changes the learner's own tensors")
     for part in config.reward.parts:
-        if part.name == "model" and part.options.get("device") != "cpu" and not placement.is_apart(REWARD):
+        if part.name == "model" and part.options.get("device") != "cpu" and not placement.is_separate(REWARD):
             raise ValueError(
-                "reward part model computes in the driver's process, and placement=ray gives the GPUs to the workers: set its "
+                "reward part model runs in the driver's process, but placement=ray gives the GPUs to the workers: set its "
                 "options.device to cpu, name a pool for it in placement.roles.reward, or set placement=local"
             )
         if part.name == "judge" and part.options.get("path") and part.options.get("device", "auto") == "auto":
             raise ValueError(
-                "reward part judge runs its model beside the driver, and placement=ray gives the GPUs to the workers: set its "
+                "reward part judge runs its model on the driver's machine, but placement=ray gives the GPUs to the workers: set its "
                 "options.device to cpu, or to a GPU that Ray does not have (cuda:1)"
             )
     if config.rollout.exact:
         raise ValueError("rollout.exact needs placement=local: engine and learner must compute in one process")
     if config.model.device.startswith("cuda:"):
         raise ValueError(f"model.device={config.model.device}: Ray gives each process its GPU; write cuda")
-    most = max(placement.size(role) for role in trained)
-    if most > 1 and config.training.compile:
+    most_processes = max(placement.size(role) for role in trained)
+    if most_processes > 1 and config.training.compile:
         raise ValueError("training.compile needs placement.workers=1, or one place in the pools of actor and critic")
 
 
 def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
-    """Refuse a pool for what the run does not have, or what cannot be apart from the actor."""
+    """Refuse a pool for a role that the run does not have, and a reference that must be with the actor."""
     algorithm, reference = config.algorithm, config.algorithm.kl.reference
     if REFERENCE in placement.roles and reference.name == "none":
         raise ValueError("placement.roles.reference has no effect: algorithm.kl.reference is none")
     if CRITIC in placement.roles and algorithm.critic is None:
         raise ValueError("placement.roles.critic has no effect: the algorithm has no critic")
-    if placement.is_apart(REWARD) and all(part.name == "judge" for part in config.reward.parts):
+    if placement.is_separate(REWARD) and all(part.name == "judge" for part in config.reward.parts):
         raise ValueError(
-            "placement.roles.reward has no effect: every part of the reward is a judge, which the driver asks; remove the role and its pool"
+            "placement.roles.reward has no effect: every part of the reward is a judge, which the driver calls; remove the role and its pool"
         )
     if placement.pools and config.model.device.startswith("cuda") and not placement.pools[placement.roles[ACTOR]].gpu:
         raise ValueError(
             f"model.device={config.model.device}, but placement.pools.{placement.roles[ACTOR]}.gpu=false leaves actor and engines without "
             "a GPU: set model.device=cpu, or leave gpu=false out"
         )
-    if placement.is_apart(REFERENCE):
+    if placement.is_separate(REFERENCE):
         if reference.name not in FIXED_REFERENCES:
             raise ValueError(
-                f"algorithm.kl.reference={reference.name} follows the policy's weights, so it must be where they are: put "
+                f"algorithm.kl.reference={reference.name} follows the policy's weights, so it must be in the actor's processes: put "
                 f"placement.roles.reference in the actor's pool, or use {' or '.join(FIXED_REFERENCES)}"
             )
         if algorithm.kl.loss.estimator == "full":
             raise ValueError(
-                "algorithm.kl.loss.estimator=full compares whole distributions inside the policy's update: put "
+                "algorithm.kl.loss.estimator=full compares whole distributions during the policy's update: put "
                 "placement.roles.reference in the actor's pool, or use another estimator"
             )

@@ -1,8 +1,11 @@
-"""The slots of an algorithm as records: name, options, what each needs, its formula and its paper.
+"""Base classes of the configuration, and the walk over its schema that loading, errors and help share.
 
-`burnish.algorithms` holds the function of every record, under the same slot and name; a test compares the two.
-A record's options are its fields, so an option that belongs to another choice is an unknown key, not a silent no-op.
-Any slot with a function also takes a user's own: `advantage: {name: path/to/file.py:function, options: {...}}`.
+A config section is a `Record`. A slot of an algorithm takes one `Slot` record out of several, told apart by `name`. The options of a
+choice are its fields, so an option of another choice is an unknown key rather than a silent no-op. Any slot with a function also takes a
+plug-in: `advantage: {name: path/to/file.py:function, options: {...}}`. `burnish.algorithms` holds the function of every record under the
+same slot and name, and a test compares the two.
+
+`SchemaNode` describes the type of a value in words; `walk_keys` lists all keys. Both are derived from type annotations alone.
 """
 
 from __future__ import annotations
@@ -19,100 +22,6 @@ from pydantic_core import PydanticUndefined
 
 from burnish.config.plugins import is_plugin
 
-
-class Record(BaseModel):
-    """A frozen piece of configuration whose unknown keys are errors and whose field docstrings are its help."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class Slot(Record):
-    """One choice for one slot."""
-
-    name: str
-    """What the choice is called; every record narrows it to its own word."""
-    formula: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    needs: ClassVar[tuple[str, ...]] = ()
-    """What the rest of the system must provide.
-
-    `groups`: several samples of each prompt. `critic`: a value of every token. `process`: a reward of every token from a
-    process reward model. `greedy`: the reward of each prompt's greedy answer. `old`: log-probs under the policy before the batch's first update. `reference`: log-probs under the
-    reference. `accuracy`: right or wrong, apart from the reward. `sum_p2`: the sum of squared probabilities. `budget`: a length the prompt
-    asks for. `borders`: answers cut into segments, with the values of the states between. `tree`: answers that branch.
-    `demonstrations`: answers of somebody else in the groups.
-    """
-    of_rollouts: ClassVar[tuple[str, ...]] = ()
-    """Options that say how rollouts are made for it; its function is not given them."""
-    scope: ClassVar[Literal["token", "sequence", "group", "batch"]] = "token"
-    """What a loss must see at once to be computed; the learner makes two passes for group and batch."""
-
-
-class Plugin(Slot):
-    """A user's own function for a slot."""
-
-    name: str
-    """`path/to/file.py:function` or `package.module:function`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the function."""
-
-
-def slot_options(slot: Slot) -> dict[str, Any]:
-    """The options of a slot record as keyword arguments of the slot's function."""
-    if isinstance(slot, Plugin):
-        return dict(slot.options)
-    return slot.model_dump(exclude={"name", *slot.of_rollouts})
-
-
-def default_options(*records: type[Slot]) -> dict[str, dict[str, Any]]:
-    """The default options of each record, by the record's name; options without a default are left out."""
-    return {
-        record.model_fields["name"].default: {
-            key: info.get_default(call_default_factory=True)
-            for key, info in record.model_fields.items()
-            if key not in ("name", *record.of_rollouts) and not info.is_required()
-        }
-        for record in records
-    }
-
-
-def tagged(value: Any) -> Any:
-    """`grpo` is short for `{name: grpo}`."""
-    return {"name": value} if isinstance(value, str) else value
-
-
-def _tag(value: Any) -> str | None:
-    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    return "plugin" if isinstance(name, str) and is_plugin(name) else name
-
-
-def choice(*records: type[Slot], plugin: bool = True) -> Any:
-    """The type of a slot: one of these records, told apart by `name`, or a user's own function."""
-    options: list[Any] = [Annotated[r, Tag(r.model_fields["name"].default)] for r in records]
-    if plugin:
-        options.append(Annotated[Plugin, Tag("plugin")])
-    union: Any = options[0]
-    for option in options[1:]:
-        union = union | option
-    return Annotated[union, Discriminator(_tag), BeforeValidator(tagged)]
-
-
-# --- Short forms in YAML: a name for a record, one thing for a list of it.
-
-
-def named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-def listed(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
-# --- What each place in the configuration holds, read off the schema: the one walk that merging, errors and help share.
-#
-# A `Shape` is a field's annotation in plain words. Nothing here knows a particular key: a record, a slot (a choice of
-# records told apart by `name`), a list, a mapping or a value are recognised by their types.
-
 TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -124,26 +33,111 @@ REQUIRED = PydanticUndefined
 """The default of a key that has none."""
 
 
+class Record(BaseModel):
+    """A frozen config section. Unknown keys are errors, and the docstrings of fields are their help texts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Slot(Record):
+    """One choice for one slot."""
+
+    name: str
+    """Name of the choice. Every record narrows the type to its own literal."""
+    formula: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What the rest of the system must provide.
+
+    `groups`: several samples of each prompt. `critic`: a value of every token. `process`: a reward of every token from a process reward
+    model. `greedy`: the reward of each prompt's greedy answer. `old`: log-probs under the policy before the batch's first update.
+    `reference`: log-probs under the reference. `accuracy`: right or wrong, independent of the reward. `sum_p2`: the sum of squared
+    probabilities. `budget`: a length that the prompt asks for. `borders`: answers cut into segments, with the values of the states between
+    them. `tree`: answers that branch. `demonstrations`: answers in the groups that the policy did not sample.
+    """
+    rollout_options: ClassVar[tuple[str, ...]] = ()
+    """Options that control how rollouts are made. They are not passed to the slot's function."""
+    scope: ClassVar[Literal["token", "sequence", "group", "batch"]] = "token"
+    """What a loss must see at once. For group and batch the learner makes two passes."""
+
+
+class Plugin(Slot):
+    """A user's function for a slot."""
+
+    name: str
+    """`path/to/file.py:function` or `package.module:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+def slot_options(slot: Slot) -> dict[str, Any]:
+    """The options of a slot record as keyword arguments of the slot's function."""
+    if isinstance(slot, Plugin):
+        return dict(slot.options)
+    return slot.model_dump(exclude={"name", *slot.rollout_options})
+
+
+def default_options(*records: type[Slot]) -> dict[str, dict[str, Any]]:
+    """The default options of each record, by the record's name. Options without a default are left out."""
+    return {
+        record.model_fields["name"].default: {
+            key: info.get_default(call_default_factory=True)
+            for key, info in record.model_fields.items()
+            if key not in ("name", *record.rollout_options) and not info.is_required()
+        }
+        for record in records
+    }
+
+
+def name_to_record(value: Any) -> Any:
+    """`grpo` is short for `{name: grpo}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def as_list(value: Any) -> Any:
+    """A single item is short for a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def choice(*records: type[Slot], plugin: bool = True) -> Any:
+    """The type of a slot: one of these records, told apart by `name`, or a plug-in."""
+    options: list[Any] = [Annotated[r, Tag(r.model_fields["name"].default)] for r in records]
+    if plugin:
+        options.append(Annotated[Plugin, Tag("plugin")])
+    union: Any = options[0]
+    for option in options[1:]:
+        union = union | option
+    return Annotated[union, Discriminator(_tag), BeforeValidator(name_to_record)]
+
+
+def _tag(value: Any) -> str | None:
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return "plugin" if isinstance(name, str) and is_plugin(name) else name
+
+
 @dataclass(frozen=True)
 class SchemaNode:
-    """What a place holds: `expected` says it in words, `records` are the sections it may be."""
+    """The type of one config value, read from its annotation."""
 
     form: Literal["value", "record", "choice", "list", "mapping"]
     expected: str
+    """The type in words, for help and error messages."""
     records: tuple[type[Record], ...] = ()
+    """The sections that the value may be."""
     item: SchemaNode | None = None
-    """Of a list or a mapping: what its members are."""
+    """Node of the members of a list or a mapping."""
     short: str | None = None
-    """The key that a bare word stands for (`advantage: grpo` is `advantage: {name: grpo}`)."""
+    """The key that a bare string sets (`advantage: grpo` is `advantage: {name: grpo}`)."""
     words: tuple[str, ...] = ()
-    """The words a value may be, for suggestions."""
+    """The allowed strings, for suggestions."""
 
     @property
     def is_text(self) -> bool:
+        """Whether the value is text, possibly null."""
         return self.form == "value" and self.expected.removesuffix(", or null").endswith("text")
 
     def child(self, part: str | int) -> SchemaNode | None:
-        """What is under this key or index; None where the schema has nothing there."""
+        """The node under a key or index; None if the schema has no such key."""
         if self.item is not None:
             return self.item
         holder = next((r for r in self.records if part in r.model_fields), None)
@@ -152,38 +146,39 @@ class SchemaNode:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of the schema, at one position."""
+    """One key of the schema with its path, help text and default."""
 
     path: str
-    """Dotted; a list's index is `<i>`, a mapping's key `<name>`."""
-    shape: SchemaNode
+    """Dotted path. `<i>` stands for a list index, `<name>` for a key of a mapping."""
+    node: SchemaNode
     doc: str
     default: Any
     record: type[Record]
-    """The section's type, whose field it is."""
+    """The record that has this field."""
     choice: str = ""
-    """The slot choice this option belongs to, or empty outside the slots."""
+    """The slot choice that has this option; empty outside the slots."""
 
     @property
     def is_leaf(self) -> bool:
-        return self.shape.form == "value" or (self.shape.item is not None and not self.shape.item.records)
+        """Whether the key takes a value rather than a section."""
+        return self.node.form == "value" or (self.node.item is not None and not self.node.item.records)
 
 
 @cache
-def root_node(kind: type[Record]) -> SchemaNode:
-    """The whole configuration as one place."""
-    return _record_node(kind, ())
+def root_node(record_type: type[Record]) -> SchemaNode:
+    """The node of a whole configuration."""
+    return _record_node(record_type, ())
 
 
 @cache
-def field_node(kind: type[Record], name: str) -> SchemaNode:
-    """What one field of a record holds."""
-    field = kind.model_fields[name]
+def field_node(record_type: type[Record], name: str) -> SchemaNode:
+    """The node of one field of a record."""
+    field = record_type.model_fields[name]
     return node_of(field.annotation, tuple(field.metadata))
 
 
 def node_of(annotation: Any, metadata: Sequence[Any] = ()) -> SchemaNode:
-    """A type annotation in plain words."""
+    """The node of a type annotation."""
     while get_origin(annotation) is Annotated:
         annotation, *extra = get_args(annotation)
         metadata = (*extra, *metadata)
@@ -208,27 +203,27 @@ def node_of(annotation: Any, metadata: Sequence[Any] = ()) -> SchemaNode:
 
 
 def _union_node(members: list[Any], optional: bool, metadata: Sequence[Any]) -> SchemaNode:
-    shapes = [node_of(m, metadata) for m in members]
-    if len(shapes) == 1:
-        shape = shapes[0]
-    elif all(s.form == "record" for s in shapes):
-        records = tuple(s.records[0] for s in shapes)
-        shape = SchemaNode("choice", f"one of {', '.join(map(choice_name, records))}", records, short="name")
+    nodes = [node_of(m, metadata) for m in members]
+    if len(nodes) == 1:
+        node = nodes[0]
+    elif all(s.form == "record" for s in nodes):
+        records = tuple(s.records[0] for s in nodes)
+        node = SchemaNode("choice", f"one of {', '.join(map(choice_name, records))}", records, short="name")
     else:
-        shape = SchemaNode("value", " or ".join(s.expected for s in shapes))
-    return replace(shape, expected=f"{shape.expected}, or null") if optional else shape
+        node = SchemaNode("value", " or ".join(s.expected for s in nodes))
+    return replace(node, expected=f"{node.expected}, or null") if optional else node
 
 
-def _record_node(kind: type[Record], metadata: Sequence[Any]) -> SchemaNode:
-    keys = ", ".join(kind.model_fields)
-    takes_a_word = any(isinstance(m, BeforeValidator) for m in metadata)
-    short = "preset" if "preset" in kind.model_fields else "name" if takes_a_word else None
-    words = field_node(kind, short).words if short else ()
-    return SchemaNode("record", f"a section with the keys {keys}", (kind,), short=short, words=words)
+def _record_node(record_type: type[Record], metadata: Sequence[Any]) -> SchemaNode:
+    keys = ", ".join(record_type.model_fields)
+    takes_string = any(isinstance(m, BeforeValidator) for m in metadata)
+    short = "preset" if "preset" in record_type.model_fields else "name" if takes_string else None
+    words = field_node(record_type, short).words if short else ()
+    return SchemaNode("record", f"a section with the keys {keys}", (record_type,), short=short, words=words)
 
 
 def choice_name(record: type[Record]) -> str:
-    """How a slot's choice is named in a config."""
+    """The `name` of a slot's choice in a config."""
     return "path/to/file.py:function" if issubclass(record, Plugin) else str(record.model_fields["name"].default)
 
 
@@ -252,46 +247,50 @@ def _bounds_text(metadata: Sequence[Any]) -> str:
 
 
 def explicit_values(record: Record) -> dict[str, Any]:
-    """What a record states beyond its type's own defaults; a slot always states its name."""
+    """The values that were given to a record explicitly, and the name of a slot."""
     name = {"name": record.name} if isinstance(record, Slot) and hasattr(record, "name") else {}
     return name | record.model_dump(exclude_unset=True)
 
 
-def default_of(kind: type[Record], name: str) -> Any:
+def default_of(record_type: type[Record], name: str) -> Any:
     """A field's default value, or REQUIRED."""
-    return kind.model_fields[name].get_default(call_default_factory=True)
+    return record_type.model_fields[name].get_default(call_default_factory=True)
 
 
 def walk_keys(
-    kind: type[Record], prefix: str = "", instance: Record | None = None, choice: str = ""
+    record_type: type[Record], prefix: str = "", instance: Record | None = None, choice: str = ""
 ) -> Iterator[ConfigKey]:
-    """Every key in the order of the schema, but a section's own values before the sections in it.
+    """Every key in the order of the schema, with the values of a section before its subsections.
 
-    `instance` holds the defaults of a section at this position, where they differ from its type's.
+    `instance` holds the defaults of a section at this position if they differ from those of its type.
     """
     keys = []
-    for name, field in kind.model_fields.items():
+    for name, field in record_type.model_fields.items():
         if choice and name == "name":
-            continue  # the choice itself, which the slot's own key shows
-        default = default_of(kind, name) if instance is None else getattr(instance, name)
-        keys.append(ConfigKey(prefix + name, field_node(kind, name), field.description or "", default, kind, choice))
+            continue  # the slot's own key shows its choices
+        default = default_of(record_type, name) if instance is None else getattr(instance, name)
+        keys.append(
+            ConfigKey(
+                prefix + name, field_node(record_type, name), field.description or "", default, record_type, choice
+            )
+        )
     for key in sorted(keys, key=lambda k: not k.is_leaf):
         yield key
-        yield from _walk_inside(key.shape, key.path, key.default, choice)
+        yield from _walk_inside(key.node, key.path, key.default, choice)
 
 
-def _walk_inside(shape: SchemaNode, path: str, default: Any, choice: str) -> Iterator[ConfigKey]:
-    if shape.item is not None:
-        yield from _walk_inside(shape.item, path + (".<i>" if shape.form == "list" else ".<name>"), None, choice)
+def _walk_inside(node: SchemaNode, path: str, default: Any, choice: str) -> Iterator[ConfigKey]:
+    if node.item is not None:
+        yield from _walk_inside(node.item, path + (".<i>" if node.form == "list" else ".<name>"), None, choice)
         return
-    for record in shape.records:
+    for record in node.records:
         is_slot = issubclass(record, Slot)
         instance = default if isinstance(default, record) else None
         yield from walk_keys(
-            record, f"{path}.", instance, choice_name(record) if is_slot and shape.form == "choice" else choice
+            record, f"{path}.", instance, choice_name(record) if is_slot and node.form == "choice" else choice
         )
 
 
-def find_keys(kind: type[Record], name: str) -> list[str]:
-    """Where in the whole schema a key of this name exists."""
-    return list(dict.fromkeys(k.path for k in walk_keys(kind) if k.path.rpartition(".")[2] == name))
+def find_keys(record_type: type[Record], name: str) -> list[str]:
+    """The paths of all keys of this name."""
+    return list(dict.fromkeys(k.path for k in walk_keys(record_type) if k.path.rpartition(".")[2] == name))

@@ -1,12 +1,11 @@
-"""Keys of sampling: how tokens are drawn, by whom, and how many."""
+"""Config sections for rollouts: sampling, engines, injected engine faults, rollout sources and environments."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.config.engines import WEIGHT_FAULTS, MismatchSlot, Sglang, Vllm, check_engine_fits, check_vllm_fits
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
 from burnish.config.records import Record, Slot, choice
@@ -14,31 +13,37 @@ from burnish.config.records import Record, Slot, choice
 if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
 
+LOCAL_ENGINE_KEYS = ("dtype", "max_model_len", "enforce_eager")
+"""Keys of `rollout.vllm` that apply to an engine in this process only."""
+SERVER_KEYS = ("weights_dir", "timeout_s")
+"""Keys of `rollout.vllm` that apply to a server only."""
+SINGLE_TURN, GUESS_NUMBER = "single_turn", "guess_number"
 
-# --- When a step's rollouts are made: before it, during the one before, or all the time.
+
+# --- sources: when the rollouts of a step are made ------------------------------------------------------------------------
 
 
 class Sync(Slot):
-    """Sample, then learn: every token is of the weights that are trained."""
+    """Sample, then learn: every token is sampled with the current weights."""
 
     name: Literal["sync"] = "sync"
 
 
 class Ahead(Slot):
-    """The rollouts of the next step are made while this one is learnt: every token is exactly one step old, the run as repeatable as sync."""
+    """Sample the next step's rollouts while this step is trained. Every token is exactly one step old, and the run is as reproducible as sync."""
 
     name: Literal["ahead"] = "ahead"
 
 
 class Async(Slot):
-    """Sampling never stops: new weights are taken in the middle of samples, and a step gets the oldest groups that are complete."""
+    """Sample continuously. The engine takes new weights in the middle of samples, and a step trains on the oldest complete groups."""
 
     name: Literal["async"] = "async"
     max_staleness: int = Field(1, ge=0)
-    """Most steps that a token may be older than the weights that are trained; 0 is sync."""
+    """How many steps older than the trained weights a token may be; 0 is sync."""
     deadline_s: float = Field(600.0, gt=0)
-    """Longest time a step waits for groups that are not complete; then it goes on with those that are, and the others come later.
-    Tokens that have grown too old by then are dropped and drawn again."""
+    """Longest time a step waits for incomplete groups. Then it trains on the complete ones, and the others are used later. Tokens that
+    are too old by then are dropped and sampled again."""
 
 
 SourceSlot: Any = choice(Sync, Ahead, Async, plugin=False)
@@ -46,24 +51,26 @@ RolloutSource = Sync | Ahead | Async
 
 
 def check_source_fits(config: TrainConfig) -> None:
-    """Refuse a source that cannot sample while the learner learns."""
+    """Refuse a source that cannot sample while the learner trains."""
     rollout, placement = config.rollout, config.placement
     if rollout.source.name == "sync":
         return
     what = f"rollout.source={rollout.source.name}"
     if rollout.mismatch is not None:
-        raise ValueError(f"{what} has a gap of its own between sampler and trainer: study rollout.mismatch with sync")
+        raise ValueError(
+            f"{what} makes sampler and trainer differ by itself: use rollout.source=sync to study rollout.mismatch"
+        )
     if rollout.exact:
-        raise ValueError(f"{what} samples with older weights, so rollout.exact has nothing to be exact about: use sync")
+        raise ValueError(f"{what} samples with older weights, so rollout.exact cannot hold: use sync")
     if isinstance(placement, RayPlacement):
-        if any(placement.take_turns(role, "rollout") for role in ("actor", "reference", "critic")):
+        if any(placement.share_pool(role, "rollout") for role in ("actor", "reference", "critic")):
             where = "one pool" if placement.pools else "placement.layout=colocated"
             instead = "give them pools of their own" if placement.pools else "set placement.layout=split"
-            raise ValueError(f"{what} samples while the learner learns, and {where} lets them take turns: {instead}")
+            raise ValueError(f"{what} samples while the learner trains, but in {where} they take turns: {instead}")
         return
     if rollout.engine == "vllm" and (rollout.vllm is None or rollout.vllm.url is None):
         raise ValueError(
-            f"{what} needs an engine that samples while the learner learns, and vLLM in this process takes turns with it: "
+            f"{what} needs an engine that samples while the learner trains, but vLLM in this process takes turns with it: "
             "start a server and set rollout.vllm.url"
         )
     if config.model.device.startswith("cuda") and rollout.engine not in ("vllm", "sglang"):
@@ -71,11 +78,225 @@ def check_source_fits(config: TrainConfig) -> None:
 
 
 def gpu_refusal(name: str) -> str:
-    """Why one GPU does not sample and learn at once."""
+    """The error for a source that would sample and train on one GPU at the same time."""
     return (
-        f"rollout.source={name} with placement=local on a GPU: sampler and learner would slow each other down on the one device; "
+        f"rollout.source={name} with placement=local on a GPU: sampler and learner would slow each other down on one device; "
         "set placement=ray and placement.layout=split (a GPU for each), or rollout.engine to a vLLM or SGLang server on another GPU"
     )
+
+
+# --- engines with their own weights -----------------------------------------------------------------------------------------
+
+
+def _str_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Sglang(Record):
+    """Running SGLang servers (0.5 or later) with the policy's model. New weights are sent to them after every step."""
+
+    urls: Annotated[list[str], BeforeValidator(_str_as_list), Field(min_length=1)]
+    """Addresses, such as http://localhost:30000. Each request goes to the server with the least work."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Time limit of one request, including retries and the wait in a server's queue, and of one transfer of weights."""
+    weights_dir: str | None = None
+    """Folder for transferred weights. This process writes it, and every server reads it under the same path. null: a temporary folder,
+    for servers on this machine. A folder in memory, such as /dev/shm, is faster."""
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> Sglang:
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError("rollout.sglang.urls names a server twice")
+        return self
+
+
+class Vllm(Record):
+    """How vLLM samples, with rollout.engine=vllm."""
+
+    url: str | None = None
+    """A vLLM server (`http://host:8000`) to sample from. null: an engine in this process. docs/engines.md shows how to start a server."""
+    weights_dir: str | None = None
+    """Folder for new weights, which this process writes and the server reads. null: a temporary folder."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Time limit of one completion and of one weight update by a server."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the engine's weights and arithmetic; auto is model.dtype."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Most tokens of a prompt and its completion. null: the model's own limit. A small cache may only hold fewer."""
+    enforce_eager: bool = False
+    """Skip compilation and CUDA graphs: faster start, slower sampling."""
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> Vllm:
+        unused = LOCAL_ENGINE_KEYS if self.url is not None else SERVER_KEYS
+        given = [key for key in unused if getattr(self, key) != type(self).model_fields[key].default]
+        if given and self.url is not None:
+            raise ValueError(
+                f"rollout.vllm.{given[0]} has no effect on a server, which has its own setting: remove it, or url"
+            )
+        if given:
+            raise ValueError(f"rollout.vllm.{given[0]} applies to a server: give rollout.vllm.url, or remove it")
+        return self
+
+
+def check_engine_fits(rollout: Rollout) -> None:
+    """Refuse what SGLang cannot do, and SGLang options that have no effect."""
+    engine = rollout.engine
+    if engine == "sglang" and rollout.sglang is None:
+        raise ValueError("rollout.engine=sglang: give the addresses of its servers in rollout.sglang.urls")
+    if engine != "sglang" and rollout.sglang is not None:
+        raise ValueError(f"rollout.sglang has no effect with rollout.engine={engine}: set rollout.engine=sglang")
+    if engine == "sglang" and rollout.mismatch is not None:
+        raise ValueError(
+            "rollout.mismatch changes the learner's own tensors, but rollout.engine=sglang has weights of its own"
+        )
+
+
+def check_vllm_fits(rollout: Rollout) -> None:
+    """Refuse what vLLM cannot do, and vLLM options that have no effect."""
+    if rollout.vllm is not None and rollout.engine != "vllm":
+        raise ValueError(f"rollout.vllm has no effect with rollout.engine={rollout.engine}: set rollout.engine=vllm")
+    if rollout.engine != "vllm":
+        return
+    if rollout.mismatch is not None:
+        raise ValueError(
+            "rollout.mismatch changes the learner's own tensors, but rollout.engine=vllm has weights of its own"
+        )
+    if rollout.cache_dtype != "auto":
+        raise ValueError(
+            f"rollout.cache_dtype={rollout.cache_dtype} applies to the native engine, but rollout.engine=vllm"
+        )
+    if rollout.cache_gib is not None and rollout.vllm is not None and rollout.vllm.url is not None:
+        raise ValueError("rollout.cache_gib has no effect on a server: start it with --kv-cache-memory-bytes")
+
+
+# --- injected faults --------------------------------------------------------------------------------------------------------
+#
+# For tests and studies: one known difference between the policy that samples and the policy that is trained.
+# `burnish.inference.engine_wrappers` wraps an engine in one of them. Either the sampling is wrong and the reported log-probs are
+# true, so that importance weights can correct it, or the reported log-probs are wrong, so that nothing computed from them holds.
+
+
+class NoiseFault(Slot):
+    """Samples with weights moved in a fixed random direction, like an engine with other kernels or another precision."""
+
+    formula: ClassVar[str] = "w + scale rms(w) z, z standard normal, drawn once for each tensor from seed and its name"
+    name: Literal["noise"] = "noise"
+    scale: float = Field(0.01, ge=0)
+    """Size of the change relative to the root mean square of each tensor; 0 changes nothing."""
+    seed: int = 0
+    """Seed of the random direction."""
+
+
+class StaleFault(Slot):
+    """Samples with the weights of an earlier load and reports their version, like an engine behind its trainer."""
+
+    formula: ClassVar[str] = "after load v: the weights of load v - steps; before there were so many, the first ones"
+    name: Literal["stale"] = "stale"
+    steps: int = Field(1, ge=0)
+    """How many loads the engine lags behind; 0 is up to date. Each takes the memory of one more set of weights."""
+
+
+class QuantisedFault(Slot):
+    """Samples with rounded weights, like an engine that serves in a lower precision."""
+
+    formula: ClassVar[str] = (
+        "bf16: every tensor rounded; int8: every matrix, s round(w / s), s = max |w| / 127 of its row (output channel)"
+    )
+    name: Literal["quantised"] = "quantised"
+    kind: Literal["bf16", "int8"] = "int8"
+    """What the weights are rounded to; bf16 changes nothing if the policy is in bfloat16 already."""
+
+
+class TemperatureFault(Slot):
+    """Uses a wrong temperature, for the sampling or for the reported log-probs. Greedy requests are not changed."""
+
+    formula: ClassVar[str] = (
+        "T' = factor T; sampled: y ~ p_T', reports log p_T'(y); reported: y ~ p_T, reports log p_T'(y)"
+    )
+    name: Literal["temperature"] = "temperature"
+    factor: float = Field(1.2, gt=0)
+    """Factor of the temperature. 1 / temperature is a server that reports at temperature 1."""
+    wrong: Literal["sampled", "reported"] = "sampled"
+    """sampled: tokens are drawn at the wrong temperature, and the report is true. reported: tokens are drawn at the right one, and
+    log-probs are reported at the wrong one."""
+
+
+class ReencodedFault(Slot):
+    """Returns text that is tokenized again: other token ids, with the log-probs of the sampled ones.
+
+    Log-probs are paired by position, as a client would do it: surplus ones are dropped, and a token without one gets 0. The stop token
+    that ended a completion is put back. Other special tokens are not part of the text and are lost.
+    """
+
+    name: Literal["reencoded"] = "reencoded"
+
+
+class ExtraBosFault(Slot):
+    """Adds a token before every prompt that the trainer does not see, like a server that adds a BOS to token ids."""
+
+    name: Literal["extra_bos"] = "extra_bos"
+    token: int = Field(0, ge=0)
+    """Id of the added token. If the tokenizer has no BOS, any id will do."""
+
+
+class NeverLoadedFault(Slot):
+    """Always samples with the initial weights, but reports the version of each load, as if weights never arrived."""
+
+    name: Literal["never_loaded"] = "never_loaded"
+
+
+class TruncatedFault(Slot):
+    """Always samples with top-p, whatever the request says."""
+
+    formula: ClassVar[str] = "y ~ p on its smallest set of mass top_p; reports log p(y), or its log-prob on that set"
+    name: Literal["truncated"] = "truncated"
+    top_p: float = Field(0.9, gt=0, le=1)
+    """Probability mass that tokens are drawn from."""
+    reported: Literal["full", "truncated"] = "full"
+    """full: log-probs of the whole distribution, which are wrong although they show no gap to the trainer. truncated: log-probs of the
+    distribution that was sampled from."""
+
+
+MISMATCH_FAULTS: tuple[type[Slot], ...] = (
+    NoiseFault,
+    StaleFault,
+    QuantisedFault,
+    TemperatureFault,
+    ReencodedFault,
+    ExtraBosFault,
+    NeverLoadedFault,
+    TruncatedFault,
+)
+Mismatch = (
+    NoiseFault
+    | StaleFault
+    | QuantisedFault
+    | TemperatureFault
+    | ReencodedFault
+    | ExtraBosFault
+    | NeverLoadedFault
+    | TruncatedFault
+)
+if TYPE_CHECKING:  # the union is built at run time
+    MismatchSlot: TypeAlias = Any
+else:
+    MismatchSlot = choice(*MISMATCH_FAULTS, plugin=False)
+WEIGHT_FAULTS = ("noise", "quantised")
+"""Faults that change every weight. They cannot change weights in 4 bits."""
+
+
+def check_mismatch_fits(rollout: Rollout, model: Model) -> None:
+    """Refuse a fault that would have to change 4-bit weights."""
+    base = "dtype" if model.lora is None else model.lora.base
+    if rollout.mismatch is not None and rollout.mismatch.name in WEIGHT_FAULTS and base != "dtype":
+        raise ValueError(
+            f"rollout.mismatch={rollout.mismatch.name} changes floating-point weights, but model.lora.base={base} keeps those of "
+            "the layers in 4 bits: set model.lora.base=dtype"
+        )
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------------
 
 
 class Sampling(Record):
@@ -90,84 +311,74 @@ class Sampling(Record):
     max_tokens: int = Field(256, ge=1)
     """Most new tokens of one completion."""
     stop: list[str] = Field(default_factory=list)
-    """Strings that end a completion, besides the model's end tokens."""
+    """Strings that end a completion, in addition to the model's end tokens."""
 
 
 class RolloutStage(Record):
-    """Rollout settings from a step on (progressive context, DeepScaleR); what is left out stays as it was."""
+    """Rollout settings from a step on (progressive context, DeepScaleR). Keys that are not given keep their values."""
 
     start: int = Field(ge=2)
     """First step of the stage."""
     max_tokens: int | None = Field(None, ge=1)
-    """Most new tokens of one completion; also where soft overlong penalties and the horizon of Dr.GRPO take theirs from."""
+    """Most new tokens of one completion. Soft overlong penalties and the horizon of Dr.GRPO follow it."""
     n: int | None = Field(None, ge=1)
     """Samples of each prompt."""
     prompts: int | None = Field(None, ge=1)
-    """Prompts a step."""
+    """Prompts per step."""
 
     @model_validator(mode="after")
-    def _changes(self) -> RolloutStage:
+    def _check_effect(self) -> RolloutStage:
         if self.max_tokens is None and self.n is None and self.prompts is None:
             raise ValueError(f"the stage from step {self.start} changes nothing: give max_tokens, n or prompts")
         return self
-
-
-def check_mismatch_fits(rollout: Rollout, model: Model) -> None:
-    """Refuse a fault in weights that cannot have it."""
-    base = "dtype" if model.lora is None else model.lora.base
-    if rollout.mismatch is not None and rollout.mismatch.name in WEIGHT_FAULTS and base != "dtype":
-        raise ValueError(
-            f"rollout.mismatch={rollout.mismatch.name} changes weights that are plain numbers, and model.lora.base={base} has those of "
-            "the layers in 4 bits: set model.lora.base=dtype"
-        )
 
 
 class Rollout(Sampling):
     """Sampling for training."""
 
     engine: Literal["auto", "native", "transformers", "vllm", "sglang"] = "auto"
-    """Who samples; auto follows model.backend."""
+    """The inference engine; auto follows model.backend."""
     vllm: Vllm | None = None
-    """How vLLM samples, with rollout.engine=vllm; null is an engine in this process."""
+    """How vLLM samples, with rollout.engine=vllm. null: an engine in this process."""
     sglang: Sglang | None = None
     """The servers of rollout.engine=sglang."""
     prompts: int = Field(64, ge=1)
-    """Prompts a step."""
+    """Prompts per step."""
     n: int = Field(8, ge=1)
     """Samples of each prompt."""
     max_rows: int = Field(256, ge=1)
     """Most sequences decoded at once."""
     cache_gib: float | None = Field(None, gt=0)
-    """Size of the native engine's KV cache in GiB: less sets rows aside when they grow, more keeps the beginnings of more prompts.
-    null takes what all rows at their longest need, at most 40% of what is free. On a CPU a number chooses the paged cache. Also the
-    cache of vLLM in this process, where null means 4."""
+    """Size of the native engine's KV cache in GiB. A small cache preempts sequences when they grow; a large one keeps more prompt prefixes.
+    null: what all sequences need at full length, at most 40% of the free memory. On a CPU, a number selects the paged cache. Also the cache
+    of vLLM in this process, where null means 4."""
     cache_dtype: Literal["auto", "fp8"] = "auto"
-    """fp8 keeps keys and values in 8 bits (half of bfloat16's memory) with a scale for each vector; what it changes of the samples
-    the mismatch metrics show. On a CPU it chooses the paged cache, like cache_gib."""
+    """fp8 stores keys and values in 8 bits (half the memory of bfloat16) with one scale per vector. The mismatch metrics show its effect on
+    the samples. On a CPU it selects the paged cache, like cache_gib."""
     exact: bool = False
-    """Sample and score with operations whose bits do not depend on what is computed beside them: the learner's log-prob of every
-    sampled token is then the engine's, bit for bit, at a cost in speed that `bench/exact.py` measures."""
+    """Sample and score with operations whose results do not depend on the rest of the batch. The learner's log-prob of every sampled token
+    then equals the engine's, bit for bit. `bench/exact.py` measures the cost in speed."""
     mismatch: MismatchSlot | None = None
-    """A fault injected between the policy that samples and the one that is trained, to study corrections; validation has it too."""
+    """A fault injected between the policy that samples and the policy that is trained, to study corrections. Validation has it too."""
     stages: list[RolloutStage] = Field(default_factory=list)
     """Changes of max_tokens, n and prompts at later steps, in order."""
     source: SourceSlot = Sync()
-    """When rollouts are made: before their step, during the one before, or all the time."""
+    """When rollouts are made: before their step, during the step before, or continuously."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> Rollout:
+    def _check_combinations(self) -> Rollout:
         check_engine_fits(self)
         check_vllm_fits(self)
-        other = self.engine not in ("auto", "native")
-        if self.exact and other:
-            raise ValueError(f"rollout.exact needs the native engine, and rollout.engine={self.engine}")
+        is_native = self.engine in ("auto", "native")
+        if self.exact and not is_native:
+            raise ValueError(f"rollout.exact needs the native engine, but rollout.engine={self.engine}")
         if self.exact and (self.top_p < 1 or self.top_k):
             raise ValueError(
                 "rollout.exact with top_p or top_k: the engine reports log-probs of the truncated distribution, the learner of the whole"
             )
-        if other and self.engine != "vllm" and (self.cache_gib is not None or self.cache_dtype != "auto"):
+        if not is_native and self.engine != "vllm" and (self.cache_gib is not None or self.cache_dtype != "auto"):
             raise ValueError(
-                f"rollout.cache_gib and cache_dtype are of the native engine, and rollout.engine={self.engine}"
+                f"rollout.cache_gib and cache_dtype apply to the native engine, but rollout.engine={self.engine}"
             )
         if self.exact and self.cache_dtype != "auto":
             raise ValueError(
@@ -181,9 +392,11 @@ class Rollout(Sampling):
         return self
 
     def at(self, step: int) -> Rollout:
-        """The settings of a step: every stage that has begun laid over the first ones."""
-        begun = [stage.model_dump(exclude_none=True, exclude={"start"}) for stage in self.stages if stage.start <= step]
-        changes = {key: value for stage in begun for key, value in stage.items()}
+        """The settings at a step: all stages that have started, applied in order."""
+        started = [
+            stage.model_dump(exclude_none=True, exclude={"start"}) for stage in self.stages if stage.start <= step
+        ]
+        changes = {key: value for stage in started for key, value in stage.items()}
         return self.model_copy(update=changes)
 
     def all_stages(self) -> list[Rollout]:
@@ -191,14 +404,7 @@ class Rollout(Sampling):
         return [self, *(self.at(stage.start) for stage in self.stages)]
 
 
-# --- What answers a completion, and whether it fits the rest of a run.
-
-SINGLE_TURN, GUESS_NUMBER = "single_turn", "guess_number"
-
-
-def named(value: Any) -> Any:
-    """`environment: name` for `environment: {name: name}`."""
-    return {"name": value} if isinstance(value, str) else value
+# --- environments -----------------------------------------------------------------------------------------------------------
 
 
 class Environment(Record):
@@ -209,25 +415,25 @@ class Environment(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)
-    """Most completions in one trajectory; one whose environment wants more is cut off (`rollout/out_of_turns` counts them). guess_number,
-    and algorithms that compare states, take 2 or more."""
+    """Most completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
+    guess_number, and algorithms that compare states, need 2 or more."""
     max_tokens: int | None = Field(None, ge=2)
-    """Most tokens of one trajectory, prompt and observations included: a turn that might not fit is not begun, a prompt whose first turn
-    might not is an error, and a sample whose environment begins with more than its prompt, and might not fit then, is lost. null is what
-    the model has positions for."""
+    """Most tokens of one trajectory, with prompt and observations. A turn that might not fit is not started. A prompt whose first turn might
+    not fit is an error. A sample is lost if its environment starts with more text than its prompt and the first turn might not fit then.
+    null: the positions of the model."""
 
 
 def check_turns(environment: Environment) -> None:
-    """Refuse a game of several turns that may have but one."""
+    """Refuse guess_number with a single turn."""
     if environment.name == GUESS_NUMBER and environment.max_turns == 1:
         raise ValueError(
-            "environment guess_number is a game of several turns, and environment.max_turns=1 ends it after the first guess: set "
+            "environment guess_number is a game of several turns, but environment.max_turns=1 ends it after the first guess: set "
             "environment.max_turns, such as 3 for its 7 numbers"
         )
 
 
 def check_environment_fits(config: TrainConfig) -> None:
-    """Refuse an environment that cannot play with the data, or settings that nothing would come of."""
+    """Refuse an environment that does not match the data, and settings that have no effect."""
     environment = config.environment
     if environment.name == SINGLE_TURN and environment.max_turns != 1:
         raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
@@ -245,20 +451,19 @@ def check_environment_fits(config: TrainConfig) -> None:
         other = next((source for source in sources if source.task != GUESS_NUMBER), None)
         if other is not None:
             what = other.task or other.path or other.plugin
-            raise ValueError(
-                f"environment guess_number plays with numbers of the task guess_number, and data has {what}"
-            )
+            raise ValueError(f"environment guess_number needs numbers of the task guess_number, but data has {what}")
         if [part.name for part in config.reward.parts] != ["task"]:
             raise ValueError(
                 "reward.parts has no effect: environment guess_number gives the rewards itself; leave it out"
             )
-    if config.algorithm.needs("states") and environment.name == SINGLE_TURN:
+    needs_states = ", ".join(config.algorithm.needs("states"))
+    if needs_states and environment.name == SINGLE_TURN:
         raise ValueError(
-            f"{', '.join(config.algorithm.needs('states'))} compares turns that begin in the same state, and single_turn has one turn of "
-            "each sample: give an environment that reports its state, such as guess_number, or use grpo"
+            f"{needs_states} compares turns that begin in the same state, but single_turn has one turn per sample: "
+            "give an environment that reports its state, such as guess_number, or use grpo"
         )
-    if config.algorithm.needs("states") and environment.max_turns == 1:
+    if needs_states and environment.max_turns == 1:
         raise ValueError(
-            f"{', '.join(config.algorithm.needs('states'))} compares turns that begin in the same state, and environment.max_turns=1 "
-            "leaves each sample its first: set environment.max_turns to the most that the environment may ask for, or use grpo"
+            f"{needs_states} compares turns that begin in the same state, but environment.max_turns=1 leaves each sample only "
+            "its first turn: set environment.max_turns to the most turns that the environment may ask for, or use grpo"
         )

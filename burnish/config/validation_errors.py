@@ -244,9 +244,9 @@ SECTION_BY_CONFIG = {"SftConfig": "sft", "PreferConfig": "preference", "RewardMo
 MAX_COUNTERPARTS = 8
 
 
-def counterparts(kind: type[Record], key: str, given: Any) -> list[str]:
+def counterparts(config_type: type[Record], key: str, given: Any) -> list[str]:
     """`TRL's learning_rate is training.optimizer.lr`, for an unknown key or for the keys inside an unknown section."""
-    found = [_counterpart_text(kind, path) for path in _leaves(key, given)]
+    found = [_counterpart_text(config_type, path) for path in _leaves(key, given)]
     return list(dict.fromkeys(text for text in found if text is not None))[:MAX_COUNTERPARTS]
 
 
@@ -258,23 +258,23 @@ def _leaves(key: str, given: Any) -> Iterator[str]:
         yield key
 
 
-def _counterpart_text(kind: type[Record], path: str) -> str | None:
+def _counterpart_text(config_type: type[Record], path: str) -> str | None:
     word = path.rpartition(".")[2]
     for system, theirs, table in (("verl", path, VERL), ("TRL", word, TRL), ("OpenRLHF", word, OPENRLHF)):
         ours = table.get(theirs)
-        text = None if ours is None else our_key(ours, kind)
+        text = None if ours is None else our_key(ours, config_type)
         if text is not None:
             return f"{system}'s {theirs} is {text}"
     return None
 
 
-def our_key(ours: Counterpart, kind: type[Record]) -> str | None:
+def our_key(ours: Counterpart, config_type: type[Record]) -> str | None:
     """Our key in a config of this class, or in `burnish train` where that alone has one."""
-    section = SECTION_BY_CONFIG.get(kind.__name__)
+    section = SECTION_BY_CONFIG.get(config_type.__name__)
     if section is None:
         return ours.train
     text = None if ours.stage is None else ours.stage.replace("{stage}", section)
-    if text is not None and has_key(kind, leading_key(text)):
+    if text is not None and has_key(config_type, leading_key(text)):
         return text
     return None if ours.train is None else f"{ours.train} (of `burnish train`)"
 
@@ -284,9 +284,9 @@ def leading_key(text: str) -> str:
     return re.split(r"[=; ]", text, maxsplit=1)[0]
 
 
-def has_key(kind: type[Record], key: str) -> bool:
+def has_key(config_type: type[Record], key: str) -> bool:
     """Whether a config has a key; of a slot, whether one of its choices has it."""
-    places = [root_node(kind)]
+    places = [root_node(config_type)]
     for part in key.split("."):
         places = [child for place in places for child in _child_nodes(place, part)]
     return bool(places)
@@ -299,65 +299,65 @@ def _child_nodes(place: SchemaNode, part: str) -> list[SchemaNode]:
     return [child for child in children if child is not None]
 
 
-def to_user_error(error: ValidationError, kind: type[Record], where: str) -> UserError:
+def to_user_error(error: ValidationError, config_type: type[Record], where: str) -> UserError:
     """All problems of one configuration in one error, a line each."""
-    lines = dict.fromkeys(_describe_error(kind, e) for e in error.errors(include_url=False))
+    lines = dict.fromkeys(_describe_error(config_type, e) for e in error.errors(include_url=False))
     if len(lines) == 1:
         return UserError(f"{where}: {next(iter(lines))}")
     return UserError(f"{where}: {len(lines)} problems\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _describe_error(kind: type[Record], error: ErrorDetails) -> str:
+def _describe_error(config_type: type[Record], error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         *above, key = error["loc"]
-        path, shape, choice = _locate(kind, tuple(above))
-        return _unknown_key(kind, path, shape, choice, str(key), error["input"])
-    path, shape, _ = _locate(kind, error["loc"])
+        path, node, choice = _locate(config_type, tuple(above))
+        return _unknown_key(config_type, path, node, choice, str(key), error["input"])
+    path, node, _ = _locate(config_type, error["loc"])
     if error["type"] == "value_error":  # a combination the schema refuses; its text names the keys itself
         text = error["msg"].removeprefix("Value error, ")
         return f"{path}: {text}" if path else text
     if error["type"] == "missing" and path.endswith(str(error["loc"][-1])):
-        return f"{path}: missing; expected {shape.expected}"
-    return f"{path}: {_mismatch(shape, error['input'])}"
+        return f"{path}: missing; expected {node.expected}"
+    return f"{path}: {_mismatch(node, error['input'])}"
 
 
-def _locate(kind: type[Record], loc: tuple[int | str, ...]) -> tuple[str, SchemaNode, SchemaNode | None]:
-    """The dotted key of a finding, its shape, and the slot it is a choice of.
+def _locate(config_type: type[Record], loc: tuple[int | str, ...]) -> tuple[str, SchemaNode, SchemaNode | None]:
+    """The dotted key of a finding, its node, and the slot it is a choice of.
 
     Pydantic puts the tag of a chosen union member, and the name of each tried member, among the keys; both are dropped.
     """
-    shape, path = root_node(kind), list[str]()
+    node, path = root_node(config_type), list[str]()
     choice: SchemaNode | None = None
     for part in loc:
-        if shape.form == "choice":
-            choice = shape
+        if node.form == "choice":
+            choice = node
             chosen = [
-                r for r in shape.records if choice_name(r) == part or (part == "plugin" and "options" in r.model_fields)
+                r for r in node.records if choice_name(r) == part or (part == "plugin" and "options" in r.model_fields)
             ]
-            shape = SchemaNode("record", "", tuple(chosen))
+            node = SchemaNode("record", "", tuple(chosen))
             continue
-        child = shape.child(part)
+        child = node.child(part)
         if child is None or part == "[key]":
             break
-        if shape.form == "list" and not isinstance(part, int):
+        if node.form == "list" and not isinstance(part, int):
             break
-        shape = child
+        node = child
         path.append(str(part))
-    return ".".join(path), shape, choice if shape.form == "record" and not shape.expected else None
+    return ".".join(path), node, choice if node.form == "record" and not node.expected else None
 
 
 def _unknown_key(
-    kind: type[Record], path: str, shape: SchemaNode, choice: SchemaNode | None, key: str, given: Any
+    config_type: type[Record], path: str, node: SchemaNode, choice: SchemaNode | None, key: str, given: Any
 ) -> str:
     full = f"{path}.{key}" if path else key
-    others = counterparts(kind, full, given)
+    others = counterparts(config_type, full, given)
     if choice is not None:
-        option = _unknown_option(choice, shape.records[0], path.rpartition(".")[2], key)
+        option = _unknown_option(choice, node.records[0], path.rpartition(".")[2], key)
         return "; ".join([f"{full}: {option}", *others])
     if others:
         return "; ".join([f"{full}: unknown key", *others])
-    known = list(shape.records[0].model_fields)
-    elsewhere = find_keys(kind, key)
+    known = list(node.records[0].model_fields)
+    elsewhere = find_keys(config_type, key)
     hint = did_you_mean(key, known)
     if elsewhere:
         hint += f"; {key!r} is a key elsewhere: {', '.join(elsewhere[:3])}"
@@ -373,14 +373,14 @@ def _unknown_option(choice: SchemaNode, record: type[Record], slot: str, key: st
     return f"{name} has no option {key!r}{hint} ({takes})"
 
 
-def _mismatch(shape: SchemaNode, given: Any) -> str:
-    if shape.short and isinstance(given, dict) and shape.form == "choice":
-        given = given.get(shape.short)
-    words = [choice_name(r) for r in shape.records] if shape.form == "choice" else list(shape.words)
+def _mismatch(node: SchemaNode, given: Any) -> str:
+    if node.short and isinstance(given, dict) and node.form == "choice":
+        given = given.get(node.short)
+    words = [choice_name(r) for r in node.records] if node.form == "choice" else list(node.words)
     hint = did_you_mean(given, words) if isinstance(given, str) and words else ""
-    if shape.is_text and isinstance(given, (bool, int, float)):
+    if node.is_text and isinstance(given, (bool, int, float)):
         hint = "; put it in quotes to make it text"
-    return f"got {format_value(given)}, expected {shape.expected}{hint}"
+    return f"got {format_value(given)}, expected {node.expected}{hint}"
 
 
 def format_value(value: Any) -> str:

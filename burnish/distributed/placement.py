@@ -40,7 +40,7 @@ def plan_layout(placement: RayPlacement, on_gpu: bool) -> Layout:
     """One bundle per place of a pool. The k-th process of each role of a pool is in its k-th place, and takes an equal part of it."""
     bundles: list[Resources] = []
     slots: dict[str, list[ProcessSlot]] = {}
-    for pool, sizes in placement.rooms:
+    for pool, sizes in placement.pool_assignments:
         bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": 1.0} if on_gpu and pool.gpu else {})
         num_processes = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
         for role, size in sizes.items():

@@ -92,7 +92,7 @@ def start_roles(
     model) the run starts from those. A worker's output goes to a file in `logs`.
     """
     groups = _start_groups(config, base, weights, cluster, logs)
-    if cluster.placement.is_apart(REWARD):
+    if cluster.placement.is_separate(REWARD):
         groups[REWARD] = start_reward_workers(config, base, policy.tokenizer, cluster, logs, note, rewards)
     actor, rollout = groups[ACTOR], groups[ROLLOUT]
     metrics = ControllerMetrics(list(groups.values()))
@@ -105,7 +105,7 @@ def start_roles(
         # weights must be verified before the learner changes its own.
         if engine.at_once:  # weights are verified when they are sent, and another thread uses the engine
             return _no_op
-        return engine.sleep if cluster.on_gpu and placement.take_turns(role, ROLLOUT) else engine.confirm
+        return engine.sleep if cluster.on_gpu and placement.share_pool(role, ROLLOUT) else engine.confirm
 
     def learner(role: str) -> RemoteLearner:
         group = groups.get(role, actor)
@@ -140,7 +140,7 @@ def _start_groups(
     placement = cluster.placement
     deadline_s, place = placement.timeout_s, base.resolve() if base is not None else None
     start = None if weights is None else weights.resolve()
-    apart = [role for role in (REFERENCE, CRITIC) if placement.is_apart(role)]
+    apart = [role for role in (REFERENCE, CRITIC) if placement.is_separate(role)]
     together = [ACTOR, *(part for part in TRAINING_ROLES if part != ACTOR and part not in apart)]
 
     def backend(role: str, kind: type, *more: Any) -> RayBackend:

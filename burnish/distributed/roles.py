@@ -12,10 +12,9 @@ from torch import nn
 
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Reward, Source
-from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.config.model import Model
-from burnish.config.rollout import Environment, Rollout, gpu_refusal
+from burnish.config.rollout import Environment, Rollout, Vllm, gpu_refusal
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of

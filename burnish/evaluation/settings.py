@@ -20,8 +20,8 @@ from burnish.config.data import Data, Reward, Source, Template
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.loading import Loaded, load
 from burnish.config.model import Model
-from burnish.config.records import Record
-from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns, named
+from burnish.config.records import Record, name_to_record
+from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns
 from burnish.config.schema import ValidationMode
 from burnish.data.files import find_files, read_records
 from burnish.data.published_datasets import BENCHMARKS, benchmark_source
@@ -58,7 +58,7 @@ class EvalConfig(Record):
     """Most prompts; null means all rows of a file and 1000 problems of a task."""
     sampling: ValidationMode = ValidationMode()
     """How completions are drawn, and how many of each prompt."""
-    environment: Annotated[Environment, BeforeValidator(named)] = Environment()
+    environment: Annotated[Environment, BeforeValidator(name_to_record)] = Environment()
     """What answers a completion; of a run, the one it was trained in."""
     reward: Reward = Reward()
     """What counts as right, where the environment does not say."""

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from burnish.config.engines import (
+from burnish.config.errors import UserError
+from burnish.config.rollout import (
     ExtraBosFault,
     Mismatch,
     NeverLoadedFault,
@@ -31,7 +32,6 @@ from burnish.config.engines import (
     TemperatureFault,
     TruncatedFault,
 )
-from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Engine, Request
 from burnish.core.random_keys import fold
 from burnish.models.nf4 import quantised_weights

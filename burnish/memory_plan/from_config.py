@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from burnish.config.data import Source
-from burnish.config.engines import WEIGHT_FAULTS
 from burnish.config.errors import UserError
 from burnish.config.model import Lora, Model
 from burnish.config.placement import Parallel
 from burnish.config.plugins import is_reference
+from burnish.config.rollout import WEIGHT_FAULTS
 from burnish.config.schema import PreferConfig, Preference, RewardModel, RewardModelConfig, Sft, SftConfig, TrainConfig
 from burnish.data.tasks.registry import alphabet_of
 from burnish.memory_plan.kv_cache import kv_token_bytes, plan_cache

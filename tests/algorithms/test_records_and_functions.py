@@ -80,7 +80,7 @@ def test_the_kinds_of_filters_do_not_share_a_name() -> None:
 @pytest.mark.parametrize(("slot", "record"), WITH_OPTIONS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_options_are_keyword_parameters_and_only_the_record_has_defaults(slot: str, record: type[Slot]) -> None:
     parameters = inspect.signature(FUNCTIONS[slot][name_of(record)]).parameters.values()
-    options = {key for key in record.model_fields if key not in ("name", *record.of_rollouts)}
+    options = {key for key in record.model_fields if key not in ("name", *record.rollout_options)}
     if (
         slot == "reference"
     ):  # classes of the learner, which tests also build without a record: the defaults must be the same

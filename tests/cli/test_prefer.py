@@ -174,7 +174,7 @@ def test_a_shrunk_recipe_says_what_was_changed(capsys: pytest.CaptureFixture[str
         (["preference.loss.margin=1"], "margin"),
         (["preference.data.options.nun=3"], "option of the preferences of 'sort_digits'"),
         (["model.new.max_positions=4"], "no pairs left"),
-        (["preference.loss=simpo", "preference.reference=live"], "compares with no reference"),
+        (["preference.loss=simpo", "preference.reference=live"], "uses no reference"),
         (["preference.loss=kto", "preference.batch_size=1"], "set batch_size to 2 or more"),
         (["preference.held_out=[]"], "no effect without preference.held_out"),
         (["preference.held_out_every=0", "run.keep_best=false"], "run.keep_best=false has no effect"),

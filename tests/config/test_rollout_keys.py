@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.config.loading import load, load_shrunk
+from burnish.config.rollout import Vllm
 from burnish.config.schema import TrainConfig
 
 GAME = [
@@ -31,13 +31,13 @@ def test_a_name_alone_is_an_environment() -> None:
     [
         ([*ONE_TURN], "task guess_number is a game of several turns"),
         (["environment=single_turn", "data.train={task: sort_digits}"], "max_turns has no effect on single_turn"),
-        (["data.train={task: sort_digits}"], "environment guess_number plays with numbers of the task guess_number"),
-        (["data.validation={path: a.jsonl}"], "and data has a.jsonl"),
+        (["data.train={task: sort_digits}"], "environment guess_number needs numbers of the task guess_number"),
+        (["data.validation={path: a.jsonl}"], "but data has a.jsonl"),
         (["reward.parts=[exact]"], "reward.parts has no effect: environment guess_number gives the rewards itself"),
         (["environment.max_turns=1", "environment.max_tokens=9"], "max_tokens has no effect with environment.max_turns=1"),
         ([*ONE_TURN, "data.train={task: sort_digits}"], "gigpo compares turns that begin in the same state"),
         (["environment.max_turns=1"], "max_turns=1 ends it after the first guess: set environment.max_turns"),
-        (["environment={name: game.py:Game, max_turns: 1}"], "gigpo compares turns that begin in the same state, and environment.max_turns=1"),
+        (["environment={name: game.py:Game, max_turns: 1}"], "gigpo compares turns that begin in the same state, but environment.max_turns=1"),
         (["rollout.n=1"], "compares samples of one prompt"),
         (["algorithm.advantage=spo_tree"], "cannot be brought back to there"),
         (
@@ -87,10 +87,10 @@ SGLANG = ["rollout.engine=sglang", "rollout.sglang.urls=http://localhost:30000"]
         (["rollout.engine=sglang"], "give the addresses of its servers in rollout.sglang.urls"),
         (SGLANG[1:], "rollout.sglang has no effect with rollout.engine=auto"),
         ([*SGLANG, "rollout.engine=native"], "rollout.sglang has no effect with rollout.engine=native"),
-        ([*SGLANG, "rollout.exact=true"], "rollout.exact needs the native engine, and rollout.engine=sglang"),
-        ([*SGLANG, "rollout.mismatch=noise"], "rollout.mismatch is made of the learner's own tensors"),
-        ([*SGLANG, "rollout.cache_gib=1"], "of the native engine, and rollout.engine=sglang"),
-        ([*SGLANG, "rollout.cache_dtype=fp8"], "of the native engine, and rollout.engine=sglang"),
+        ([*SGLANG, "rollout.exact=true"], "rollout.exact needs the native engine, but rollout.engine=sglang"),
+        ([*SGLANG, "rollout.mismatch=noise"], "rollout.mismatch changes the learner's own tensors"),
+        ([*SGLANG, "rollout.cache_gib=1"], "to the native engine, but rollout.engine=sglang"),
+        ([*SGLANG, "rollout.cache_dtype=fp8"], "to the native engine, but rollout.engine=sglang"),
         (["rollout.engine=sglang", "rollout.sglang.urls=[]"], "rollout.sglang.urls: got []"),
         (["rollout.engine=sglang", "rollout.sglang.urls=[http://a:1, http://a:1/]"], "names a server twice"),
         ([*SGLANG, "placement=ray"], "rollout.engine=sglang needs placement=local"),
@@ -138,12 +138,12 @@ def test_a_section_given_in_part_keeps_its_defaults() -> None:
             ["rollout.engine=auto", "rollout.vllm.url=http://there"],
             "rollout.vllm has no effect with rollout.engine=auto",
         ),
-        (["rollout.exact=true"], "rollout.exact needs the native engine, and rollout.engine=vllm"),
+        (["rollout.exact=true"], "rollout.exact needs the native engine, but rollout.engine=vllm"),
         (
             ["rollout.mismatch={name: noise}"],
-            "rollout.mismatch puts its fault into an engine on the policy's own tensors",
+            "rollout.mismatch changes the learner's own tensors",
         ),
-        (["rollout.cache_dtype=fp8"], "rollout.cache_dtype=fp8 is of the native engine"),
+        (["rollout.cache_dtype=fp8"], "rollout.cache_dtype=fp8 applies to the native engine"),
         (["rollout.cache_gib=1", "rollout.vllm.url=http://there"], "rollout.cache_gib has no effect on a server"),
         (["rollout.vllm={url: http://there, dtype: float32}"], "rollout.vllm.dtype has no effect on a server"),
         (
@@ -154,8 +154,8 @@ def test_a_section_given_in_part_keeps_its_defaults() -> None:
             ["rollout.vllm={url: http://there, enforce_eager: true}"],
             "rollout.vllm.enforce_eager has no effect on a server",
         ),
-        (["rollout.vllm.weights_dir=/shared"], "rollout.vllm.weights_dir is about a server"),
-        (["rollout.vllm.timeout_s=3"], "rollout.vllm.timeout_s is about a server"),
+        (["rollout.vllm.weights_dir=/shared"], "rollout.vllm.weights_dir applies to a server"),
+        (["rollout.vllm.timeout_s=3"], "rollout.vllm.timeout_s applies to a server"),
         (["rollout.vllm.dtype=float64"], "rollout.vllm.dtype"),
         (["rollout.vllm.uri=http://there"], "uri"),
     ],

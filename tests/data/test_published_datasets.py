@@ -163,10 +163,10 @@ def test_a_file_with_several_splits_is_read_by_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"task": "addition", "shape": "gsm8k"}, "shape tells what the rows of a file are like"),
-        ({"path": "x.jsonl", "split": "test"}, "split belongs to a task, or to a file with a shape"),
+        ({"task": "addition", "shape": "gsm8k"}, "shape describes the rows of a file"),
+        ({"path": "x.jsonl", "split": "test"}, "split needs a task, or a file with a shape"),
         ({"task": "addition", "split": "validation"}, "a task has the splits train and test"),
-        ({"path": "x.jsonl", "shape": "gsm8k", "answer_key": "a"}, "a file with a shape has none to name"),
+        ({"path": "x.jsonl", "shape": "gsm8k", "answer_key": "a"}, "they have no effect on a file with a shape"),
     ],
 )
 def test_options_without_effect_are_refused(given: dict[str, Any], words: str) -> None:

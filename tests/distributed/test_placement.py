@@ -67,8 +67,8 @@ def test_roles_of_a_pool_take_turns_and_pools_are_apart() -> None:
     }
     assert made.slots["critic"][0].resources == {"CPU": 0.5, "GPU": 0.5}
     assert made.slots["reward"][0].resources == {"CPU": 1}
-    assert wanted.take_turns("actor", "rollout")
-    assert not wanted.take_turns("reference", "rollout")
+    assert wanted.share_pool("actor", "rollout")
+    assert not wanted.share_pool("reference", "rollout")
     assert [wanted.size(role) for role in ROLES] == [2, 2, 1, 1, 2]
     assert [wanted.cpus_of(role) for role in ROLES] == [2, 2, 1, 1, 1]
 
@@ -168,13 +168,13 @@ def test_one_process_needs_no_cluster() -> None:
         ([*IN_ONE, "placement.roles.critic=a"], "placement.roles.critic has no effect: the algorithm has no critic"),
         ([*IN_ONE, "placement.roles.reference=a", "algorithm.kl.reference=none", "algorithm.kl.loss.coef=0"], "placement.roles.reference has no effect"),
         ([*APART, "algorithm.kl.reference=ema"], "algorithm.kl.reference=ema follows the policy's weights"),
-        ([*APART, "algorithm.kl.loss.estimator=full"], "compares whole distributions inside the policy's update"),
+        ([*APART, "algorithm.kl.loss.estimator=full"], "compares whole distributions during the policy's update"),
         ([*APART, "placement.pools={a: {gpu: false}, b: {}}"], "leaves the actor without a GPU"),
         ([*IN_ONE, "placement.pools={a: {places: 3}}", "parallel.replicate=2"], "placement.pools.a.places=3: parallel: .* does not make 3 processes"),
         ([*SCORED, 'reward.parts=[{name: judge, options: {url: "http://a/v1", model: m}}]'], "every part of the reward is a judge"),
         ([*IN_ONE, "placement.pools={a: {gpu: false}}", "model.device=cuda"], "model.device=cuda, but placement.pools.a.gpu=false"),
-        ([*BESIDE, "rollout.source=async"], "rollout.source=async samples while the learner learns, and one pool"),
-        ([*IN_ONE, "rollout.source=ahead"], "one pool lets them take turns: give them pools of their own"),
+        ([*BESIDE, "rollout.source=async"], "rollout.source=async samples while the learner trains, but in one pool"),
+        ([*IN_ONE, "rollout.source=ahead"], "in one pool they take turns: give them pools of their own"),
     ],
 )  # fmt: skip
 def test_what_would_have_no_effect_or_cannot_be_done_is_refused(overrides: list[str], words: str) -> None:

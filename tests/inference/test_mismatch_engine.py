@@ -13,7 +13,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from burnish.config.engines import (
+from burnish.config.errors import UserError
+from burnish.config.model import Lora
+from burnish.config.rollout import (
     MISMATCH_FAULTS,
     ExtraBosFault,
     Mismatch,
@@ -26,8 +28,6 @@ from burnish.config.engines import (
     TemperatureFault,
     TruncatedFault,
 )
-from burnish.config.errors import UserError
-from burnish.config.model import Lora
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.engine_wrappers import (
     FaultyCompletion,

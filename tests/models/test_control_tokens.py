@@ -141,7 +141,7 @@ def test_prerendered_prompts_are_parsed_and_get_no_template(tmp_path: Path) -> N
         render(Row("r", [{"role": "user", "content": "x"}], "s", None), tokenizer, Template(prerendered=True))
     with pytest.raises(ValueError, match="not rendered again"):
         Template(prerendered=True, system="s")
-    with pytest.raises(ValueError, match="budget writes behind"):
+    with pytest.raises(ValueError, match="budget adds text"):
         Data(prerendered=True, budget=LengthBudget())
     with pytest.raises(UserError, match="'x' in '1x' is not in this tokenizer's alphabet"):
         Tokenizer.from_characters("1").encode_prerendered("1x")

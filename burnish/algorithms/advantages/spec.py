@@ -314,7 +314,7 @@ class SpoChainAdvantage(AdvantageRecord):
     formula: ClassVar[str] = "A(tokens of segment k) = V(border k+1) - V(border k); V(end) = reward"
     paper: ClassVar[str] = "SPO (2505.23564)"
     needs: ClassVar[tuple[str, ...]] = ("borders",)
-    of_rollouts: ClassVar[tuple[str, ...]] = ("below", "every", "rollouts")
+    rollout_options: ClassVar[tuple[str, ...]] = ("below", "every", "rollouts")
     name: Literal["spo_chain"] = "spo_chain"
     below: float = Field(0.9, gt=0, le=1)
     """Tokens sampled with a smaller probability are cut points."""
@@ -330,7 +330,7 @@ class SpoTreeAdvantage(AdvantageRecord):
     formula: ClassVar[str] = "A = V(child) - V(parent); V(leaf) = reward, V(node) = mean of its children"
     paper: ClassVar[str] = "SPO (2505.23564)"
     needs: ClassVar[tuple[str, ...]] = ("groups", "tree")
-    of_rollouts: ClassVar[tuple[str, ...]] = ("branches", "segment")
+    rollout_options: ClassVar[tuple[str, ...]] = ("branches", "segment")
     name: Literal["spo_tree"] = "spo_tree"
     branches: list[PositiveInt] = Field(default_factory=lambda: [6, 6], min_length=1)
     """Continuations per node, level by level, below the rollout.n samples of a prompt: 6 samples and [6, 6] are a tree 6-6-6."""

@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
+from burnish.config.rollout import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.inference.engine_common import check_requests, needs_scoring
 from burnish.inference.vllm.vllm_requests import (

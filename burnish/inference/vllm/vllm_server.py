@@ -25,8 +25,8 @@ from typing import Any
 
 from torch import Tensor
 
-from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
+from burnish.config.rollout import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.inference.engine_common import check_requests, needs_scoring
 from burnish.inference.server_client import ServerError, write_weight_files

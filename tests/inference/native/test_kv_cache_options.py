@@ -99,8 +99,8 @@ def test_8_bits_are_shared_copied_and_recomputed_like_any(tools: Any, native: An
     ("settings", "words"),
     [
         ({"exact": True, "cache_dtype": "fp8"}, "the learner has no cache to round"),
-        ({"engine": "transformers", "cache_gib": 1.0}, "are of the native engine"),
-        ({"engine": "transformers", "cache_dtype": "fp8"}, "are of the native engine"),
+        ({"engine": "transformers", "cache_gib": 1.0}, "apply to the native engine"),
+        ({"engine": "transformers", "cache_dtype": "fp8"}, "apply to the native engine"),
         ({"cache_gib": 0.0}, "greater than 0"),
     ],
 )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
+from burnish.config.rollout import Vllm
 from burnish.core.engine import Request, SamplingOptions
 from burnish.inference.vllm.vllm_engine import VllmEngine
 from burnish.models.lora.adapters import adapter_weights

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from burnish.config.engines import Vllm
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
-from burnish.config.rollout import Rollout
+from burnish.config.rollout import Rollout, Vllm
 from burnish.core.engine import Request, SamplingOptions
 from burnish.distributed.roles import build_engine
 from burnish.inference.engine_common import needs_scoring
