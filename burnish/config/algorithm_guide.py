@@ -1,6 +1,6 @@
-"""Algorithms in words: what a slot holds, what two of them differ in, and docs/algorithms.md (`python -m burnish.config.algorithm_guide`).
+"""Text about algorithms: slots in a few words, differences between algorithms, and docs/algorithms.md.
 
-The page is read off the presets and the slot records; only the table of problems is written here.
+`python -m burnish.config.algorithm_guide` writes the page from the presets and the slot records. Only the table of problems is written here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from burnish.config.records import REQUIRED, Record, Slot, choice_name, default_
 
 ALGORITHMS_PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BASELINE_PRESET = "grpo"
-"""The preset that others are compared with."""
+"""The preset that the others are compared with."""
 OFF = "-"
 SLOTS = tuple(name for name in Algorithm.model_fields if name != "preset")
 
 
-# --- one slot, two algorithms ------------------------------------------------------------------------------------------
+# --- slots and differences ------------------------------------------------------------------------------------------
 
 
 def describe_slot(value: Any) -> str:
-    """A slot in a few words: its name and the options that are not its defaults; `-` for what is off."""
+    """A slot in a few words: its name and the options that differ from their defaults; `-` if it is off."""
     if isinstance(value, list):
         return ", ".join(describe_slot(v) for v in value) or OFF
     if isinstance(value, Kl):
@@ -46,7 +46,7 @@ def describe_slot(value: Any) -> str:
 
 
 def non_default_options(record: Record, default: Record | None = None) -> Iterator[tuple[str, Any]]:
-    """The options of a record that differ from their defaults; those of a section inside it by dotted key."""
+    """The options of a record that differ from their defaults, with dotted keys for subsections."""
     for key, value in record:
         usual = default_of(type(record), key) if default is None else getattr(default, key)
         if key == "name" or value == usual:
@@ -59,13 +59,13 @@ def non_default_options(record: Record, default: Record | None = None) -> Iterat
 
 
 def slot_differences(first: Algorithm, second: Algorithm) -> list[tuple[str, str, str]]:
-    """The slots two algorithms differ in, with what each has there."""
+    """The slots in which two algorithms differ, with the choice of each."""
     pairs = [(slot, getattr(first, slot), getattr(second, slot)) for slot in SLOTS]
     return [(slot, describe_slot(a), describe_slot(b)) for slot, a, b in pairs if a != b]
 
 
 def changes_from_grpo(algorithm: Algorithm) -> str:
-    """What an algorithm changes in GRPO, on a line."""
+    """What an algorithm changes compared with GRPO, in one line."""
     changes = slot_differences(algorithm_from_preset(BASELINE_PRESET), algorithm)
     return "; ".join(f"{slot}: {'none' if new == OFF else new}" for slot, _, new in changes)
 
@@ -93,7 +93,7 @@ def _option_value(value: Any) -> str:
 
 
 class Remedy(NamedTuple):
-    """What answers a problem: the method, the overrides that set it on a GRPO recipe, the presets that have it."""
+    """A method against a training problem, the overrides that set it on a GRPO recipe, and the presets that have it."""
 
     problem: str
     method: str
@@ -101,13 +101,13 @@ class Remedy(NamedTuple):
     presets: tuple[str, ...] = ()
 
 
-COLLAPSE = "entropy collapses, answers become alike"
+COLLAPSE = "entropy collapses, answers become similar"
 LENGTH = "answers grow longer without getting better"
 NO_SIGNAL = "prompts that are always or never solved teach nothing"
 RATIOS = "token ratios are unstable (mixtures of experts, long answers)"
-STALE_REFERENCE = "the reference is left far behind and holds the policy back"
+STALE_REFERENCE = "the policy has moved far from the reference, and the KL penalty holds it back"
 RARE_SUCCESS = "right answers are rare"
-TRUNCATION = "truncation makes rewards noisy"
+TRUNCATION = "truncated answers make rewards noisy"
 REPEATS = "answers repeat themselves or mix scripts"
 VARIANCE = "advantages are noisy"
 CRITIC_BIAS = "a critic is biased at the start, or over long answers"
@@ -132,14 +132,14 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(NO_SIGNAL, "keep prompts of middling difficulty", ("algorithm.filters=[{name: difficulty_band, low: 0.2, high: 0.8}]", "algorithm.refill.rounds=4"), ("bae", "prime")),
     Remedy(NO_SIGNAL, "draw rarely solved prompts more often", ("algorithm.curriculum=prioritised",), ("kimi_k15",)),
     Remedy(NO_SIGNAL, "end on the prompts that stayed unsolved", ("algorithm.curriculum={name: hard_only, start: 401}",), ("orz",)),
-    Remedy(LENGTH, "a reward for being shorter than one's siblings", ("algorithm.shaping=[{name: kimi_length, warmup_steps: 100}]",), ("kimi_k15", "long2short")),
+    Remedy(LENGTH, "a reward for being shorter than the other answers of the group", ("algorithm.shaping=[{name: kimi_length, warmup_steps: 100}]",), ("kimi_k15", "long2short")),
     Remedy(LENGTH, "a length asked for in the prompt", ("algorithm=lcpo", "data.budget={}"), ("lcpo", "lcpo_max")),
     Remedy(LENGTH, "a reward that falls with length when right", ("algorithm.shaping=[cosine]",), ("demystify",)),
     Remedy(LENGTH, "a context that grows in stages", ("rollout.stages=[{start: 201, max_tokens: 2048}]",), ("deepscaler",)),
     Remedy(REPEATS, "a penalty on repeated n-grams", ("algorithm.shaping=[repetition]",), ("demystify",)),
     Remedy(REPEATS, "-1 for broken answers", ("algorithm.shaping=[t1_penalty]",), ("t1",)),
     Remedy(REPEATS, "a reward for one language", ("reward.parts=[math, {name: language, options: {target: en}}]",), ("r1",)),
-    Remedy(RATIOS, "one ratio a sequence", ("algorithm=gspo",), ("gspo", "gspo_token", "luspo")),
+    Remedy(RATIOS, "one ratio per sequence", ("algorithm=gspo",), ("gspo", "gspo_token", "luspo")),
     Remedy(RATIOS, "geometric mean of clipped ratios", ("algorithm=gmpo",), ("gmpo",)),
     Remedy(RATIOS, "a gate instead of a clip", ("algorithm=sapo",), ("sapo",)),
     Remedy(RATIOS, "a trust region on probabilities", ("algorithm=dppo_tv",), ("dppo_tv", "dppo_kl")),
@@ -157,9 +157,9 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
     Remedy(SPARSE_REWARD, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
     Remedy(SPARSE_REWARD, "an agent's turns that begin in the same state, compared", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
-    Remedy(RARE_SUCCESS, "imitate right answers beside the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
+    Remedy(RARE_SUCCESS, "imitate right answers in addition to the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
-    Remedy(RARE_SUCCESS, "demonstrations beside the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
+    Remedy(RARE_SUCCESS, "imitate demonstrations in addition to the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
     Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
     Remedy(VARIANCE, "leave the own reward out of the baseline", ("algorithm.advantage=rloo",), ("rloo",)),
     Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),
@@ -177,15 +177,15 @@ PROBLEMS: tuple[Remedy, ...] = (
 ALGORITHMS_INTRO = """\
 # Algorithms
 
-Written by `python -m burnish.config.algorithm_guide` from the presets and slots in `burnish/config/`; a test compares the two.
+Generated by `python -m burnish.config.algorithm_guide` from the presets and slots in `burnish/algorithms/`; a test compares the two.
 
-An algorithm is one choice a slot. `algorithm: dapo` takes a row of the table below; every slot of it can be changed on its own, in the
+An algorithm is one choice for each slot. `algorithm: dapo` takes a row of the table below. Every slot can be changed separately, in the
 recipe or on the command line. `burnish algorithms` prints the table, `burnish algorithms dapo` one row with its formulas and YAML,
-`burnish algorithms --diff grpo dapo` what two rows differ in. Each row that can run has a recipe of its name in `recipes/`, and
+`burnish algorithms --diff grpo dapo` the differences between two rows. Each row that can run has a recipe of its name in `recipes/`, and
 
     burnish train recipes/dapo.yaml --shrink
 
-goes through all of its slots in seconds, with a tiny model on a built-in task. Its first lines say what was made smaller.
+runs all of its slots in seconds, with a tiny model on a built-in task. Its first lines say what was made smaller.
 """
 DOCUMENTED_SECTIONS: tuple[tuple[str, type[Record]], ...] = (
     ("algorithm.aggregation", Aggregation),
@@ -201,13 +201,13 @@ DOCUMENTED_SECTIONS: tuple[tuple[str, type[Record]], ...] = (
 
 
 def algorithms_page() -> str:
-    """docs/algorithms.md."""
+    """The text of docs/algorithms.md."""
     parts = [ALGORITHMS_INTRO, problems_table(), presets_table(), slots_text()]
     return "\n".join(parts)
 
 
 def problems_table() -> str:
-    """Problem, method, setting."""
+    """The table of problems, methods and settings."""
     lines = ["## From the problem to the setting", ""]
     lines += ["Settings are overrides on a recipe of `grpo`; those with `algorithm=` take a whole preset.", ""]
     lines += ["| problem | method | setting | used by |", "|---|---|---|---|"]
@@ -221,7 +221,7 @@ def problems_table() -> str:
 
 
 def presets_table() -> str:
-    """The whole table of presets."""
+    """The table of presets."""
     lines = [
         f"## Presets ({len(PRESETS)})",
         "",
@@ -239,7 +239,7 @@ def presets_table() -> str:
 
 
 def slots_text() -> str:
-    """Every choice of every slot, and the sections beside them, with formula, paper and options."""
+    """Every choice of every slot, and the sections of an algorithm, with formula, paper and options."""
     lines = ["## Slots", ""]
     for slot, records in SLOT_RECORDS.items():
         lines += [f"### {'algorithm.kl' if slot == 'reference' else 'algorithm'}.{slot}", ""]
@@ -252,12 +252,12 @@ def slots_text() -> str:
 
 
 def citation(preset: Preset) -> str:
-    """A preset's title and paper, the title once."""
+    """The title and the paper of a preset, without repeating the title."""
     return preset.paper if preset.paper.startswith(preset.title) else f"{preset.title}: {preset.paper}"
 
 
 def record_summary(record: type[Record]) -> list[str]:
-    """What a record is for, its formula and its paper."""
+    """The first line of a record's docstring, its formula and its paper."""
     lines = [(record.__doc__ or "").strip().splitlines()[0]]
     if issubclass(record, Slot):
         lines += [text for text in (record.formula, record.paper) if text]
@@ -265,7 +265,7 @@ def record_summary(record: type[Record]) -> list[str]:
 
 
 def _record_text(head: str, record: type[Record]) -> list[str]:
-    """A record and its options as list items; `head` is the name of a choice, empty for a section."""
+    """A record and its options as list items. `head` is the name of a choice, empty for a section."""
     sentences = record_summary(record)[:1]
     if issubclass(record, Slot):
         sentences += [f"`{record.formula}`."] if record.formula else []
@@ -273,7 +273,7 @@ def _record_text(head: str, record: type[Record]) -> list[str]:
         sentences += [f"Needs {', '.join(record.needs)}."] if record.needs else []
     lines = [f"- {head}{' '.join(sentences)}"]
     for key in walk_keys(record, choice=head):
-        if key.is_leaf and key.choice == head:  # what a choice inside a section takes stands under its own slot
+        if key.is_leaf and key.choice == head:  # options of an inner choice are listed under its own slot
             default = "required" if key.default is REQUIRED else f"default {_default(key.default)}"
             lines.append(f"  - `{key.path}` ({key.node.expected}; {default}): {key.doc}")
     return lines

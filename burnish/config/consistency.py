@@ -1,4 +1,4 @@
-"""Whether the rest of a run provides what its algorithm needs; what is missing is refused with what to set."""
+"""Checks that a run provides what its algorithm needs. Each error says what to set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
 
 
-# --- Whether demonstrations are there exactly where the algorithm uses them: imitated beside the policy loss, or inside the groups.
-
-
 def check_demonstrations_fit(config: TrainConfig) -> None:
-    """Refuse demonstrations that nothing uses, and uses of them that have none."""
+    """Refuse demonstrations that are not used, and settings that need demonstrations and have none."""
     data, algorithm = config.data, config.algorithm
     if algorithm.auxiliary.sft > 0 and not data.demonstrations:
-        raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, and there are none")
+        raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, but there are none")
     if algorithm.auxiliary.sft == 0 and data.demonstrations_per_update != 32:
         raise ValueError("data.demonstrations_per_update has no effect without data.demonstrations and auxiliary.sft")
     from_file = bool(data.demonstrations_per_group) and data.demonstration_column is None
@@ -33,7 +30,7 @@ def check_demonstrations_fit(config: TrainConfig) -> None:
         _check_group_demonstrations(config)
     elif algorithm.needs("demonstrations"):
         raise ValueError(
-            f"loss {algorithm.loss.name} is for groups with demonstrations in them: set data.demonstrations_per_group=1, and "
+            f"loss {algorithm.loss.name} needs groups with demonstrations: set data.demonstrations_per_group=1, and "
             "data.demonstrations or data.demonstration_column"
         )
     elif data.demonstration_column is not None:
@@ -41,37 +38,32 @@ def check_demonstrations_fit(config: TrainConfig) -> None:
 
 
 def _check_group_demonstrations(config: TrainConfig) -> None:
-    """Whether demonstrations can stand beside the policy's samples."""
+    """Refuse demonstrations in groups if the rest of the run cannot use them there."""
     data, algorithm, what = config.data, config.algorithm, "data.demonstrations_per_group"
     if not data.demonstrations and data.demonstration_column is None:
-        raise ValueError(
-            f"{what} puts demonstrations into groups: give data.demonstrations or data.demonstration_column"
-        )
+        raise ValueError(f"{what} adds demonstrations to groups: give data.demonstrations or data.demonstration_column")
     if not algorithm.needs("demonstrations"):
         raise ValueError(
-            f"{what}: loss {algorithm.loss.name} would take demonstrations for samples of the policy: set "
+            f"{what}: loss {algorithm.loss.name} would treat demonstrations as samples of the policy: set "
             "algorithm.loss=mixed_offpolicy with algorithm.ratio=none and algorithm.clip=none (or algorithm=luffy)"
         )
     if config.environment.name != "single_turn":
         raise ValueError(
-            f"{what}: a demonstration is one answer, and environment {config.environment.name} may ask for several: use single_turn"
+            f"{what}: a demonstration is one answer, but environment {config.environment.name} may ask for several: use single_turn"
         )
     if data.budget is not None:
-        raise ValueError(f"{what}: data.budget asks for lengths that demonstrations were not written to: remove one")
-
-
-# --- Whether a run that learns from a teacher has one, and something to learn from it.
+        raise ValueError(f"{what}: data.budget asks for lengths that demonstrations do not have: remove one")
 
 
 def check_distillation_fits(config: TrainConfig) -> None:
-    """Refuse a distillation without a teacher, and rewards that it does not read."""
+    """Refuse distillation without a teacher, and reward shaping that it does not read."""
     algorithm, advantage = config.algorithm, config.algorithm.advantage
     teacher = algorithm.kl.reference
     if not isinstance(advantage, DistillationAdvantage):
         return
     if not isinstance(teacher, TeacherReference):
         raise ValueError(
-            f"advantage distillation learns from a teacher, and algorithm.kl.reference is {teacher.name}: set "
+            f"advantage distillation learns from a teacher, but algorithm.kl.reference is {teacher.name}: set "
             "algorithm.kl.reference={name: teacher, path: <a model directory>}"
         )
     if advantage.outcome == 0:
@@ -91,36 +83,38 @@ def check_distillation_fits(config: TrainConfig) -> None:
 
 
 STYLE_REWARDS = ("format", "think_format", "language")
-"""Rewards that look at how an answer is written: they say nothing about right or wrong."""
+"""Rewards for the style of an answer. They do not tell whether it is correct."""
 REWARDS_WITHOUT_VERDICT = (*STYLE_REWARDS, "model")
-"""All rewards that say nothing about right or wrong: the score of a model has no zero."""
+"""All rewards that do not tell whether an answer is correct. The score of a model has no threshold."""
 
 
 def gives_verdict(part: RewardPart) -> bool:
-    """Whether a part is known to tell correct from wrong answers before it is called: a built-in verifier, or one with `correct_at`."""
-    graded = part.name in (*REWARDS_WITHOUT_VERDICT, "judge") or is_plugin(part.name)
-    return part.correct_at is not None or not graded
+    """Whether a part always tells whether an answer is correct: a built-in verifier, or a part with `correct_at`."""
+    is_graded = part.name in (*REWARDS_WITHOUT_VERDICT, "judge") or is_plugin(part.name)
+    return part.correct_at is not None or not is_graded
 
 
 def may_give_verdict(part: RewardPart) -> bool:
-    """Whether a part may tell correct from wrong answers: also a function or a judge, which say so with each value."""
+    """Whether a part may tell whether an answer is correct. A function or a judge decides it with each value."""
     return gives_verdict(part) or part.name not in REWARDS_WITHOUT_VERDICT
 
 
 def always_gives_verdicts(config: TrainConfig) -> bool:
-    """Whether every scored sample of a run has a verdict. False is no proof of the opposite: a function or an environment may give verdicts too."""
-    if config.environment.name != "single_turn":  # any other may give the reward itself
+    """Whether every scored sample of a run certainly has a verdict. If False, a function or an environment may still give verdicts."""
+    if config.environment.name != "single_turn":  # other environments may give the reward themselves
         return False
     return any(gives_verdict(p) and p.sources is None and not is_plugin(p.name) for p in config.reward.parts)
 
 
 def check_algorithm_fits(config: TrainConfig) -> None:
-    """Whether the rest of the run provides what the algorithm needs."""
-    algorithm, late = config.algorithm, [stage.start for stage in config.rollout.stages]
-    paired = any(f.name == "pairs" for f in algorithm.filters)
-    if getattr(algorithm.loss, "command", "train") == "prefer" and not paired:
+    """Refuse a run that does not provide what its algorithm needs."""
+    algorithm, stage_starts = config.algorithm, [stage.start for stage in config.rollout.stages]
+    makes_pairs = any(f.name == "pairs" for f in algorithm.filters)
+    if getattr(algorithm.loss, "command", "train") == "prefer" and not makes_pairs:
         online = (
-            "" if algorithm.loss.name == "kto" else "; or add pairs to algorithm.filters, which makes pairs of samples"
+            ""
+            if algorithm.loss.name == "kto"
+            else "; or add pairs to algorithm.filters, which makes pairs from samples"
         )
         raise ValueError(
             f"loss {algorithm.loss.name} learns from preferences, not from rollouts: use `burnish prefer` with "
@@ -135,7 +129,7 @@ def check_algorithm_fits(config: TrainConfig) -> None:
     if algorithm.replay is not None and algorithm.replay.max_age <= oldest:
         raise ValueError(
             f"rollout.source={source.name} gives samples that are up to {oldest} steps old, so algorithm.replay.max_age={algorithm.replay.max_age} "
-            f"lets none come back: set it above {oldest}"
+            f"allows no replay: set it above {oldest}"
         )
     needs_groups = algorithm.needs("groups")
     if needs_groups and min(stage.n for stage in config.rollout.all_stages()) < 2:
@@ -144,61 +138,65 @@ def check_algorithm_fits(config: TrainConfig) -> None:
         check_branching_fits(config, name)
     if algorithm.needs("budget") and config.data.budget is None:
         raise ValueError(
-            f"{', '.join(algorithm.needs('budget'))} rewards the length a prompt asks for, but no prompt asks: set data.budget={{}}"
+            f"{', '.join(algorithm.needs('budget'))} rewards the length that a prompt asks for, but no prompt asks for one: set data.budget={{}}"
         )
     if config.data.budget is not None and not algorithm.needs("budget"):
         raise ValueError(
             "data.budget asks for a length that nothing rewards: add lcpo_exact or lcpo_max to algorithm.shaping"
         )
-    judged = [
+    needs_verdict = [
         *algorithm.needs("accuracy"),
         *(["auxiliary.positive_nll"] if algorithm.auxiliary.positive_nll else []),
     ]
-    if judged and not any(may_give_verdict(part) for part in config.reward.parts):
+    if needs_verdict and not any(may_give_verdict(part) for part in config.reward.parts):
         raise ValueError(
-            f"{', '.join(judged)} must know right from wrong, and {', '.join(p.name for p in config.reward.parts)} says neither: "
-            "add a reward part that judges the answer, or set correct_at of one to the value from which an answer is correct"
+            f"{', '.join(needs_verdict)} must know whether an answer is correct, but {', '.join(p.name for p in config.reward.parts)} does not tell: "
+            "add a reward part that verifies the answer, or set correct_at of a part to the lowest value of a correct answer"
         )
     check_demonstrations_fit(config)
     check_distillation_fits(config)
     check_step_rewards_fit(config)
-    if late and late[-1] > config.training.steps:
-        raise ValueError(f"rollout.stages: one starts at step {late[-1]}, but training.steps={config.training.steps}")
+    if stage_starts and stage_starts[-1] > config.training.steps:
+        raise ValueError(
+            f"rollout.stages: one starts at step {stage_starts[-1]}, but training.steps={config.training.steps}"
+        )
     if algorithm.critic is not None and algorithm.critic.warmup_steps >= config.training.steps:
         raise ValueError(
-            f"algorithm.critic.warmup_steps={algorithm.critic.warmup_steps} leaves the policy none of training.steps={config.training.steps}"
+            f"algorithm.critic.warmup_steps={algorithm.critic.warmup_steps} leaves no steps for the policy: training.steps={config.training.steps}"
         )
 
 
 def check_branching_fits(config: TrainConfig, name: str) -> None:
-    """Whether answers can be continued from their middle, as `name` needs."""
+    """Refuse a run in which answers cannot be continued from the middle, as `name` needs."""
     if config.environment.name != "single_turn":
         raise ValueError(
-            f"{name} continues answers from their middle, and environment {config.environment.name} cannot be brought back to there: "
+            f"{name} continues answers from the middle, but environment {config.environment.name} cannot be restored to such a state: "
             "use environment=single_turn"
         )
     if config.data.demonstrations_per_group:
         raise ValueError(
-            f"{name} compares answers that share their beginnings, and a demonstration shares none: set data.demonstrations_per_group=0"
+            f"{name} compares answers that share a prefix, but a demonstration shares none: set data.demonstrations_per_group=0"
         )
     if config.rollout.stop:
         raise ValueError(
-            f"{name} continues answers from their middle, and an engine does not see a rollout.stop string that begins before it: "
+            f"{name} continues answers from the middle, but an engine does not see a rollout.stop string that begins before it: "
             "remove rollout.stop (the model's end tokens end an answer anyway)"
         )
     if config.rollout.source.name == "async":
         raise ValueError(
-            f"{name} compares answers continued from the same tokens, and rollout.source=async takes new weights in the middle of them: "
+            f"{name} compares answers continued from the same tokens, but rollout.source=async loads new weights in the middle of them: "
             "use sync or ahead"
         )
 
 
 def check_step_rewards_fit(config: TrainConfig) -> None:
-    """Whether rewards of single steps have an advantage that looks at where they stand."""
-    each = any(part.name == "model" and part.options.get("aggregate") == "each" for part in config.reward.parts)
-    if each and not getattr(config.algorithm.advantage, "by_token", True):
+    """Refuse rewards of single steps if the advantage ignores their positions."""
+    rewards_steps = any(
+        part.name == "model" and part.options.get("aggregate") == "each" for part in config.reward.parts
+    )
+    if rewards_steps and not getattr(config.algorithm.advantage, "by_token", True):
         able = [record.model_fields["name"].default for record in ADVANTAGE_RECORDS if record.by_token]
         raise ValueError(
-            f"reward part model with aggregate=each rewards single steps, and advantage {config.algorithm.advantage.name} counts their sum "
-            f"alone: use one with a return for every token ({', '.join(able)}), or aggregate last, min, prod or mean"
+            f"reward part model with aggregate=each rewards single steps, but advantage {config.algorithm.advantage.name} uses only their "
+            f"sum: use one with a return for every token ({', '.join(able)}), or aggregate last, min, prod or mean"
         )

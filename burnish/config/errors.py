@@ -1,7 +1,7 @@
-"""The one exception meant for people.
+"""`UserError`, the exception for mistakes that the user can fix, and helpers for its messages.
 
-`UserError` says what was wrong, where, and what to do. The command line prints it without a traceback and exits
-with status 2; everything else that escapes is a bug and keeps its traceback.
+The command line prints a `UserError` without a traceback and exits with status 2. Any other exception that escapes is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user can fix. The message carries what, where and what to do."""
+    """A mistake that the user can fix. The message says what is wrong, where, and what to do."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -40,14 +40,14 @@ LOCAL_FOLDERS = (
     "out",
     "outputs",
 )
-"""First words of a path that is meant to be local, whatever follows."""
+"""First parts of paths that are meant to be local."""
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".txt", ".yaml", ".py")
 
 
 def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)) -> str:
-    """How to fetch what looks like an id of the Hugging Face hub (`Qwen/Qwen2.5-0.5B`); nothing for any other path.
+    """The command that downloads what looks like a Hugging Face hub id (`Qwen/Qwen2.5-0.5B`); empty for other paths.
 
-    `roots` are the folders that a local path starts from: one that holds the first part of the path is meant.
+    `roots` are the folders of local paths. A path whose first part exists in one of them is local.
     """
     owner, _, name = path.partition("/")
     if not HUB_ID.fullmatch(path) or owner in LOCAL_FOLDERS or name.endswith(LOCAL_SUFFIXES):
@@ -58,12 +58,12 @@ def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)
     folder = f"{'data' if is_data else 'models'}/{name}"
     then = f"path: {folder}/**/*.parquet" if is_data else folder
     return (
-        f". It looks like an id of the Hugging Face hub, and burnish reads local {reads}: "
+        f". It looks like an id of the Hugging Face hub, but burnish reads local {reads}: "
         f"`hf download {path} {kind}--local-dir {folder}` fetches it (older versions: huggingface-cli download), then give {then}"
     )
 
 
 def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not in a table: names the nearest one and lists them all."""
+    """The error for a name that is not in a table, with the nearest name and the list of all."""
     names = sorted(known)
     return UserError(f"unknown {kind} {name!r}{did_you_mean(name, names)} (known: {', '.join(names)})")

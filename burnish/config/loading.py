@@ -1,9 +1,11 @@
-"""A configuration from a YAML file and dotted overrides, and back to YAML.
+"""Load a configuration from a YAML file and dotted overrides, and write it back as YAML.
 
-`extends: other.yaml` (relative to the file) starts from another recipe. Overrides are `a.b.c=value`, the value being
-YAML; a more specific key always wins over a shorter one, so their order does not matter. `algorithm: dapo` names a
-preset whose slots can be overridden one by one. The order of precedence is: defaults, preset, extended file, file, `--shrink`,
-overrides.
+`extends: other.yaml` (relative to the file) starts from another recipe. Overrides are `a.b.c=value` with a YAML value. A longer key wins
+over a shorter one, so the order of overrides does not matter. `algorithm: dapo` names a preset whose slots can be overridden one by one.
+Precedence, lowest first: defaults, preset, extended file, file, `--shrink`, overrides.
+
+Trees are merged deeply, with one exception: when the `name` of a slot or the `preset` of an algorithm changes, the options of the old
+choice are dropped, because they mean nothing to the new one. Lists are replaced as a whole. No tree is changed in place.
 """
 
 from __future__ import annotations
@@ -25,17 +27,189 @@ from burnish.config.shrink import shrink
 from burnish.config.validation_errors import to_user_error
 from burnish.config.yaml_text import parse_yaml, render_yaml
 
-# --- Configuration as plain trees: laying one over another, setting one dotted key, laying defaults under.
-#
-# Merging is deep, with one exception: a slot whose `name` changes (or an algorithm whose `preset` changes) drops the
-# options of the old choice, since they mean nothing to the new one. Lists are replaced whole. No tree is changed in place.
+log = logging.getLogger(__name__)
 
+ConfigType = TypeVar("ConfigType", bound=Record)
 Tree = Any
 """Dictionaries, lists and scalars, as YAML gives them."""
 
 
+class Loaded(NamedTuple, Generic[ConfigType]):
+    """A configuration with its plain values and the folder of its recipe."""
+
+    config: ConfigType
+    resolved: dict[str, Any]
+    base: Path
+    """Relative paths are tried from here first, then from the working directory."""
+
+
+def load(config_type: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
+    """The configuration of a file (or the defaults) with overrides. All problems are reported in one UserError."""
+    return _load_with_overrides(
+        config_type, with_defaults(config_type, {} if path is None else read_recipe(config_type, path)), path, overrides
+    )
+
+
+def load_tree(
+    config_type: type[ConfigType], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()
+) -> Loaded[ConfigType]:
+    """The configuration of a tree that was made from the file `path`."""
+    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides)
+
+
+def load_shrunk(
+    config_type: type[ConfigType], path: Path, overrides: Sequence[str] = ()
+) -> tuple[Loaded[ConfigType], list[str]]:
+    """The configuration of a file for `--shrink`, and the changes that no override sets again."""
+    tree, changes = shrink(load(config_type, path).resolved)
+    given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
+    return _load_with_overrides(config_type, tree, path, overrides), [
+        change for change in changes if not change.startswith(given)
+    ]
+
+
+def _load_with_overrides(
+    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]
+) -> Loaded[ConfigType]:
+    node = root_node(config_type)
+    for key, value in sorted((_parse_override(node, text) for text in overrides), key=lambda o: len(o[0])):
+        tree = set_key(node, tree, key, value)
+    tree, notes = translate_verl_keys(tree)
+    for note in notes:
+        log.warning("note: %s", note)
+    try:
+        config = config_type.model_validate(_inherit_max_tokens(with_defaults(config_type, tree)))
+    except ValidationError as error:
+        raise to_user_error(error, config_type, str(path) if path else "configuration") from error
+    return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
+
+
+def algorithm_from_preset(name: str) -> Algorithm:
+    """The algorithm of a preset."""
+    return Algorithm.model_validate(with_defaults(Algorithm, {"preset": name}))
+
+
+def dump(config: Record) -> str:
+    """The whole configuration as YAML. Loading it gives an equal configuration."""
+    return render_yaml(to_plain_values(config))
+
+
+def to_plain_values(config: Record) -> dict[str, Any]:
+    """A configuration as dictionaries, lists and scalars."""
+    return _tuples_to_lists(config.model_dump())
+
+
+def add_missing_defaults(config_type: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the defaults of keys that did not exist when it was written.
+
+    If this version does not accept it, it is returned unchanged, so that the caller can name the keys that differ.
+    """
+    try:
+        return to_plain_values(config_type.model_validate(tree))
+    except ValidationError:
+        return tree
+
+
+def read_recipe(config_type: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a YAML file, merged over the file that it extends."""
+    resolved = path.resolve()
+    if resolved in seen:
+        raise UserError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, resolved))}")
+    tree = parse_yaml(_read_text(path), str(path))
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
+    if "stages" in tree and "stages" not in config_type.model_fields:
+        raise UserError(f"{path} is a recipe of stages: `burnish stages {path}` runs it")
+    if "extends" not in tree:
+        return tree
+    parent = tree.pop("extends")
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
+    # The extended file gets its defaults first: a slot without a name in it has the default choice, which this file may change.
+    extended = with_defaults(config_type, read_recipe(config_type, path.parent / parent, (*seen, resolved)))
+    return merge_trees(root_node(config_type), extended, tree)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        siblings = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such file{did_you_mean(path.name, siblings)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a YAML file: byte {error.start} is not UTF-8 text") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parse_override(node: SchemaNode, text: str) -> tuple[list[str], Any]:
+    """`a.b.c=value` as the parts of the key and the value."""
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override {text!r}: expected key=value, such as rollout.n=16 or algorithm.clip.high=0.28")
+    if text.startswith("-"):
+        raise UserError(f"override {text!r}: a key has no dashes before it; write {text.lstrip('-')}")
+    if _holds_text(node, parts):
+        return _without_short_key(node, parts), _as_text(raw)
+    return _without_short_key(node, parts), parse_yaml(raw, f"override {text!r}")
+
+
+def _as_text(raw: str) -> str | None:
+    """The value of a key that holds text. `{prompt}` and `7` stay text, although YAML reads them as a mapping and a number."""
+    try:
+        value = parse_yaml(raw, "")
+    except UserError:
+        return raw
+    return value if value is None or isinstance(value, str) else raw
+
+
+def _holds_text(node: SchemaNode, parts: list[str]) -> bool:
+    child: SchemaNode | None = node
+    for part in parts:
+        child = _child_node(child, part)
+    return child is not None and child.is_text
+
+
+def _without_short_key(node: SchemaNode, parts: list[str]) -> list[str]:
+    """`algorithm.preset=x` as `algorithm=x`, so that a choice is set before its options."""
+    parent: SchemaNode | None = node
+    for part in parts[:-1]:
+        parent = _child_node(parent, part)
+    return parts[:-1] if parent is not None and parent.short == parts[-1] else parts
+
+
+def _child_node(node: SchemaNode | None, part: str) -> SchemaNode | None:
+    if node is not None and node.form == "list" and not part.isdecimal():
+        node = node.item
+    return None if node is None else node.child(part)
+
+
+def _inherit_max_tokens(tree: dict[str, Any]) -> dict[str, Any]:
+    """Validation modes without max_tokens get that of rollout here, so that the saved configuration shows it."""
+    validation, rollout = tree.get("validation"), tree.get("rollout")
+    if not isinstance(validation, dict) or not isinstance(rollout, dict) or "max_tokens" not in rollout:
+        return tree
+    modes = validation.get("modes")
+    if not isinstance(modes, dict):
+        return tree
+    inherited = {"max_tokens": rollout["max_tokens"]}
+    filled = {name: inherited | mode if isinstance(mode, dict) else mode for name, mode in modes.items()}
+    return {**tree, "validation": {**validation, "modes": filled}}
+
+
+def _tuples_to_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _tuples_to_lists(v) for k, v in value.items()}
+    return [_tuples_to_lists(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------------
+
+
 def merge_trees(node: SchemaNode | None, base: Tree, over: Tree) -> Tree:
-    """`over` laid on `base`, both of them values of the place `node` describes."""
+    """`base` updated by `over`; `node` is the schema node of both."""
     base, over = _expand_short_form(node, base), _expand_short_form(node, over)
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
@@ -50,7 +224,7 @@ def merge_trees(node: SchemaNode | None, base: Tree, over: Tree) -> Tree:
 
 
 def set_key(node: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tree, done: str = "") -> Tree:
-    """The tree with `value` merged in at a dotted key; `done` is the part of the key already walked, for errors."""
+    """The tree with `value` merged in at a dotted key. `done` is the part of the key that was walked already, for errors."""
     if not parts:
         return merge_trees(node, tree, value)
     part, rest = parts[0], parts[1:]
@@ -58,7 +232,7 @@ def set_key(node: SchemaNode | None, tree: Tree, parts: Sequence[str], value: Tr
     if isinstance(tree, list) or (node is not None and node.form == "list" and part.isdecimal()):
         return _set_item(node, tree, parts, value, done)
     if node is not None and node.form == "list":
-        node = node.item  # one section standing for a list of one
+        node = node.item  # a single section stands for a list of one
     tree = {} if tree is None else _expand_short_form(node, tree)
     if not isinstance(tree, dict):
         raise UserError(f"{here} cannot be set: {done} is {tree!r}, not a section")
@@ -85,10 +259,10 @@ def _set_item(node: SchemaNode | None, tree: Tree, parts: Sequence[str], value: 
 
 
 def with_defaults(config_type: type[Record], tree: Tree) -> Tree:
-    """The tree with the defaults that belong to a *position* laid under it, and the algorithm's preset.
+    """The tree on top of the defaults of its *position* and of the algorithm's preset.
 
-    Needed because a section that is given in part must keep the rest of its own default: `sft.optimizer.eps=1e-9` keeps
-    the learning rate of `sft`, not that of the optimizer's type.
+    A section that is given in part must keep the rest of its own default: `sft.optimizer.eps=1e-9` keeps the learning rate of `sft`, which
+    differs from that of the optimizer's type.
     """
     if not isinstance(tree, dict):
         return tree
@@ -107,7 +281,7 @@ def with_defaults(config_type: type[Record], tree: Tree) -> Tree:
 
 @cache
 def _fields(config_type: type[Record]) -> tuple[tuple[str, SchemaNode, Any], ...]:
-    """A record's keys, what each holds and its default, which is only read: found once, a configuration has hundreds."""
+    """The keys of a record with their nodes and defaults. Cached, because loading asks hundreds of times. Callers must not change the defaults."""
     return tuple(
         (name, field_node(config_type, name), default_of(config_type, name)) for name in config_type.model_fields
     )
@@ -128,7 +302,7 @@ def _with_inner_defaults(node: SchemaNode, value: Tree) -> Tree:
 def _apply_preset(tree: dict[str, Any]) -> dict[str, Any]:
     name = tree.get("preset", Algorithm.model_fields["preset"].default)
     if not isinstance(name, str):
-        return tree  # the schema says what is wrong with it
+        return tree  # validation reports it
     return merge_trees(root_node(Algorithm), preset_slots(name), tree)
 
 
@@ -139,187 +313,12 @@ def _plain_members(default: Any) -> Tree:
 
 
 def _expand_short_form(node: SchemaNode | None, value: Tree) -> Tree:
-    """A bare word written out: `grpo` as `{name: grpo}`."""
+    """A bare string as a section: `grpo` as `{name: grpo}`."""
     return {node.short: value} if node is not None and node.short and isinstance(value, str) else value
 
 
 def _keys_kept_on_rename(node: SchemaNode, base: dict[str, Any]) -> dict[str, Any]:
-    """What survives a change of name: nothing of a slot or a preset, all but `options` of a section that has them."""
+    """Keys that survive a change of `name`: none of a slot or a preset, all but `options` of another section."""
     if issubclass(node.records[0], (Slot, Algorithm)):
         return {}
     return {k: v for k, v in base.items() if k != "options"}
-
-
-log = logging.getLogger(__name__)
-
-ConfigType = TypeVar("ConfigType", bound=Record)
-
-
-class Loaded(NamedTuple, Generic[ConfigType]):
-    """A configuration, the same as plain values, and the folder its relative paths are tried from first."""
-
-    config: ConfigType
-    resolved: dict[str, Any]
-    base: Path
-
-
-def load(config_type: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
-    """The configuration of a file (or of nothing) with overrides on top; everything wrong with it is one UserError."""
-    return _load_with_overrides(
-        config_type, with_defaults(config_type, {} if path is None else read_recipe(config_type, path)), path, overrides
-    )
-
-
-def load_tree(
-    config_type: type[ConfigType], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()
-) -> Loaded[ConfigType]:
-    """The configuration of a tree that was made of a file."""
-    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides)
-
-
-def load_shrunk(
-    config_type: type[ConfigType], path: Path, overrides: Sequence[str] = ()
-) -> tuple[Loaded[ConfigType], list[str]]:
-    """The same of a file that was made a job of seconds (`burnish.config.shrink`), and what was changed in it that no override changes back."""
-    tree, changes = shrink(load(config_type, path).resolved)
-    given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
-    return _load_with_overrides(config_type, tree, path, overrides), [
-        change for change in changes if not change.startswith(given)
-    ]
-
-
-def _load_with_overrides(
-    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]
-) -> Loaded[ConfigType]:
-    node = root_node(config_type)
-    for key, value in sorted((_parse_override(node, text) for text in overrides), key=lambda o: len(o[0])):
-        tree = set_key(node, tree, key, value)
-    tree, notes = translate_verl_keys(tree)
-    for note in notes:
-        log.warning("note: %s", note)
-    try:
-        config = config_type.model_validate(_inherit_max_tokens(with_defaults(config_type, tree)))
-    except ValidationError as error:
-        raise to_user_error(error, config_type, str(path) if path else "configuration") from error
-    return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
-
-
-def algorithm_from_preset(name: str) -> Algorithm:
-    """A row of the preset table as an algorithm."""
-    return Algorithm.model_validate(with_defaults(Algorithm, {"preset": name}))
-
-
-def dump(config: Record) -> str:
-    """The whole configuration as YAML, which loads to an equal one."""
-    return render_yaml(to_plain_values(config))
-
-
-def to_plain_values(config: Record) -> dict[str, Any]:
-    """A configuration as dictionaries, lists and scalars."""
-    return _tuples_to_lists(config.model_dump())
-
-
-def add_missing_defaults(config_type: type[Record], tree: dict[str, Any]) -> dict[str, Any]:
-    """A saved configuration with the defaults of keys that did not exist when it was written.
-
-    One that this version does not accept is returned as it is, so that the keys that differ can be named.
-    """
-    try:
-        return to_plain_values(config_type.model_validate(tree))
-    except ValidationError:
-        return tree
-
-
-def read_recipe(config_type: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tree of a YAML file laid over the one it extends."""
-    resolved = path.resolve()
-    if resolved in seen:
-        raise UserError(f"{path}: extends itself, through {' -> '.join(p.name for p in (*seen, resolved))}")
-    tree = parse_yaml(_read_text(path), str(path))
-    tree = {} if tree is None else tree
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected `key: value` lines, found {type(tree).__name__} at the top")
-    if "stages" in tree and "stages" not in config_type.model_fields:
-        raise UserError(f"{path} is a recipe of stages: `burnish stages {path}` runs it")
-    if "extends" not in tree:
-        return tree
-    parent = tree.pop("extends")
-    if not isinstance(parent, str):
-        raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
-    # The extended file is completed first: a slot it gives without its name has the default's, which the file may change.
-    extended = with_defaults(config_type, read_recipe(config_type, path.parent / parent, (*seen, resolved)))
-    return merge_trees(root_node(config_type), extended, tree)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such file{did_you_mean(path.name, beside)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a YAML file: byte {error.start} is not UTF-8 text") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _parse_override(node: SchemaNode, text: str) -> tuple[list[str], Any]:
-    """`a.b.c=value` as its key's parts and its value."""
-    key, equals, raw = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise UserError(f"override {text!r}: expected key=value, such as rollout.n=16 or algorithm.clip.high=0.28")
-    if text.startswith("-"):
-        raise UserError(f"override {text!r}: a key has no dashes before it; write {text.lstrip('-')}")
-    if _holds_text(node, parts):
-        return _without_short_key(node, parts), _as_text(raw)
-    return _without_short_key(node, parts), parse_yaml(raw, f"override {text!r}")
-
-
-def _as_text(raw: str) -> str | None:
-    """The words of a key that holds text, as they are: `{prompt}` and `7` are text there, though YAML disagrees."""
-    try:
-        value = parse_yaml(raw, "")
-    except UserError:
-        return raw
-    return value if value is None or isinstance(value, str) else raw
-
-
-def _holds_text(node: SchemaNode, parts: list[str]) -> bool:
-    place: SchemaNode | None = node
-    for part in parts:
-        place = _child_node(place, part)
-    return place is not None and place.is_text
-
-
-def _without_short_key(node: SchemaNode, parts: list[str]) -> list[str]:
-    """`algorithm.preset=x` as `algorithm=x`, so that a choice sorts before its own options."""
-    place: SchemaNode | None = node
-    for part in parts[:-1]:
-        place = _child_node(place, part)
-    return parts[:-1] if place is not None and place.short == parts[-1] else parts
-
-
-def _child_node(place: SchemaNode | None, part: str) -> SchemaNode | None:
-    if place is not None and place.form == "list" and not part.isdecimal():
-        place = place.item
-    return None if place is None else place.child(part)
-
-
-def _inherit_max_tokens(tree: dict[str, Any]) -> dict[str, Any]:
-    """Validation modes that leave max_tokens unset take rollout's, here, so that the saved configuration says so."""
-    validation, rollout = tree.get("validation"), tree.get("rollout")
-    if not isinstance(validation, dict) or not isinstance(rollout, dict) or "max_tokens" not in rollout:
-        return tree
-    modes = validation.get("modes")
-    if not isinstance(modes, dict):
-        return tree
-    followed = {"max_tokens": rollout["max_tokens"]}
-    filled = {name: followed | mode if isinstance(mode, dict) else mode for name, mode in modes.items()}
-    return {**tree, "validation": {**validation, "modes": filled}}
-
-
-def _tuples_to_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _tuples_to_lists(v) for k, v in value.items()}
-    return [_tuples_to_lists(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,9 +1,11 @@
-"""Plug-ins: `path/to/file.py:name` or `package.module:name` wherever a reward, data source, sampler, slot function or environment goes.
+"""Plug-ins (`path/to/file.py:name`, `package.module:name`) and references to other stages (`stage:NAME`, `run:NAME`).
 
-A file is imported once per process under a name derived from its path, so a plug-in may keep module state. It may import
-its neighbours: its folder is put at the end of `sys.path`, so that a neighbour called `random.py` or `datasets.py` never
-replaces an installed module. A module is imported under its own name, so relative imports inside its package work.
-Options from the config are checked against the function's signature before anything runs.
+Rewards, data sources, samplers, slot functions and environments can be plug-ins. A file is imported once per process under a name derived
+from its path, so it may keep module state. It may import other files of its folder: the folder is put at the end of `sys.path`, so that a
+`random.py` or `datasets.py` in it never replaces an installed module. A module is imported under its own name, so relative imports inside
+its package work. Options from the config are checked against the function's signature before anything runs.
+
+`stage:NAME` stands for the output of a stage, `run:NAME` for its run folder.
 """
 
 from __future__ import annotations
@@ -22,28 +24,31 @@ from typing import Any
 from burnish.config.errors import UserError, did_you_mean
 
 PLUGIN_FORMS = "path/to/file.py:name or package.module:name"
+REFERENCE_PATTERN = re.compile(r"(stage|run):([\w-]+)")
+_plugin_folders: set[Path] = set()
+"""Folders that were added to `sys.path` for plug-ins."""
 
 
 def is_plugin(name: str) -> bool:
-    """Whether a config value names a plug-in rather than something built in."""
+    """Whether a config value names a plug-in."""
     return is_plugin_file(name) or is_plugin_module(name)
 
 
 def is_plugin_file(name: str) -> bool:
-    """Whether it is `path/to/file.py:name`."""
+    """Whether the name has the form `path/to/file.py:name`."""
     path, _, attribute = name.rpartition(":")
     return path.endswith(".py") and attribute.isidentifier()
 
 
 def is_plugin_module(name: str) -> bool:
-    """Whether it is `package.module:name`."""
+    """Whether the name has the form `package.module:name`."""
     module, _, attribute = name.partition(":")
     pieces = module.split(".")
     return pieces[-1] != "py" and all(piece.isidentifier() for piece in (*pieces, attribute))
 
 
 def load_plugin(spec: str, base: str | Path | None = None) -> Any:
-    """The object that a plug-in names; relative paths are tried from `base`, then from the working directory."""
+    """The object that a plug-in names. Relative paths are tried from `base`, then from the working directory."""
     if is_plugin_module(spec):
         module = _import_module(spec, base)
     elif is_plugin_file(spec):
@@ -60,7 +65,7 @@ def load_plugin(spec: str, base: str | Path | None = None) -> Any:
 
 
 def plugin_source(spec: str, base: str | Path | None = None) -> Path | None:
-    """The file that a plug-in is defined in; None where there is none. The packages around a module are imported, the module is not."""
+    """The file of a plug-in, or None. The parent packages of a module are imported, the module itself is not."""
     if is_plugin_file(spec):
         return next((path for path in _candidates(spec, base) if path.is_file()), None)
     _add_to_sys_path(base, Path.cwd())
@@ -68,7 +73,7 @@ def plugin_source(spec: str, base: str | Path | None = None) -> Path | None:
     _check_module_conflict(name.partition(".")[0], [Path(base or "."), Path()], spec)
     try:
         found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a package around it is not there, or is a plain module
+    except (ImportError, ValueError):  # a parent package is missing or is a plain module
         return None
     except (Exception, SystemExit) as error:
         raise _import_failed(spec, f"the package of {name}", error) from error
@@ -88,12 +93,8 @@ def _find_file(spec: str, base: str | Path | None) -> Path:
     return path.resolve()
 
 
-_plugin_folders: set[Path] = set()
-"""Folders of plug-ins on `sys.path`."""
-
-
 def _add_to_sys_path(*folders: str | Path | None) -> None:
-    """Put folders at the end of `sys.path`, where they stay for imports inside functions; what is installed comes first."""
+    """Append folders to `sys.path`, after installed packages. They stay there for imports inside functions."""
     for folder in folders:
         if folder is not None and str(place := Path(folder).resolve()) not in sys.path:
             sys.path.append(str(place))
@@ -129,7 +130,7 @@ def _import_file(path: Path, spec: str) -> Any:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's file raises is theirs to see, and to fix
+    except (Exception, SystemExit) as error:  # the user must see whatever the file raises
         del sys.modules[name]
         raise _import_failed(spec, str(path), error) from error
     return module
@@ -138,17 +139,17 @@ def _import_file(path: Path, spec: str) -> Any:
 def _import_failed(spec: str, what: str, error: BaseException) -> UserError:
     hint = ""
     if isinstance(error, ImportError) and "relative import" in str(error):
-        hint = "; a file by itself has no package: name it as package.module:name instead"
+        hint = "; a single file has no package: name it as package.module:name instead"
     return UserError(f"plug-in {spec!r}: importing {what} failed: {type(error).__name__}: {error}{hint}")
 
 
 def _check_module_conflict(name: str, folders: Sequence[Path], spec: str) -> None:
-    """Refuse a plug-in that would get another plug-in's file: a process holds one module of a name."""
+    """Refuse a plug-in that would import a file of another plug-in: a process has one module per name."""
     files = [folder / path for folder in folders for path in (f"{name}.py", f"{name}/__init__.py")]
     wanted = next((file.resolve() for file in files if file.is_file()), None)
     try:
         found = importlib.util.find_spec(name) if wanted is not None else None
-    except (ImportError, ValueError):  # loaded by other means: importing it says more
+    except (ImportError, ValueError):  # loaded in another way: the import reports the problem
         return
     if found is None or found.origin is None or not found.has_location:
         return
@@ -156,15 +157,15 @@ def _check_module_conflict(name: str, folders: Sequence[Path], spec: str) -> Non
     folder = origin.parents[1] if origin.name == "__init__.py" else origin.parent
     if origin != wanted and folder in _plugin_folders:
         raise UserError(
-            f"plug-in {spec!r} needs {wanted} under the name {name!r}, which is that of {origin}, of another plug-in: rename one of the two"
+            f"plug-in {spec!r} needs {wanted} as module {name!r}, but that name is taken by {origin} of another plug-in: rename one of the two"
         )
 
 
 def _imported_modules(path: Path) -> Iterator[str]:
-    """The top-level names that a file imports, wherever in it they stand; nothing of one that is not Python."""
+    """The top-level modules that a file imports anywhere; none if it is not valid Python."""
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (SyntaxError, ValueError):  # importing it says so
+    except (SyntaxError, ValueError):  # the import reports it
         return
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -174,11 +175,11 @@ def _imported_modules(path: Path) -> Iterator[str]:
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
-    """Refuse options the function does not take, naming the nearest parameter."""
+    """Refuse options that the function does not take, with the nearest parameter."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return  # a builtin without a signature: Python itself will complain when it is called
+        return  # a builtin without a signature: the call reports it
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     for key in options:
@@ -188,13 +189,8 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any], wher
             )
 
 
-# --- References of one stage to another: `stage:NAME`, what a stage makes, and `run:NAME`, the folder of its run.
-
-REFERENCE_PATTERN = re.compile(r"(stage|run):([\w-]+)")
-
-
 def find_references(tree: Any) -> Iterator[tuple[str, str]]:
-    """Every `stage:NAME` and `run:NAME` among the values of a tree."""
+    """Every `stage:NAME` and `run:NAME` among the values of a tree, as (kind, name)."""
     if isinstance(tree, dict):
         for value in tree.values():
             yield from find_references(value)
@@ -205,17 +201,17 @@ def find_references(tree: Any) -> Iterator[tuple[str, str]]:
         yield found[1], found[2]
 
 
-def resolve_references(tree: Any, made: dict[str, str]) -> Any:
-    """The tree with every reference replaced by the path it stands for."""
+def resolve_references(tree: Any, paths: dict[str, str]) -> Any:
+    """The tree with every reference replaced by its path in `paths`."""
     if isinstance(tree, dict):
-        return {key: resolve_references(value, made) for key, value in tree.items()}
+        return {key: resolve_references(value, paths) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [resolve_references(value, made) for value in tree]
+        return [resolve_references(value, paths) for value in tree]
     if isinstance(tree, str) and REFERENCE_PATTERN.fullmatch(tree):
-        return made[tree]
+        return paths[tree]
     return tree
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value stands for what a stage makes."""
+    """Whether a value refers to the output or the run of a stage."""
     return isinstance(value, str) and REFERENCE_PATTERN.fullmatch(value) is not None

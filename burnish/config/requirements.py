@@ -1,4 +1,4 @@
-"""The files, folders and plug-ins that a config names: which they are, where they are, and what is not there."""
+"""The files, model directories, plug-ins and packages that a config needs, and which of them are missing."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from burnish.config.records import Record
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
+GYM_PREFIX = "reasoning-gym/"
 
 
 def check_files(loaded: Loaded[Any]) -> None:
-    """Every file, folder and plug-in that a stage names and no stage makes must be there."""
+    """Raise for the first file, folder or plug-in that is missing. Outputs of other stages need not exist yet."""
     for problem in missing_files(loaded):
         raise UserError(problem)
 
 
 def missing_files(loaded: Loaded[Any]) -> Iterator[str]:
-    """What a config names and no stage makes, and is not there."""
+    """An error text for each file, folder and plug-in that is missing. Outputs of other stages are not checked."""
     yield from missing_models(loaded)
     yield from missing_inputs(loaded)
 
 
 def missing_models(loaded: Loaded[Any]) -> Iterator[str]:
-    """Those of them that are directories of models."""
-    looked = f"(looked from {loaded.base} and from here)"
+    """The error texts for model directories."""
+    looked = f"(looked in {loaded.base} and in the working directory)"
     for key, value in model_directories(loaded.config):
         if not is_reference(value) and not matching_paths(value, loaded.base, Path.is_dir):
             yield f"{key}: no directory {value} {looked}{hub_hint(value, roots=(loaded.base, Path()))}"
 
 
 def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
-    """Those of them that are data files and plug-ins."""
-    looked = f"(looked from {loaded.base} and from here)"
+    """The error texts for data files and plug-ins."""
+    looked = f"(looked in {loaded.base} and in the working directory)"
     for source in data_sources(loaded.config):
         path = source.path
         if path is not None and not is_reference(path) and not matching_paths(path, loaded.base, Path.is_file):
@@ -52,7 +53,7 @@ def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
 
 
 def model_directories(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    """The models a config names, with the keys that name them."""
+    """The model directories of a config with their keys."""
     found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
     if isinstance(config, TrainConfig):
         algorithm = config.algorithm
@@ -67,7 +68,7 @@ def model_directories(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def data_sources(config: AnyConfig) -> list[Source]:
-    """Everything a config reads rows from."""
+    """All data sources of a config."""
     return list(_sources(config))
 
 
@@ -83,13 +84,15 @@ def _sources(value: Any) -> Iterator[Source]:
 
 
 def plugin_names(resolved: dict[str, Any]) -> list[str]:
-    """The plug-ins a resolved config names: `file.py:name` anywhere, `package.module:name` at the keys that take a plug-in."""
+    """The plug-ins of a resolved config: `file.py:name` anywhere, `package.module:name` at the keys that take a plug-in."""
     return [text for text in _strings(resolved) if is_plugin_file(text)] + list(_plugin_modules(resolved))
 
 
 def _plugin_modules(tree: Any) -> Iterator[str]:
-    """`plugin` of a data source, `sampler`, and `name` of a reward part, slot or environment. Any other text, such as the name of a
-    data source or an option, may look like a module and be none."""
+    """`package.module:name` at the keys `plugin`, `sampler` and `name`.
+
+    Other text, such as an option or the name of a data source, may look like a module without being one.
+    """
     if isinstance(tree, dict):
         keys = ("plugin", "sampler") if "plugin" in tree else ("name", "sampler")
         for key, value in tree.items():
@@ -103,7 +106,7 @@ def _plugin_modules(tree: Any) -> Iterator[str]:
 
 
 def plugin_files(resolved: dict[str, Any], base: Path) -> dict[str, Path]:
-    """The files of the plug-ins a config names that are there, by their path or module."""
+    """The existing files of a config's plug-ins, by path or module."""
     found = {spec.rpartition(":")[0]: plugin_source(spec, base) for spec in sorted(plugin_names(resolved))}
     return {name: file for name, file in found.items() if file is not None}
 
@@ -119,26 +122,21 @@ def _strings(tree: Any) -> Iterator[str]:
             yield from _strings(value)
 
 
-def matching_paths(path: str, base: Path, fits: Callable[[Path], bool]) -> list[Path]:
-    """The places a path or glob stands for, from the recipe's folder and from here, that are what they should be."""
+def matching_paths(path: str, base: Path, is_valid: Callable[[Path], bool]) -> list[Path]:
+    """The valid paths of a path or glob, relative to the recipe's folder and to the working directory."""
     roots = [str(base / path), path]
-    return [Path(one) for root in roots for one in (glob.glob(root, recursive=True) or [root]) if fits(Path(one))]
-
-
-# --- Packages beyond the core install that a config asks for: which of them are not here, and how to get them.
-
-GYM_PREFIX = "reasoning-gym/"
+    return [Path(one) for root in roots for one in (glob.glob(root, recursive=True) or [root]) if is_valid(Path(one))]
 
 
 def missing_extras(config: AnyConfig) -> Iterator[str]:
-    """What a config needs and this Python does not have, each with the command that installs it."""
+    """An error text for each package that is needed and not installed, with the command that installs it."""
     for key, module, install in dict.fromkeys(_required_packages(config)):
         if not _is_installed(module):
             yield f"{key} needs {module}, which is not installed: pip install {install}"
 
 
 def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
-    """The key that asks for a package, the module it imports, and what to install."""
+    """The key that needs a package, the module to import, and what to install."""
     for name in config.run.trackers:
         yield f"run.trackers={name}", name, "'burnish[track]'"
     for source in data_sources(config):
@@ -156,7 +154,7 @@ def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module can be found; one that a program has blocked (`sys.modules[name] = None`) cannot."""
+    """Whether a module can be found. A blocked one (`sys.modules[name] = None`) cannot."""
     try:
         return find_spec(module) is not None
     except ValueError:

@@ -1,9 +1,9 @@
-"""`--shrink`: any recipe as a job that runs anywhere in seconds, through every slot it names.
+"""`--shrink`: any recipe as a job of seconds that uses every slot of its algorithm.
 
-The model becomes a tiny new decoder, the data the built-in task sort_digits, the verifier that task's own checker (with an
-environment of several turns: the built-in game guess_number); what counts steps, samples or tokens becomes small enough for two steps. The algorithm keeps every choice it has: only
-numbers that would not come into play in two steps of ten tokens change. A short warm start stays or is added, because
-a model that is never right has groups without signal, and filters would leave nothing to go through the loss.
+The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker, or the built-in game guess_number
+for an environment of several turns. Numbers of steps, samples and tokens become small enough for two steps. The algorithm keeps all of its
+choices; only numbers that would have no effect in two steps of ten tokens change. A short warm start is kept or added: groups of a model
+that is never right carry no signal, and filters would leave nothing for the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_START: dict[str, Any] = {
     "optimizer": {"lr": 1e-2},
 }
 NUMERIC_COLUMN = "length"
-"""The one column of a sort_digits row that holds a number; rows of guess_number have it too."""
+"""The only numeric column of sort_digits rows; guess_number rows have it too."""
 LENGTH_BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
 PLAIN_TEMPLATE: dict[str, Any] = {
     "kind": "auto",
@@ -94,7 +94,7 @@ SHAPER_LIMITS = {"max_tokens": MAX_NEW_TOKENS, "cache": 4, "margin": 2, "ngram":
 
 
 def shrink(tree: Tree) -> tuple[Tree, list[str]]:
-    """The values of a whole configuration made small, and what was changed, one `key: old -> new` each."""
+    """A small version of a resolved configuration, and the changes as `key: old -> new`."""
     notes = []
     for key, new in _edits(tree):
         old = _get_key(tree, key.split("."))
@@ -114,7 +114,7 @@ def _edits(tree: Tree) -> Iterator[Edit]:
 
 
 def _optimizer_edits(tree: Tree) -> Iterator[Edit]:
-    """A small float32 model on a CPU has nothing to round or to move, and not the layers a group may name."""
+    """Reset options without effect on a tiny float32 model on a CPU, and groups that may name layers it does not have."""
     for section in ("training", "algorithm.critic", "algorithm.process", "sft", "preference", "reward_model"):
         if _get_key(tree, [*section.split("."), "optimizer"]) is not None:
             yield f"{section}.optimizer.precision", "master"
@@ -123,7 +123,7 @@ def _optimizer_edits(tree: Tree) -> Iterator[Edit]:
 
 
 def _run_edits(tree: Tree) -> Iterator[Edit]:
-    """Its own folder, so that the recipe at full size can run beside it, and nothing sent anywhere."""
+    """Use a separate run folder, so that the full recipe can run at the same time, and no trackers."""
     if tree["run"]["name"] is not None:
         yield "run.name", tree["run"]["name"].removesuffix(SHRUNK_SUFFIX) + SHRUNK_SUFFIX
     yield "run.trackers", []
@@ -149,19 +149,19 @@ def _reward_model_edits(tree: Tree) -> Iterator[Edit]:
 
 
 def _stage_sources(sources: list[Tree]) -> list[Tree]:
-    """The sources that an earlier stage makes, which is shrunk itself."""
+    """The sources that are outputs of earlier stages, which are shrunk themselves."""
     return [source for source in sources if is_reference(source["path"])]
 
 
 SECTION_EDITS = {"sft": _sft_edits, "preference": _preference_edits, "reward_model": _reward_model_edits}
-"""What is trained where it is not RL, by its section."""
+"""Edits of configs without RL, by their main section."""
 
 
 def _rl_edits(tree: Tree) -> Iterator[Edit]:
     rollout, stages = tree["rollout"], tree["rollout"]["stages"]
     yield "training.steps", max(NUM_STEPS, 1 + len(stages))
     yield "rollout.max_tokens", MAX_NEW_TOKENS
-    # As many samples with n=1 as with more of each prompt: a batch whose rewards are all alike teaches nothing.
+    # The number of samples does not depend on n: a batch whose rewards are all equal gives no update.
     yield from _at_most(tree, "rollout.prompts", MAX_PROMPTS * MAX_SAMPLES // min(rollout["n"], MAX_SAMPLES))
     yield "rollout.engine", "auto"
     yield "rollout.vllm", None
@@ -182,7 +182,7 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
 
 
 def _shrink_rollout_stage(stage: Tree, number: int) -> Tree:
-    """Every stage keeps a step of its own, and a longer answer than the one before if it had a length."""
+    """Every stage keeps its own step and, if it sets max_tokens, longer answers than the stage before."""
     small = {"start": NUM_STEPS + number, "max_tokens": MAX_NEW_TOKENS + number + 1}
     return {k: None if v is None else small.get(k, min(v, MAX_SAMPLES)) for k, v in stage.items()}
 
@@ -193,7 +193,7 @@ def _data_edits(data: Tree, imitates: bool) -> Iterator[Edit]:
     yield "data.prerendered", False
     if data["validation"]:
         yield "data.validation", [HELD_OUT_SOURCE]
-    if data["demonstrations_per_group"]:  # the one column of a sort_digits row that is a right answer
+    if data["demonstrations_per_group"]:  # the column of sort_digits rows with a correct answer
         yield "data.demonstration_column", "answer"
     if data["demonstrations"]:
         yield "data.demonstrations", [DEMONSTRATION_SOURCE] if imitates else []
@@ -202,11 +202,11 @@ def _data_edits(data: Tree, imitates: bool) -> Iterator[Edit]:
 
 
 def _environment_edits(tree: Tree) -> Iterator[Edit]:
-    """Any environment of several turns becomes the built-in game, which gives the rewards itself."""
+    """Replace any environment of several turns by the built-in game, which gives the rewards itself."""
     numbers, environment = {"numbers": 7}, tree["environment"]
     demonstrations = {"task": GUESS_NUMBER, "options": {**numbers, "num": 200, "forgetful": 0.0, "guesses": 3}}
     yield "warm_start", {**WARM_START, "data": demonstrations, "updates": 60, "max_tokens": 64}
-    turns = min(max(environment["max_turns"], 2), 3)  # the game takes two
+    turns = min(max(environment["max_turns"], 2), 3)  # the game needs at least two turns
     yield "environment", {"name": GUESS_NUMBER, "options": {}, "max_turns": turns, "max_tokens": None}
     yield "data.train", [{"task": GUESS_NUMBER, "options": numbers, "limit": 32}]
     yield "data.template", PLAIN_TEMPLATE
@@ -216,12 +216,12 @@ def _environment_edits(tree: Tree) -> Iterator[Edit]:
     if tree["data"]["demonstrations"]:
         yield "data.demonstrations", [demonstrations]
     if tree["data"]["budget"] is not None:
-        yield "data.budget", {**LENGTH_BUDGET, "text": "{n}?"}  # in the game's characters
+        yield "data.budget", {**LENGTH_BUDGET, "text": "{n}?"}  # uses only characters of the game
     yield "reward.parts", [{"name": "task", "weight": 1.0, "options": {}, "sources": None}]
 
 
 def _reward_edits(tree: Tree) -> Iterator[Edit]:
-    """The task's checker in the place of the first verifier; parts that only read the text stay, others go."""
+    """Replace the first verifier by the task's checker. Parts that only read the text stay, others are removed."""
     kept: list[Tree] = []
     for part in tree["reward"]["parts"]:
         if part["name"] in STYLE_REWARDS or is_reference(part["options"].get("path")):
@@ -232,7 +232,7 @@ def _reward_edits(tree: Tree) -> Iterator[Edit]:
         kept.insert(0, {"name": "task", "weight": 1.0, "options": {}, "sources": None})
     yield "reward.parts", kept
     weights = tree["algorithm"]["advantage"].get("weights")
-    if weights:  # named after the parts
+    if weights:  # keyed by the names of the parts
         renamed = {name if name in STYLE_REWARDS else "task": weight for name, weight in reversed(weights.items())}
         yield "algorithm.advantage.weights", renamed
 
@@ -243,20 +243,22 @@ def _algorithm_edits(tree: Tree) -> Iterator[Edit]:
             yield from _at_most(tree, f"algorithm.shaping.{number}.{option}", most)
     if "branches" in tree["algorithm"]["advantage"]:
         yield "algorithm.advantage.branches", [2, 2]
-    if tree["algorithm"]["kl"]["reference"].get("path"):  # the tiny model has no teacher: the outcome moves it
+    if tree["algorithm"]["kl"]["reference"].get(
+        "path"
+    ):  # no teacher has the tiny model's tokenizer: learn from the outcome instead
         yield "algorithm.kl.reference.path", None
         if "outcome" in tree["algorithm"]["advantage"]:
             yield "algorithm.advantage.outcome", 1.0
-    if (tree["algorithm"]["process"] or {}).get("path"):  # nor another tokenizer's process reward model
+    if (tree["algorithm"]["process"] or {}).get("path"):  # the same holds for a process reward model
         yield "algorithm.process.path", None
     curriculum = tree["algorithm"]["curriculum"]
     if "column" in curriculum:
         yield "algorithm.curriculum.column", NUMERIC_COLUMN
     if curriculum["name"] == "hard_only":
-        yield "algorithm.curriculum.below", 1.0  # one wrong answer of four is all a step can show
+        yield "algorithm.curriculum.below", 1.0  # a step has four answers per prompt, so any wrong one counts
 
 
-# --- trees -----------------------------------------------------------------------------------------------------------
+# --- trees and texts -----------------------------------------------------------------------------------------------------------
 
 
 def _at_most(tree: Tree, key: str, most: float) -> Iterator[Edit]:
@@ -266,7 +268,7 @@ def _at_most(tree: Tree, key: str, most: float) -> Iterator[Edit]:
 
 
 def _get_key(tree: Tree, parts: list[str]) -> Any:
-    """What stands at a key, or None where nothing does."""
+    """The value at a key, or None."""
     for part in parts:
         if isinstance(tree, list):
             tree = tree[int(part)]
@@ -278,20 +280,20 @@ def _get_key(tree: Tree, parts: list[str]) -> Any:
 
 
 def _set_key(tree: Tree, parts: list[str], value: Any) -> Tree:
-    """The tree with a value at a key, whatever stood there."""
+    """The tree with the value at a key replaced."""
     if not parts:
         return value
     if isinstance(tree, list):
         return [_set_key(item, parts[1:], value) if i == int(parts[0]) else item for i, item in enumerate(tree)]
-    held = tree if isinstance(tree, dict) else {}
-    return {**held, parts[0]: _set_key(held.get(parts[0]), parts[1:], value)}
+    values = tree if isinstance(tree, dict) else {}
+    return {**values, parts[0]: _set_key(values.get(parts[0]), parts[1:], value)}
 
 
 def _describe_change(old: Any, new: Any) -> str:
-    """`old -> new` in a few words; of two sections that would read the same, or that have no name, the values that differ."""
+    """`old -> new` in a few words. Sections without a name, or with equal names, are described by the values that differ."""
     one, other = _unwrap_single(old), _unwrap_single(new)
-    is_alike = _describe(one) == _describe(other) or _describe(one).startswith("{")
-    if isinstance(one, dict) and isinstance(other, dict) and is_alike:
+    needs_details = _describe(one) == _describe(other) or _describe(one).startswith("{")
+    if isinstance(one, dict) and isinstance(other, dict) and needs_details:
         return ", ".join(
             f"{path} {_describe(was)} -> {_describe(now)}" for path, was, now in _value_differences(one, other, "")
         )
@@ -299,7 +301,7 @@ def _describe_change(old: Any, new: Any) -> str:
 
 
 def _value_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """The values of the new section that the old one has otherwise, with their dotted keys."""
+    """The values that differ between two sections, with their dotted keys."""
     old = _unwrap_single(old)
     if isinstance(old, dict) and isinstance(new, dict):
         for key, value in new.items():
@@ -309,12 +311,12 @@ def _value_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any
 
 
 def _unwrap_single(value: Any) -> Any:
-    """The item of a list of one, as which a source may be written."""
+    """The item of a list of one, which is how a single source may be written."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _describe(value: Any) -> str:
-    """A value in a few words: a section by what it names or holds."""
+    """A value in a few words: a section by its name or its keys."""
     if isinstance(value, list):
         return ", ".join(_describe(item) for item in value) or "none"
     if isinstance(value, dict):

@@ -1,7 +1,10 @@
-"""The keys of `burnish stages`: several commands in a row, each starting from what earlier ones made.
+"""The config of `burnish stages`: several commands in a row, each using the outputs of earlier ones.
 
-What a stage makes is named in later ones by `stage:NAME` (the model of a training stage or a merge, the file of a data command, the
-completions of an evaluation), and a training stage's run folder by `run:NAME`. `stage:base` is the model that all begins with.
+Later stages refer to the output of a stage by `stage:NAME`: the model of a training stage or a merge, the file of a data command, the
+completions of an evaluation. `run:NAME` is the run folder of a training stage. `stage:base` is the initial model.
+
+The config of a training stage is its recipe, then the settings common to all stages, then its own keys. The path of its model is
+`stage:NAME` until that stage has run.
 """
 
 from __future__ import annotations
@@ -39,42 +42,59 @@ Command = Literal[
     "data filter", "data bucket", "data impact", "data reject", "data pairs",
 ]  # fmt: skip
 TRAINING_COMMANDS = ("train", "sft", "prefer", "reward-model")
-"""Commands whose stages are runs of their own, with a config."""
+"""Commands whose stages are training runs with a config."""
 POLICY_COMMANDS = ("train", "sft", "prefer", "merge", "export")
-"""Commands that make a model a later stage can start from."""
+"""Commands that produce a policy, from which a later stage can start."""
 COMMANDS_WITH_MODEL = (*TRAINING_COMMANDS, "eval")
-"""Commands that begin with a model."""
+"""Commands that start from a model."""
 BASE_STAGE, PREVIOUS_STAGE = "base", "previous"
 STAGE_NAME = re.compile(r"[A-Za-z][\w-]*")
+CONFIG_TYPES: dict[str, type[Record]] = {
+    "train": TrainConfig,
+    "sft": SftConfig,
+    "prefer": PreferConfig,
+    "reward-model": RewardModelConfig,
+}
+MODEL_SOURCE_KEYS = ("path", "new", "adapter")
+"""Keys of `model` that select the model."""
+EVALUATION_PROMPTS = 32
+"""Most prompts of an evaluation."""
+SHRUNK_SFT = {**WARM_START, "updates": 60}
+"""Keys of a shrunk sft stage. A later stage may need right answers sampled from it, and after two updates there would be none."""
+DATA_OPTIONS = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
+"""Options of an evaluation that depend on its data or its model."""
+FILE_OPTIONS = ("source", "scores", "prompts", "guesses", "against", "run")
+"""Options of other commands that name files or folders."""
 
 
 class Stage(Record):
-    """One command and what it begins with."""
+    """One command, the model that it starts from, and its settings."""
 
     command: Command
-    """What the stage does, as `burnish COMMAND` would."""
+    """The command of the stage, as in `burnish COMMAND`."""
     start: str | None = None
-    """The model to begin with: base, previous (the last stage before it that made a policy, or base), or a stage's name. null is previous."""
+    """The model to start from: base, the name of a stage, or previous (the last stage before this one that made a policy, or base). null:
+    previous."""
     take: Literal["best", "last"] = "best"
-    """Which checkpoint of a training stage is its model: the best by its run.best_by (the last where nothing was measured), or the last."""
+    """The checkpoint of a training stage that is its output: the best by run.best_by (the last if there was no validation), or the last."""
     recipe: str | None = None
-    """A YAML file of the command to begin the config with, relative to this one (training stages)."""
+    """A recipe of the command to start the config from, relative to this file (training stages)."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the command's own config (training stages); seed, run, model and template are those of the whole unless it says otherwise."""
+    """Keys of the command's config (training stages). seed, run, model and template default to the ones given for all stages."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of other commands by their names on the command line, and what they read: `data` of eval, `models` of merge, `source` of data."""
+    """Options of other commands by their command-line names, and their inputs: `data` of eval, `models` of merge, `source` of data."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Stage:
+    def _check_keys(self) -> Stage:
         is_trained = self.command in TRAINING_COMMANDS
         if self.options and is_trained:
             raise ValueError(f"options are for commands without a config; {self.command} takes config")
         if (self.config or self.recipe is not None) and not is_trained:
             raise ValueError(f"{self.command} has no config: give options")
         if self.take != "best" and not is_trained:
-            raise ValueError(f"take=last has no effect: {self.command} makes one thing")
+            raise ValueError(f"take=last has no effect: {self.command} has a single output")
         if self.start is not None and self.command not in COMMANDS_WITH_MODEL:
-            raise ValueError(f"start has no effect on {self.command}; what it reads stands in options")
+            raise ValueError(f"start has no effect on {self.command}; its inputs are given in options")
         return self
 
 
@@ -82,15 +102,15 @@ class StagesConfig(Record):
     """`burnish stages`."""
 
     seed: int = Field(0, ge=0)
-    """All randomness of all stages follows from it."""
+    """Seed of all randomness of all stages."""
     run: Run = Run()
-    """Where the stages live (a folder each in `directory`/`name`) and what each keeps."""
+    """The folder of the stages (one each in `directory`/`name`), checkpoints and trackers."""
     model: Model = Model()
-    """The base: the model that the first stage begins with. A new one is made once, before the first stage."""
+    """The base: the model that the first stage starts from. A new one is made once, before the first stage."""
     template: Template = Template()
     """How prompts become text, in every stage."""
     measure: dict[str, Any] = Field(default_factory=dict)
-    """Options of an evaluation (data, limit, n, ...) made of the base and of every policy on the way; empty makes none."""
+    """Options of an evaluation (data, limit, n, ...) of the base and of every policy that a stage makes. Empty: no evaluation."""
     stages: dict[str, Stage] = Field(min_length=1)
     """The stages by name, in order."""
 
@@ -108,61 +128,52 @@ class StagesConfig(Record):
         return self
 
     def _check_references(self, name: str) -> None:
-        stage, before = self.stages[name], list(self.stages)[: list(self.stages).index(name)]
+        stage, earlier = self.stages[name], self._stages_before(name)
         if stage.start not in (None, BASE_STAGE, PREVIOUS_STAGE):
             where = f"stages.{name}.start={stage.start}"
-            if stage.start not in before:
-                raise ValueError(f"{where}: {_reference_problem(str(stage.start), name, before, list(self.stages))}")
+            if stage.start not in earlier:
+                raise ValueError(f"{where}: {_reference_problem(str(stage.start), name, earlier, list(self.stages))}")
             if self.stages[str(stage.start)].command not in POLICY_COMMANDS:
-                raise ValueError(f"{where}: {self.stages[str(stage.start)].command} makes no policy to begin with")
+                raise ValueError(f"{where}: {self.stages[str(stage.start)].command} makes no policy to start from")
         for kind, other in find_references([stage.config, stage.options]):
             if other == BASE_STAGE and kind == "stage":
                 continue
             where = f"stages.{name}: {kind}:{other}"
-            if other not in before:
-                raise ValueError(f"{where}: {_reference_problem(other, name, before, list(self.stages))}")
+            if other not in earlier:
+                raise ValueError(f"{where}: {_reference_problem(other, name, earlier, list(self.stages))}")
             if kind == "run" and self.stages[other].command not in TRAINING_COMMANDS:
                 raise ValueError(
-                    f"{where}: {self.stages[other].command} has no run folder; what it makes is stage:{other}"
+                    f"{where}: {self.stages[other].command} has no run folder; its output is stage:{other}"
                 )
 
     def start_of(self, name: str) -> str | None:
-        """The stage whose model a stage begins with, or `base`; None for a command that begins with none."""
+        """The stage whose model a stage starts from, or `base`; None for a command without a model."""
         stage = self.stages[name]
         if stage.command not in COMMANDS_WITH_MODEL:
             return None
         if stage.start not in (None, PREVIOUS_STAGE):
             return stage.start
-        before = list(self.stages)[: list(self.stages).index(name)]
-        policies = [other for other in before if self.stages[other].command in POLICY_COMMANDS]
+        policies = [other for other in self._stages_before(name) if self.stages[other].command in POLICY_COMMANDS]
         return policies[-1] if policies else BASE_STAGE
 
+    def _stages_before(self, name: str) -> list[str]:
+        return list(self.stages)[: list(self.stages).index(name)]
 
-def _reference_problem(other: str, name: str, before: list[str], names: list[str]) -> str:
-    """Why a stage cannot be referred to."""
+
+def _reference_problem(other: str, name: str, earlier: list[str], names: list[str]) -> str:
+    """Why stage `name` cannot refer to stage `other`."""
     if other == name:
-        return "a stage cannot begin with what it makes itself"
+        return "a stage cannot use its own output"
     if other in names:
         return f"stage {other} comes later"
-    return f"there is no stage {other}{did_you_mean(other, [BASE_STAGE, *before])}"
+    return f"there is no stage {other}{did_you_mean(other, [BASE_STAGE, *earlier])}"
 
 
-# --- The config of each training stage: its recipe, the settings of the whole, its own.
-#
-# A stage that begins with what another made has `stage:NAME` as its model's path until that is there.
-
-CONFIG_TYPES: dict[str, type[Record]] = {
-    "train": TrainConfig,
-    "sft": SftConfig,
-    "prefer": PreferConfig,
-    "reward-model": RewardModelConfig,
-}
-MODEL_SOURCE_KEYS = ("path", "new", "adapter")
-"""Keys of a model that say which one it is."""
+# --- configs of training stages -----------------------------------------------------------------------------------------------
 
 
 def load_stage_configs(whole: Loaded[StagesConfig], path: Path, folder: Path) -> dict[str, Loaded[Any]]:
-    """The configs of all training stages, by name, with their runs in `folder`; what is wrong with one is said with its name."""
+    """The configs of all training stages, by name, with their runs in `folder`. Errors name the stage."""
     found: dict[str, Loaded[Any]] = {}
     for name, stage in whole.config.stages.items():
         if stage.command not in TRAINING_COMMANDS:
@@ -180,18 +191,16 @@ def load_stage_configs(whole: Loaded[StagesConfig], path: Path, folder: Path) ->
 
 def _refuse_parallel(config: AnyConfig) -> None:
     if isinstance(config, SftConfig | PreferConfig) and config.parallel != Parallel():
-        raise UserError("a stage is one process, so parallel has no effect: run this command by itself with torchrun")
+        raise UserError("a stage is one process, so parallel has no effect: run this command with torchrun instead")
 
 
-def stage_tree(whole: Loaded[StagesConfig], name: str, adapted: set[str]) -> dict[str, Any]:
-    """The keys of one stage; `adapted` are the stages before it whose models are adapters."""
+def stage_tree(whole: Loaded[StagesConfig], name: str, adapter_stages: set[str]) -> dict[str, Any]:
+    """The config tree of one training stage. `adapter_stages` are the earlier stages whose models are adapters."""
     config, stage = whole.config, whole.config.stages[name]
     kind = CONFIG_TYPES[stage.command]
     own = [key for key in MODEL_SOURCE_KEYS if key in stage.config.get("model", {})]
     if own:
-        raise UserError(
-            f"config.model.{own[0]}: which model it begins with is said by start, and by model of the whole"
-        )
+        raise UserError(f"config.model.{own[0]}: the model is selected by start, and by the model common to all stages")
     tree: dict[str, Any] = {}
     if stage.recipe is not None:
         place = next((p for p in (whole.base / stage.recipe, Path(stage.recipe)) if p.is_file()), None)
@@ -200,7 +209,7 @@ def stage_tree(whole: Loaded[StagesConfig], name: str, adapted: set[str]) -> dic
     common = {
         "seed": config.seed,
         "run": config.run.model_dump(exclude_unset=True),
-        "model": _start_model(config, config.start_of(name) or BASE_STAGE, adapted),
+        "model": _start_model(config, config.start_of(name) or BASE_STAGE, adapter_stages),
     }
     template = config.template.model_dump(exclude_unset=True)
     common |= {"data": {"template": template}} if stage.command == "train" else {"template": template}
@@ -209,12 +218,12 @@ def stage_tree(whole: Loaded[StagesConfig], name: str, adapted: set[str]) -> dic
     return merged
 
 
-def _start_model(config: StagesConfig, start: str, adapted: set[str]) -> dict[str, Any]:
+def _start_model(config: StagesConfig, start: str, adapter_stages: set[str]) -> dict[str, Any]:
     given = config.model.model_dump(exclude_unset=True)
     if start == BASE_STAGE and config.model.new is None:
         return given
     kept = {key: value for key, value in given.items() if key not in MODEL_SOURCE_KEYS}
-    if start in adapted:
+    if start in adapter_stages:
         return {**{key: value for key, value in kept.items() if key != "lora"}, "adapter": f"stage:{start}"}
     return {**kept, "path": f"stage:{start}"}
 
@@ -223,20 +232,11 @@ def _adapter_stages(loaded: dict[str, Loaded[Any]]) -> set[str]:
     return {name for name, one in loaded.items() if one.config.model.lora or one.config.model.adapter}
 
 
-# --- `burnish stages --shrink`: every stage of a recipe as a job of seconds (`shrink.py`), on what the shrunk stages before it make.
-
-EVALUATION_PROMPTS = 32
-"""Of an evaluation."""
-SHRUNK_SFT = {**WARM_START, "updates": 60}
-"""Of a stage that imitates demonstrations: a later one may sample from it and take what is right, and two updates would leave it nothing."""
-DATA_OPTIONS = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
-"""Options of an evaluation that go with its data or its model."""
-FILE_OPTIONS = ("source", "scores", "prompts", "guesses", "against", "run")
-"""Options of other commands that name files."""
+# --- burnish stages --shrink: every stage becomes a job of seconds, on the outputs of the shrunk stages before it ---------------
 
 
 def load_shrunk_stages(path: Path, overrides: Sequence[str] = ()) -> tuple[Loaded[StagesConfig], list[str]]:
-    """A recipe of stages made small, and what was changed in it."""
+    """A small version of a recipe of stages, and the changes."""
     whole = load(StagesConfig, path)
     loaded = load_stage_configs(whole, path, Path())
     tree, notes = dict(whole.resolved), list[str]()
@@ -282,17 +282,19 @@ def _shrink_options(name: str, command: str, options: dict[str, Any]) -> dict[st
         models = [model if is_reference(model) else f"stage:{BASE_STAGE}" for model in options.get("models", [])]
         return {**options, "models": models}
     outside = {key: value for key, value in options.items() if key in FILE_OPTIONS and not is_reference(value)}
-    if "prompts" in outside:  # those of the built-in task are plain text, which completions have in them
+    if "prompts" in outside:  # prompts of the built-in task are plain text, which completions contain
         del outside["prompts"]
         options = {key: value for key, value in options.items() if key != "prompts"}
     if outside:
         key, value = next(iter(outside.items()))
-        raise UserError(f"stage {name} cannot be shrunk: {command} reads {key}={value}, which no stage makes")
-    return {key: value for key, value in options.items() if key != "language"}  # digits are of none
+        raise UserError(
+            f"stage {name} cannot be shrunk: {command} reads {key}={value}, which is not the output of a stage"
+        )
+    return {key: value for key, value in options.items() if key != "language"}  # digits belong to no language
 
 
 def _shrink_evaluation(options: dict[str, Any], split: str) -> dict[str, Any]:
-    """On the built-in task; of training problems where the completions will be trained on."""
+    """An evaluation on the built-in task; `split` is train if its completions may be trained on."""
     if is_reference(options.get("data")):
         return options
     small = {key: value for key, value in options.items() if key not in DATA_OPTIONS}

@@ -1,7 +1,7 @@
-"""YAML in and out, JSON in, strict where the standard loader is lax; and text as a terminal may see it.
+"""Strict YAML and JSON parsing, YAML output, and text that is safe to print on a terminal.
 
-PyYAML keeps the last of two equal keys in silence, and reads `1e-6` as text because YAML 1.1 wants a dot. Here the
-first is an error with its line, and the second a number. Errors name the file, the line and the column.
+PyYAML silently keeps the last of two equal keys, and reads `1e-6` as text because YAML 1.1 requires a dot. Here duplicate keys are errors,
+and `1e-6` is a number. Errors name the file, the line and the column.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 FLOAT_TAG = "tag:yaml.org,2002:float"
 MERGE_TAG = "tag:yaml.org,2002:merge"
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Controls of a terminal (escape sequences begin with one), and letters that turn the direction of those around them."""
+"""Terminal control characters, with which escape sequences begin, and characters that change the direction of text."""
 
 
 class Loader(yaml.SafeLoader):
-    """The safe loader, refusing duplicate keys and keys that are not text."""
+    """Safe loader that refuses duplicate keys and keys that are not text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -44,7 +44,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """The safe dumper, quoting what the loader above would read as a number."""
+    """Safe dumper without aliases. It quotes text that `Loader` would read as a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -57,11 +57,11 @@ for _cls in (Loader, Dumper):
 
 
 MAX_NODES = 100_000
-"""Values that a document with aliases may stand for: a few lines of aliases of aliases stand for billions."""
+"""Most values that a document with aliases may expand to. A few lines of nested aliases can expand to billions."""
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """A YAML document; `where` (a file, an override) starts the message of a syntax error."""
+    """Parse a YAML document. Error messages start with `where` (a file, an override)."""
     try:
         loader = Loader(text)
         try:
@@ -83,15 +83,15 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _check_aliases(root: yaml.Node) -> None:
-    """Refuse aliases that stand for a value around them, or for more than `MAX_NODES` values in all."""
-    sizes: dict[int, int | None] = {}  # of the nodes seen; None while a node's own values are counted
+    """Refuse recursive aliases, and aliases that expand to more than `MAX_NODES` values."""
+    sizes: dict[int, int | None] = {}  # by node; None while the values inside it are counted
 
     def size_of(node: yaml.Node) -> int:
         if id(node) in sizes:
             size = sizes[id(node)]
             if size is None:
                 raise yaml.constructor.ConstructorError(
-                    None, None, "an alias stands for a value around it", node.start_mark
+                    None, None, "an alias refers to a value that contains it", node.start_mark
                 )
             return size
         sizes[id(node)] = None
@@ -102,12 +102,12 @@ def _check_aliases(root: yaml.Node) -> None:
 
     size = size_of(root)
     if size > max(MAX_NODES, len(sizes)):
-        problem = f"aliases stand for {size:,} values, more than {MAX_NODES:,}"
+        problem = f"aliases expand to {size:,} values, more than {MAX_NODES:,}"
         raise yaml.constructor.ConstructorError(None, None, problem, root.start_mark)
 
 
 def render_yaml(tree: Any) -> str:
-    """A tree of plain values as YAML in the given order; `parse` gives the same tree back."""
+    """A tree of plain values as YAML, with keys in the given order. `parse_yaml` restores the same tree."""
     text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     if any(mark in text for mark in LINE_SEPARATORS):
         text = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=False, width=100)
@@ -115,7 +115,7 @@ def render_yaml(tree: Any) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """A JSON value; `where` (a file and its line) starts the message of an error."""
+    """Parse a JSON value. Error messages start with `where` (a file and its line)."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -125,7 +125,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """Read a JSON file that holds an object."""
     content = parse_json(path.read_bytes(), str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(content).__name__}")
@@ -133,14 +133,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_file_name(name: Any, where: Path) -> str:
-    """The name of a file or folder beside `where`, which gives it; a path that could leave the folder is refused."""
+    """A file name that the file `where` gives for a file in its own folder. A path that could leave the folder is refused."""
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\\0]", name):
-        raise UserError(f"{where} names {name!r}: expected the plain name of a file beside it, without folders")
+        raise UserError(f"{where} names {name!r}: expected the name of a file in the same folder, without a path")
     return name
 
 
 def printable(text: str) -> str:
-    """The text with every letter that would steer a terminal shown as a picture or a number."""
+    """The text with every character that could control a terminal replaced by a symbol or its code."""
 
     def shown(match: re.Match[str]) -> str:
         code = ord(match[0])

@@ -155,7 +155,7 @@ def test_it_starts_from_the_adapter_of_a_policy(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (["model.path=null", "model.new={}"], "model.lora adapts a model that has learnt something"),
+        (["model.path=null", "model.new={}"], "model.lora adapts a trained model"),
         (["model.adapter=sft"], "its own rank and targets: remove model.lora"),
         (["model.backend=transformers"], "model.lora needs the native decoder"),
     ],

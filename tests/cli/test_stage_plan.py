@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
     ),
     "a later stage": (("cold", "start"), "last", "stages.cold.start=last: stage last comes later"),
     "no such stage": (("again", "start"), "coldd", "there is no stage coldd; did you mean 'cold'"),
-    "itself": (("again", "start"), "again", "a stage cannot begin with what it makes itself"),
+    "itself": (("again", "start"), "again", "a stage cannot use its own output"),
     "a start that makes no policy": (("last", "start"), "scorer", "reward-model makes no policy to begin with"),
     "a start without effect": (("right", "start"), "cold", "start has no effect on data reject"),
     "a file of a later stage": (("right", "options", "source"), "stage:last", "stage:last: stage last comes later"),
@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a config of a command without": (("right", "config"), {"a": 1}, "data reject has no config: give options"),
     "options of a command with a config": (("cold", "options"), {"a": 1}, "options are for commands without a config"),
     "take without effect": (("right", "take"), "last", "take=last has no effect"),
-    "a model of its own": (("cold", "config", "model"), {"path": "x"}, "config.model.path: which model it begins with"),
+    "a model of its own": (("cold", "config", "model"), {"path": "x"}, "config.model.path: the model is selected by start"),
     "a place of its own": (("right", "options", "out"), "x.jsonl", "options.out is not for a stage to say"),
     "nothing to read": (("right", "options"), {}, "stage right: data reject needs options.source"),
     "no such plug-in": (

@@ -62,12 +62,12 @@ def test_the_plan_counts_sequences_tokens_updates_and_validation() -> None:
     overrides += ["training.steps=10", "validation.every=4", "validation.limit=50", "validation.modes.sampled.n=3"]
     overrides += ["warm_start.updates=5", "warm_start.batch_size=7", "warm_start.max_tokens=11"]
     assert plan_text(load(TrainConfig, None, overrides).config).splitlines() == [
-        "warm start        5 updates of 7 sequences (at most 77 tokens), 35 sequences in all",
-        "sequences a step  24 (6 prompts x 4 samples)",
-        "tokens a step     at most 480 sampled, 720 trained on with their prompts",
-        "updates a step    6 (mini_batches 3 x epochs 2)",
-        "steps             10, so 240 sequences and 60 updates",
-        "validation        at most 50 prompts x 4 samples (greedy, sampled) = 200 sequences, 4 times",
+        "warm start          5 updates of 7 sequences (at most 77 tokens), 35 sequences in all",
+        "sequences per step  24 (6 prompts x 4 samples)",
+        "tokens per step     at most 480 sampled, 720 trained on including prompts",
+        "updates per step    6 (mini_batches 3 x epochs 2)",
+        "steps               10, so 240 sequences and 60 updates",
+        "validation          at most 50 prompts x 4 samples (greedy, sampled) = 200 sequences, 4 times",
     ]
 
 
@@ -94,14 +94,14 @@ def said(*overrides: str) -> list[str]:
         (["algorithm=kimi_k15"], "kimi_length begins after warmup_steps=200, but training.steps=100"),
         (["algorithm.curriculum={name: hard_only, start: 200}"], "hard_only begins at start=199"),
         (["algorithm.curriculum={name: prioritised, warmup_steps: 100}"], "warmup_steps=100, but training.steps=100"),
-        (["algorithm.kl.reward.coef=0.1"], "pays twice"),
+        (["algorithm.kl.reward.coef=0.1"], "penalised twice"),
         (
             ["training.mini_batches=1", "algorithm.clip.high=0.28"],
-            "algorithm.clip has no effect with one update a batch",
+            "algorithm.clip has no effect with one update per batch",
         ),
-        (["rollout.source=ahead"], "weights one step old, and algorithm.correction=none does nothing about it"),
+        (["rollout.source=ahead"], "weights one step old, and algorithm.correction=none does not correct for it"),
         (["rollout.source={name: async, max_staleness: 3}"], "weights up to 3 steps old"),
-        (["algorithm=ppo", "algorithm.clip=ppo", "algorithm.ratio=sequence"], "seq_token keeps it with its token"),
+        (["algorithm=ppo", "algorithm.clip=ppo", "algorithm.ratio=sequence"], "use ratio seq_token"),
     ],
 )
 def test_it_says_so(overrides: list[str], words: str) -> None:
@@ -154,4 +154,4 @@ def test_adapters_that_are_added_into_half_weights_are_told(
 ) -> None:
     model = ["data.train.task=sort_digits", "model.path=x", f"model.lora={lora}", f"model.dtype={dtype}"]
     found = config_notes(load(TrainConfig, None, [*model, "training.mini_batches=2", *engine]).config)
-    assert [("vanishes in their rounding" in one) for one in found] == [True] * is_told
+    assert [("are lost to rounding" in one) for one in found] == [True] * is_told

@@ -89,7 +89,7 @@ def test_two_plugins_with_different_neighbours_of_one_name_are_refused(tmp_path:
         (tmp_path / folder / "same_name_twice.py").write_text(f"WHERE = {folder!r}\n")
         (tmp_path / folder / "scorer.py").write_text("from same_name_twice import WHERE\n")
     assert load_plugin("one/scorer.py:WHERE", tmp_path) == "one"
-    with pytest.raises(UserError, match=r"is that of .*one/same_name_twice.py, of another plug-in: rename"):
+    with pytest.raises(UserError, match=r"is taken by .*one/same_name_twice.py of another plug-in: rename"):
         load_plugin("two/scorer.py:WHERE", tmp_path)
     for folder in ("one", "two"):
         (tmp_path / folder / "module_twice.py").write_text(f"WHERE = {folder!r}\n")

@@ -39,10 +39,10 @@ def test_a_name_alone_is_an_environment() -> None:
         (["environment.max_turns=1"], "max_turns=1 ends it after the first guess: set environment.max_turns"),
         (["environment={name: game.py:Game, max_turns: 1}"], "gigpo compares turns that begin in the same state, but environment.max_turns=1"),
         (["rollout.n=1"], "compares samples of one prompt"),
-        (["algorithm.advantage=spo_tree"], "cannot be brought back to there"),
+        (["algorithm.advantage=spo_tree"], "cannot be restored to such a state"),
         (
             ["algorithm=luffy", "data.demonstrations_per_group=1", "data.demonstration_column=answer"],
-            "a demonstration is one answer, and environment guess_number may ask for several",
+            "a demonstration is one answer, but environment guess_number may ask for several",
         ),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""YAML in and out."""
+"""YAML parsing and output."""
 
 import itertools
 
@@ -49,9 +49,9 @@ def test_python_objects_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: &a [" + "1, " * 9 + "]\n" + "".join(f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in itertools.pairwise("abcdefghi")), "aliases stand for"),
-        ("a: &a [1, *a]", "an alias stands for a value around it"),
-        ("a: &a {b: {<<: *a}}", "an alias stands for a value around it"),
+        ("a: &a [" + "1, " * 9 + "]\n" + "".join(f"{c}: &{c} [{f'*{b}, ' * 9}]\n" for b, c in itertools.pairwise("abcdefghi")), "aliases expand to"),
+        ("a: &a [1, *a]", "an alias refers to a value that contains it"),
+        ("a: &a {b: {<<: *a}}", "an alias refers to a value that contains it"),
         ("a: " + "[" * 2000, "nested too deeply"),
     ],
     ids=["many", "inside", "merged", "deep"],

@@ -198,7 +198,7 @@ def test_what_is_next_to_that_is_not_refused(overrides: list[str]) -> None:
 def test_adapters_are_trained_by_several_workers(more: list[str]) -> None:
     some = ["model.path=somewhere", "model.lora={}", "data.train.task=sort_digits", "placement=ray"]
     load(TrainConfig, None, [*some, "placement.workers=2", *more])
-    with pytest.raises(UserError, match="cannot cut matrices in 4 bits"):
+    with pytest.raises(UserError, match="cannot split matrices in 4 bits"):
         load(TrainConfig, None, [*some, "placement.workers=2", "parallel.tensor=2", "model.lora.base=nf4"])
 
 
