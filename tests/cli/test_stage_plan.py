@@ -76,7 +76,11 @@ WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a config of a command without": (("right", "config"), {"a": 1}, "data reject has no config: give options"),
     "options of a command with a config": (("cold", "options"), {"a": 1}, "options are for commands without a config"),
     "take without effect": (("right", "take"), "last", "take=last has no effect"),
-    "a model of its own": (("cold", "config", "model"), {"path": "x"}, "config.model.path: the model is selected by start"),
+    "a model of its own": (
+        ("cold", "config", "model"),
+        {"path": "x"},
+        "config.model.path: the model is selected by start",
+    ),
     "a place of its own": (("right", "options", "out"), "x.jsonl", "options.out is not for a stage to say"),
     "nothing to read": (("right", "options"), {}, "stage right: data reject needs options.source"),
     "no such plug-in": (

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError, hub_hint
+from burnish.config.foreign_keys import OPENRLHF, TRL, VERL, has_key, leading_key
 from burnish.config.loading import load
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
-from burnish.config.foreign_keys import OPENRLHF, TRL, VERL, has_key, leading_key
 
 MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
 
