@@ -1,4 +1,4 @@
-"""`burnish algorithms`: the preset table, one algorithm in full, or what two of them differ in."""
+"""`burnish algorithms`: the table of presets, one algorithm in full, or the differences between two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ WIDTH = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="print this algorithm's slots, formulas, papers and YAML")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="print only the slots two algorithms differ in")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="print only the slots in which two algorithms differ"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,17 +46,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(algorithms: Sequence[Algorithm]) -> str:
-    """One algorithm a row with what it changes in GRPO."""
+    """One row per algorithm with its changes compared with GRPO."""
     width = max(len(a.preset) for a in algorithms) + 3
     lines = [f"{'':<{width}}changes in {BASELINE_PRESET}"]
     for a in algorithms:
         lines += _hanging(f"{a.preset:<{width}}{changes_from_grpo(a) or OFF}", width)
-    lines += ["", "`burnish algorithms NAME` prints the whole of any row"]
+    lines += ["", "`burnish algorithms NAME` prints one of them in full"]
     return "\n".join(lines)
 
 
 def diff(first: Algorithm, second: Algorithm) -> str:
-    """The slots two algorithms differ in, one row each."""
+    """The slots in which two algorithms differ, one row each."""
     rows = slot_differences(first, second)
     if not rows:
         return f"{first.preset} and {second.preset} are the same"
@@ -62,7 +64,7 @@ def diff(first: Algorithm, second: Algorithm) -> str:
 
 
 def describe(algorithm: Algorithm) -> str:
-    """An algorithm in full: what it is for, every slot with its formula and paper, then the YAML that spells it out."""
+    """An algorithm in full: its purpose, every slot with formula and paper, and the complete YAML."""
     preset = PRESETS[algorithm.preset]
     lines = [f"{algorithm.preset}: {citation(preset)}"]
     for head, text in (("answers", preset.solves), ("note", preset.note)):
@@ -94,7 +96,7 @@ def _hanging(text: str, indent: int) -> list[str]:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text, aligned."""
+    """Rows of text in aligned columns."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,7 +1,7 @@
-"""`burnish doctor`: what this machine can do, and what is missing for what.
+"""`burnish doctor`: report what this machine can run and what is missing.
 
-Every row is a fact with a mark: `ok`, `--` (an option that is absent, with the command that brings it) or `!!` (something
-the core needs and does not have). It always exits 0: it is a report, not a check.
+Every row has a mark: `ok`, `--` (an optional feature that is absent, with the command that installs it) or `!!` (something that the core
+needs is missing). The exit status is always 0, because this is a report and not a check.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ USES = {
     "math": "the math reward (math-verify)",
     "tasks": "reasoning-gym/<name> tasks",
     "track": "TensorBoard and Weights & Biases",
-    "ray": "placement=ray and burnish launch, several processes or machines",
-    "serve": "burnish serve, an OpenAI-compatible server",
+    "ray": "placement=ray and burnish launch: several processes or machines",
+    "serve": "burnish serve: an OpenAI-compatible server",
     "vllm": "the vLLM engine",
     "dev": "the tests and the linters",
 }
 """What each extra is for."""
 
-# In a process of its own, since a namespace once left cannot be entered again.
+# Runs in a child process, because a process cannot return to a namespace that it has left.
 LEAVE_NETWORK = "import sys; from burnish.rewards.worker_limits import leave_network; sys.exit(not leave_network())"
 
 
@@ -56,7 +56,7 @@ class ReportRow(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The doctor takes no options."""
+    """There are no options."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def python_and_torch() -> Iterator[ReportRow]:
-    """The interpreter, torch against the range the package asks for, and how fast it multiplies."""
+    """Python, torch with its required version, GPUs, compiled kernels and matmul speed."""
     yield ReportRow(
         OK if sys.version_info >= (3, 11) else WRONG, "python", f"{platform.python_version()} (3.11 or later)"
     )
@@ -96,15 +96,15 @@ def python_and_torch() -> Iterator[ReportRow]:
                 from burnish.models.kernels.cuda import cuda_driver as cuda
 
                 has_them, text = cuda.cuda_kernels_status()
-                text = text if has_them else f"torch and Triton compute instead: {text}"
+                text = text if has_them else f"torch and Triton are used instead: {text}"
                 yield ReportRow(OK if has_them else ABSENT, "hopper kernels", text)
     else:
-        yield ReportRow(ABSENT, "gpu", "none that torch can use; everything runs on the CPU")
+        yield ReportRow(ABSENT, "gpu", "none usable by torch; everything runs on the CPU")
     from burnish.models.kernels.cpu import c_library
 
     has_kernels, text = c_library.c_kernels_status()
     yield ReportRow(
-        OK if has_kernels else ABSENT, "cpu kernels", text if has_kernels else f"torch computes instead: {text}"
+        OK if has_kernels else ABSENT, "cpu kernels", text if has_kernels else f"torch is used instead: {text}"
     )
     yield ReportRow(OK, "matmul", f"{matmul_gflops():.0f} GFLOP/s in float32, 1024 x 1024, on the CPU")
 
@@ -120,12 +120,12 @@ def machine() -> Iterator[ReportRow]:
     yield ReportRow(
         OK if enough else WRONG,
         "disk",
-        f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need room"),
+        f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need more"),
     )
 
 
 def extras() -> Iterator[ReportRow]:
-    """Each extra of the package: what it is for, and how to get it if it is not here."""
+    """Each extra of the package: its purpose, and how to install it if it is missing."""
     for extra, use in USES.items():
         missing = [name for name in distributions(extra) if not installed(name)]
         if missing:
@@ -137,10 +137,10 @@ def extras() -> Iterator[ReportRow]:
 
 
 def isolation() -> Iterator[ReportRow]:
-    """Whether reward workers can be cut off from the network, and programs from everything."""
+    """Whether reward workers run without network, and programs of the code reward in a sandbox."""
     if not sys.platform.startswith("linux"):
         yield ReportRow(
-            ABSENT, "reward isolation", "network namespaces exist on Linux only: verifiers keep their network"
+            ABSENT, "reward isolation", "network namespaces exist on Linux only: verifiers have network access"
         )
         return
     done = subprocess.run([sys.executable, "-c", LEAVE_NETWORK], capture_output=True, timeout=30, check=False)
@@ -150,7 +150,7 @@ def isolation() -> Iterator[ReportRow]:
         yield ReportRow(
             ABSENT,
             "reward isolation",
-            "verifiers keep their network: no namespaces here (kernel.unprivileged_userns_clone, or the container forbids them)",
+            "verifiers have network access: no namespaces here (kernel.unprivileged_userns_clone, or the container forbids them)",
         )
     try:
         check_sandbox(is_isolated=True)
@@ -160,17 +160,17 @@ def isolation() -> Iterator[ReportRow]:
 
 
 def self_check() -> Iterator[ReportRow]:
-    """Import every module of the package whose extra is here, and parse a configuration."""
+    """Import every module whose extra is installed, and parse a configuration."""
     started, failed, count = time.perf_counter(), 0, 0
     absent = {name.replace("-", "_") for extra in USES for name in distributions(extra) if not installed(name)}
-    absent |= {"triton"}  # comes with torch's builds for GPUs; the kernels in it have twins for all others
+    absent |= {"triton"}  # only in torch's GPU builds; its kernels have other implementations elsewhere
     for module in pkgutil.walk_packages(burnish.__path__, "burnish."):
         try:
             importlib.import_module(module.name)
             count += 1
-        except Exception as error:  # noqa: BLE001 (whatever it is, the report is where it goes)
+        except Exception as error:  # noqa: BLE001 (the report shows any error)
             if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in absent:
-                continue  # the row of its extra says how to get it
+                continue  # the row of its extra shows how to install it
             failed += 1
             yield ReportRow(WRONG, "import", f"{module.name}: {type(error).__name__}: {error}")
     if not failed:
@@ -180,7 +180,7 @@ def self_check() -> Iterator[ReportRow]:
 
 
 def requirements() -> list[str]:
-    """What the package asks for, from its metadata, or from pyproject.toml when it runs from a checkout."""
+    """The requirements of the package, from its metadata or from pyproject.toml in a checkout."""
     try:
         return metadata.requires("burnish") or []
     except metadata.PackageNotFoundError:
@@ -191,7 +191,7 @@ def requirements() -> list[str]:
 
 
 def required_torch() -> str:
-    """The lowest torch the package allows, as `major.minor`."""
+    """The lowest version of torch that the package allows, as `major.minor`."""
     for requirement in requirements():
         if match := re.match(r"torch>=(\d+\.\d+)", requirement):
             return match[1]
@@ -199,14 +199,14 @@ def required_torch() -> str:
 
 
 def distributions(extra: str) -> list[str]:
-    """The distributions an extra asks for."""
+    """The distributions of an extra."""
     marker = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
     names = (re.match(r"[\w.-]+", r) for r in requirements() if marker.search(r))
     return [match[0] for match in names if match]
 
 
 def installed(distribution: str) -> bool:
-    """Whether a distribution is in this environment."""
+    """Whether a distribution is installed."""
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -215,23 +215,23 @@ def installed(distribution: str) -> bool:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_limit() -> int | None:
-    """The container's memory limit in bytes, where it has one."""
+    """The memory limit of the container in bytes, if it has one."""
     path = Path("/sys/fs/cgroup/memory.max")
     text = path.read_text().strip() if path.is_file() else "max"
     return int(text) if text.isdecimal() else None
 
 
 def matmul_gflops() -> float:
-    """Arithmetic speed measured for about a second."""
+    """Matmul speed, measured for about a second."""
     import torch
 
     a = torch.randn(1024, 1024)
-    a @ a  # the first call pays for set-up
+    a @ a  # warm-up
     count, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < MATMUL_SECONDS:
         a @ a

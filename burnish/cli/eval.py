@@ -1,6 +1,6 @@
-"""`burnish eval DIR DATA... [key=value ...]`: accuracy with its interval, pass@k, maj@k and length; every completion kept.
+"""`burnish eval DIR DATA... [key=value ...]`: accuracy with its interval, pass@k, maj@k and length. Every completion is saved.
 
-`burnish eval --compare A B` compares two of them question by question.
+`burnish eval --compare A B` compares two results question by question.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.cli.main import print_note
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import printable
 
@@ -23,7 +24,7 @@ REDRAW_EVERY_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; every setting also has a dotted key, explained by --help."""
+    """The options. Every setting also has a dotted key, which `--help` lists."""
     from burnish.config.explain import help_text
     from burnish.data.published_datasets import BENCHMARKS
     from burnish.evaluation.settings import EvalConfig
@@ -43,9 +44,9 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
         metavar=("A", "B"),
         help="compare two results (folders or files of completions)",
     )
-    add("--data-dir", type=Path, metavar="FOLDER", help="where the benchmarks' files are (default: BURNISH_DATA)")
+    add("--data-dir", type=Path, metavar="FOLDER", help="folder of the benchmarks' files (default: BURNISH_DATA)")
     add("--n", type=int, help="samples of each prompt (default 1)")
-    add("--temperature", type=float, help="0 is greedy, the default; above 0 for several samples")
+    add("--temperature", type=float, help="0 is greedy (default); must be above 0 for several samples")
     add("--top-p", type=float, help="keep the smallest set of tokens with this probability")
     add("--top-k", type=int, help="keep the k most likely tokens")
     add(
@@ -54,20 +55,25 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
         help="most new tokens of one completion (default: the benchmark's or run's own, or 256)",
     )
     add("--limit", type=int, help="most prompts (default: all rows of a file, 1000 problems of a task)")
-    add("--reward", action="append", metavar="NAME", help="what counts as right; may be repeated, the first decides")
+    add(
+        "--reward",
+        action="append",
+        metavar="NAME",
+        help="the reward; may be repeated, the first one decides what is correct",
+    )
     add(
         "--correct-at",
         type=float,
         metavar="VALUE",
-        help="values of the first --reward from here on count as right (default: 1 for verifiers; a function that returns numbers is graded)",
+        help="values of the first --reward of VALUE or more count as correct (default: 1 for verifiers; a function that returns numbers is graded)",
     )
-    add("--best-by", metavar="PART", help="best@k chooses the sample this part of the reward scores highest")
+    add("--best-by", metavar="PART", help="best@k selects the sample with the highest score of this reward part")
     add("--template", choices=("auto", "chat", "plain"), help="how a prompt becomes text")
     add("--system", help="a system message (chat templates)")
     add("--prompt-key", metavar="COLUMN", help="column of the prompt in plain rows (default question)")
     add("--answer-key", metavar="COLUMN", help="column of the expected answer (default answer)")
     add("--out", type=Path, metavar="PATH", help="a folder (default eval-<model>), or one .jsonl or .parquet file")
-    add("--force", action="store_true", help="start over where there are completions already")
+    add("--force", action="store_true", help="start again if there are completions already")
     add("--seed", type=int, help="which problems a task generates, and all sampling noise (default 0)")
     add("--device", help="auto, cpu, cuda, cuda:1")
     add(
@@ -81,7 +87,7 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; status 1 when not one completion of some data set could be scored."""
+    """Evaluate and print; status 1 if no completion of some data set could be scored."""
     if args.compare is not None:
         return run_compare(args)
     from burnish.evaluation.model_source import find_model
@@ -96,9 +102,7 @@ def run(args: argparse.Namespace) -> int:
     left = [test for test in tests if test.paths.name not in printer.results]
     if left:
         if subject.note is not None:
-            print_note(
-                f"{subject.note}; what it says of the template holds unless the command differs{run_settings_note(data)}"
-            )
+            print_note(f"{subject.note}; its template is used unless the command sets another{run_settings_note(data)}")
         with Progress() as progress:
             run_evaluations(
                 left, subject.path, args.best_by, print_note, progress, lambda m: printer.measured(m, progress)
@@ -111,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Compare two results question by question; the questions that changed go to a file."""
+    """Compare two results question by question, and write the questions that changed to a file."""
     import json
 
     from burnish.evaluation.comparison import (
@@ -126,10 +130,10 @@ def run_compare(args: argparse.Namespace) -> int:
     from burnish.evaluation.output_paths import COMBINED_NAME, find_output_paths
     from burnish.run.durable_files import atomic_write
 
-    idle = [*args.words, *(key for key, value in option_values(args).items() if value is not None)]
-    idle += [name for name in ("best_by", "data_dir") if getattr(args, name) is not None]
-    if idle:
-        raise UserError(f"--compare A B reads two results and measures nothing, so {idle[0]} has no effect")
+    unused = [*args.words, *(key for key, value in option_values(args).items() if value is not None)]
+    unused += [name for name in ("best_by", "data_dir") if getattr(args, name) is not None]
+    if unused:
+        raise UserError(f"--compare A B reads two results and evaluates nothing, so {unused[0]} has no effect")
     if args.out is not None and args.out.suffix == ".parquet":
         raise UserError(f"--out {args.out}: the questions that changed are written as .jsonl")
     pairs = find_pairs(*args.compare)
@@ -138,7 +142,7 @@ def run_compare(args: argparse.Namespace) -> int:
     together = targets[0].result if len(pairs) == 1 and folder.suffix else folder / f"{COMBINED_NAME}.json"
     there = [path for path in (*(target.completions for target in targets), together) if path.exists()]
     if there and not args.force:
-        raise UserError(f"{there[0]} exists; give --force to replace it, or --out for another place")
+        raise UserError(f"{there[0]} exists; give --force to replace it, or --out for another path")
     found = [compare(*read_pair(pair)) for pair in pairs]
     together.parent.mkdir(exist_ok=True)
     for pair, one, target in zip(pairs, found, targets, strict=True):
@@ -154,14 +158,14 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def result_labels(a: Path, b: Path) -> tuple[str, str]:
-    """What two results are called: their folder or file, with the folder around it where that is the same."""
+    """Names of two results: their folders or files, with the parent folder if the names are equal."""
     names = [(path.stem if path.is_file() else path.name, path.resolve().parent.name) for path in (a, b)]
     (one, above), (other, beside) = names
     return (one, other) if one != other else (f"{above}-{one}", f"{beside}-{other}")
 
 
 def split_words(words: list[str]) -> tuple[Path, list[str], list[str]]:
-    """The model, the data sets and the settings: `key=value` words are settings, except where the first data set must be."""
+    """The model, the data sets and the settings. `key=value` words are settings, except the word after the model."""
     if len(words) < 2:
         raise UserError("burnish eval needs a model directory and what to measure it on: burnish eval DIR gsm8k")
     model, first, *rest = words
@@ -172,7 +176,7 @@ def split_words(words: list[str]) -> tuple[Path, list[str], list[str]]:
 def make_tests(
     args: argparse.Namespace, model: Path, subject: ModelSource, data: list[str], overrides: list[str]
 ) -> list[EvalJob]:
-    """The checked settings of every data set with what they come to on this machine; --force clears the way."""
+    """The checked settings of every data set, resolved for this machine. `--force` removes old results."""
     from burnish.evaluation.evaluate import fingerprint
     from burnish.evaluation.output_paths import find_output_paths
     from burnish.evaluation.session import EvalJob, choose_dtype, default_workers
@@ -182,14 +186,14 @@ def make_tests(
     for place, one in zip(find_output_paths(args.out, model, data), data, strict=True):
         config, resolved, base = load_settings(one, given, overrides, subject.config, args.data_dir)
         if args.best_by is not None and config.sampling.n == 1:
-            raise UserError("--best-by chooses among several samples: give --n above 1 and --temperature above 0")
+            raise UserError("--best-by selects among several samples: give --n above 1 and --temperature above 0")
         if not is_given("model.dtype", given, overrides, subject.config):
             resolved["model"]["dtype"] = choose_dtype(config.model, subject.path)
         if not is_given("reward.workers", given, overrides, {}):
             resolved["reward"]["workers"] = default_workers()
         config = type(config).model_validate(resolved)
         if place.completions.exists() and one == str(place.completions):
-            raise UserError(f"--out {place.completions} is the data itself; give another place")
+            raise UserError(f"--out {place.completions} is the data itself; give another path")
         if args.force:
             place.clear()
         tests.append(EvalJob(place, config, base, fingerprint(resolved, base, subject.path)))
@@ -197,7 +201,7 @@ def make_tests(
 
 
 def option_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The options by the dotted keys they stand for."""
+    """The values of the options by their dotted keys."""
     return {
         "seed": args.seed,
         "limit": args.limit,
@@ -218,30 +222,28 @@ def option_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reward_parts(args: argparse.Namespace) -> list[Any] | None:
-    """The parts of the reward that the options name; the first one has the threshold."""
+    """The reward parts of the options; the first one has the threshold."""
     if args.correct_at is None:
         return list(args.reward) if args.reward else None
     if not args.reward:
-        raise UserError(
-            "--correct-at says from which value of --reward on an answer counts as right: give --reward too"
-        )
+        raise UserError("--correct-at is the lowest value of --reward of a correct answer: give --reward too")
     first, *others = args.reward
     return [{"name": first, "correct_at": args.correct_at}, *others]
 
 
 def run_settings_note(data: list[str]) -> str:
-    """What else a run's config says to data that is no benchmark."""
+    """Which settings of a run apply to data that is not a benchmark."""
     from burnish.data.published_datasets import BENCHMARKS
 
     return (
         ""
         if all(one in BENCHMARKS for one in data)
-        else ", and of reward, environment, seed and max_tokens where no benchmark does"
+        else ", and so do its reward, environment, seed and max_tokens on data that is not a benchmark"
     )
 
 
 class ResultPrinter:
-    """What goes to stdout: each data set as it is done, and one table at the end."""
+    """Prints the results to stdout: each data set when it is done, and one table at the end."""
 
     def __init__(self, args: argparse.Namespace, is_many: bool) -> None:
         self.best_by, self.is_many = args.best_by, is_many
@@ -249,20 +251,20 @@ class ResultPrinter:
         self.files: dict[str, dict[str, Any]] = {}
 
     def reuse(self, test: EvalJob) -> None:
-        """A data set that was measured before, from its files."""
+        """Print the result of a data set that was evaluated before, from its files."""
         from burnish.evaluation.completions import read_completions
         from burnish.evaluation.result import result_json, summarise
 
         found = test.paths.finished(test.settings)
         if found is None:
             return
-        print_note(f"{test.paths.completions} is complete; nothing is drawn again (--force would)")
+        print_note(f"{test.paths.completions} is complete; nothing is sampled again (use --force to start again)")
         result = summarise(read_completions(test.paths.completions), self.best_by)
         self.files[test.paths.name] = {**found, **result_json(result)}
         self._show(test, result)
 
     def measured(self, measured: MeasuredEval, progress: Progress) -> None:
-        """A data set that has just been measured."""
+        """Print the result of a data set that was evaluated now."""
         from burnish.evaluation.evaluate import seconds_text
         from burnish.evaluation.session import result_record
 
@@ -271,7 +273,7 @@ class ResultPrinter:
         self._show(measured.job, measured.result, seconds_text(measured.start_s, measured.work))
 
     def summary(self, names: list[str]) -> str:
-        """All data sets, a line each."""
+        """All data sets, one line each."""
         from burnish.evaluation.result import summary_table
 
         return summary_table({name: self.results[name] for name in names})
@@ -292,13 +294,8 @@ class ResultPrinter:
             print_note(f"--best-by {self.best_by}: no completion of {test.paths.name} has that part of the reward")
 
 
-def print_note(text: str) -> None:
-    """A note beside the result, which alone goes to stdout."""
-    print(printable(text), file=sys.stderr, flush=True)
-
-
 class Progress:
-    """How far it is, on stderr: one line rewritten in a terminal, now and then a line elsewhere."""
+    """Progress on stderr: one line that is redrawn in a terminal, or a line every few seconds."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -315,7 +312,7 @@ class Progress:
             print_note(text)
 
     def clear(self) -> None:
-        """Take the line away, before something else is printed."""
+        """Erase the line before other output."""
         if self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -1,13 +1,21 @@
-"""`burnish export RUN OUT`: the model of a run, or of one checkpoint, as a plain Hugging Face directory.
+"""`burnish export`, `burnish merge` and `burnish view`: results of finished runs as model directories and reports.
 
-The files that make the model, without optimizer and trainer state, whole or not at all: they are checked against the
-checkpoint's checksums before one is written. A model with adapters gives a PEFT directory, or with --merged a whole one.
+Export writes the files of a model as a plain Hugging Face directory, without optimizer and trainer state. They are checked against the
+checksums of the checkpoint before anything is written, and the directory appears complete or not at all. A model with adapters becomes a
+PEFT directory, or with --merged a full model.
+
+Merge averages the weights of several models without training. Kimi k1.5 (2501.12599) merges a model with long answers and one with short
+answers (long2short).
+
+View writes the HTML report of a run. A run writes its report when it ends; this also works for a run that is training or was stopped. It
+only reads the files of the run and takes no lock. `--png` also draws the main curves as an image.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,64 +25,132 @@ if TYPE_CHECKING:
     from burnish.run.checkpoint.checkpoints import Checkpoints
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish export RUN OUT`."""
     add = parser.add_argument
     add("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run, or one of its checkpoints/step-... folders")
-    add("out", type=Path, metavar="OUT", help="the directory to write; it must not exist, or be empty")
+    _add_out(parser)
     add("--step", metavar="N|best|last", help="which checkpoint of a run (default: best, or last if none has a score)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: as they are)")
-    add("--merged", action="store_true", help="with adapters (LoRA): add them into the weights of their base")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: unchanged)")
+    add("--merged", action="store_true", help="merge adapters (LoRA) into the weights of their base model")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write the directory and say what is in it."""
-    from burnish.run.checkpoint.checkpoints import checkpoint_damage, read_manifest
+def run_export(args: argparse.Namespace) -> int:
+    """Write the model directory and list its files."""
+    from burnish.run.checkpoint.checkpoints import read_manifest
     from burnish.run.durable_files import atomic_directory
 
-    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        raise UserError(f"{args.out} exists and is not an empty directory: nothing is overwritten, choose another name")
+    _check_out(args.out)
     path, why = choose_checkpoint(args.source, args.step)
-    if reason := checkpoint_damage(path, of="model"):
-        raise UserError(f"checkpoint {path} is damaged ({reason}){whole_checkpoints_hint(path)}")
+    _check_undamaged(path)
     manifest = read_manifest(path)
-    assert manifest is not None, "a checkpoint that is not damaged has one"
+    assert manifest is not None, "an undamaged checkpoint has a manifest"
     print(f"exporting {path} ({why})")
     names = [name for name, entry in manifest["files"].items() if entry["of"] == "model"]
-    try:
-        with atomic_directory(args.out) as folder:
-            export(path, names, folder, args.dtype, args.merged)
-    except OSError as error:
-        raise UserError(f"cannot export {path} to {args.out}: {error.strerror} ({error.filename})") from error
-    for file in sorted(f for f in args.out.rglob("*") if f.is_file()):
-        print(f"  {size_text(file.stat().st_size):>10}  {file.relative_to(args.out)}")
-    print(f"model: {args.out}")
-    return 0
-
-
-def export(path: Path, names: list[str], folder: Path, dtype: str | None, merged: bool) -> None:
-    """The model in a folder."""
     import torch
 
     from burnish.models.export_and_merge import copy_model, merge_adapter
 
-    wanted = None if dtype is None else getattr(torch, dtype)
-    if merged:
-        merge_adapter(path, folder, wanted)
-    else:
-        copy_model(path, names, folder, wanted)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    try:
+        with atomic_directory(args.out) as folder:
+            if args.merged:
+                merge_adapter(path, folder, dtype)
+            else:
+                copy_model(path, names, folder, dtype)
+    except OSError as error:
+        raise UserError(f"cannot export {path} to {args.out}: {error.strerror} ({error.filename})") from error
+    _print_files(args.out)
+    return 0
+
+
+def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish merge OUT A B ...`."""
+    add = parser.add_argument
+    _add_out(parser)
+    add(
+        "models",
+        type=Path,
+        nargs="+",
+        metavar="MODEL",
+        help="two or more: Hugging Face directories, checkpoints, or runs (their best checkpoint)",
+    )
+    add("--weights", type=float, nargs="+", metavar="W", help="one for each model, with sum 1 (default: equal)")
+    add(
+        "--method",
+        choices=("linear", "slerp"),
+        default="linear",
+        help="weighted average, or spherical interpolation of two models (default linear)",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the result (default: as the first model)")
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """Write the merged model directory and list its files."""
+    import torch
+
+    from burnish.models.export_and_merge import MergeRecipe, check_merge, merge_models
+    from burnish.run.durable_files import atomic_directory
+
+    _check_out(args.out)
+    weights = tuple(args.weights or [1 / len(args.models)] * len(args.models))
+    recipe = MergeRecipe(weights, args.method, None if args.dtype is None else getattr(torch, args.dtype))
+    sources = [model_of(path) for path in args.models]
+    check_merge(sources, recipe)
+    for path, weight in zip(sources, weights, strict=True):
+        print(f"  {weight:8.4f}  {path}")
+    try:
+        with atomic_directory(args.out) as folder:
+            merge_models(sources, folder, recipe, _print_progress)
+    except OSError as error:
+        raise UserError(f"cannot merge into {args.out}: {error.strerror} ({error.filename})") from error
+    _print_files(args.out)
+    return 0
+
+
+def add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish view RUN`."""
+    parser.add_argument("path", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--png", action="store_true", help="also write curves.png (needs: pip install 'burnish[plot]')")
+
+
+def run_view(args: argparse.Namespace) -> int:
+    """Write report.html, and curves.png on request, and print their paths."""
+    from burnish.report.curves import write_curves_png
+    from burnish.report.html_report import write_report
+    from burnish.run.run_directory import RunDirectory
+
+    directory = RunDirectory.open(args.path)
+    print(f"report: {write_report(directory.path)}")
+    if args.png:
+        print(f"curves: {write_curves_png(directory.path)}")
+    return 0
+
+
+def model_of(path: Path) -> Path:
+    """The model directory of a path: a plain directory itself, or the checkpoint of a run that `burnish export` would choose."""
+    from burnish.run.checkpoint.checkpoints import MANIFEST_FILE
+
+    if (path / "config.json").is_file() and not (path / MANIFEST_FILE).is_file():
+        return path
+    chosen, why = choose_checkpoint(path, None)
+    _check_undamaged(chosen)
+    if chosen != path:
+        _print_progress(f"{path}: {chosen.name}, {why}")
+    return chosen
 
 
 def choose_checkpoint(source: Path, step: str | None) -> tuple[Path, str]:
-    """The checkpoint that is meant, and why."""
+    """The checkpoint that a run, a checkpoint and `--step` select, and why."""
     from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints
     from burnish.run.run_directory import RunDirectory
 
     if (re.fullmatch(r"step-\d+", source.name) and source.is_dir()) or (source / MANIFEST_FILE).is_file():
         if step is not None:
-            raise UserError(f"--step {step} chooses a checkpoint of a run, and {source} is a checkpoint already")
-        return source, "the checkpoint asked for"
+            raise UserError(f"--step {step} selects a checkpoint of a run, but {source} is a checkpoint already")
+        return source, "the given checkpoint"
     if (source / "config.json").is_file():
-        raise UserError(f"{source} is a plain model directory already: copy it")
+        raise UserError(f"{source} is a plain model directory already: copy it instead")
     checkpoints = Checkpoints(RunDirectory.open(source).checkpoints, keep_last=1)
     if not checkpoints.folders():
         raise UserError(f"run {source} has no checkpoint yet; wait for its first one (run.save_every)")
@@ -82,14 +158,14 @@ def choose_checkpoint(source: Path, step: str | None) -> tuple[Path, str]:
 
 
 def choose_run_checkpoint(source: Path, checkpoints: Checkpoints, step: str | None) -> tuple[Path, str]:
-    """A run's checkpoint by its number, or by what it is."""
+    """A run's checkpoint by its step, or the best or last one."""
     from burnish.run.checkpoint.checkpoints import best_of
 
     folders = {int(folder.name.removeprefix("step-")): folder for folder in checkpoints.folders()}
     if step is not None and step.isdigit():
         if int(step) not in folders:
             raise UserError(f"run {source} has no checkpoint of step {step}: there are {', '.join(map(str, folders))}")
-        return folders[int(step)], "the step asked for"
+        return folders[int(step)], "the given step"
     if step not in (None, "best", "last"):
         raise UserError(f"--step {step}: expected the number of a step, best or last")
     best = best_of(checkpoints.all())
@@ -100,16 +176,42 @@ def choose_run_checkpoint(source: Path, checkpoints: Checkpoints, step: str | No
     return best.path, f"its best: {best.score_text}"
 
 
-def whole_checkpoints_hint(path: Path) -> str:
-    """What to do about a damaged checkpoint."""
+def _undamaged_hint(path: Path) -> str:
+    """What to do about a damaged checkpoint, with the undamaged ones beside it."""
     from burnish.run.checkpoint.checkpoints import Checkpoints, checkpoint_damage
 
-    beside = [folder for folder in Checkpoints(path.parent, keep_last=1).folders() if folder != path]
-    whole = [
-        int(folder.name.removeprefix("step-")) for folder in beside if checkpoint_damage(folder, of="model") is None
+    siblings = [folder for folder in Checkpoints(path.parent, keep_last=1).folders() if folder != path]
+    undamaged = [
+        int(folder.name.removeprefix("step-")) for folder in siblings if checkpoint_damage(folder, of="model") is None
     ]
-    listed = f"; whole are those of step {', '.join(map(str, whole))} (--step)" if whole else ""
+    listed = f"; the checkpoints of step {', '.join(map(str, undamaged))} are undamaged (--step)" if undamaged else ""
     return f": restore it from a copy{listed}"
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; it must not exist, or be empty")
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty directory: nothing is overwritten, choose another name")
+
+
+def _check_undamaged(checkpoint: Path) -> None:
+    from burnish.run.checkpoint.checkpoints import checkpoint_damage
+
+    if reason := checkpoint_damage(checkpoint, of="model"):
+        raise UserError(f"checkpoint {checkpoint} is damaged ({reason}){_undamaged_hint(checkpoint)}")
+
+
+def _print_files(out: Path) -> None:
+    for file in sorted(f for f in out.rglob("*") if f.is_file()):
+        print(f"  {size_text(file.stat().st_size):>10}  {file.relative_to(out)}")
+    print(f"model: {out}")
+
+
+def _print_progress(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def size_text(num_bytes: int) -> str:

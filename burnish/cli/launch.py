@@ -1,8 +1,8 @@
-"""`burnish launch recipe.yaml --address HOST:6379 --nodes 2 [key=value ...]`: `burnish train` on a Ray cluster, once it is there.
+"""`burnish launch recipe.yaml --address HOST:6379 --nodes 2 [key=value ...]`: `burnish train` on a Ray cluster, once it is complete.
 
-Run it on a machine of the cluster. It waits until so many machines have joined and the run's processes fit in, says what is
-missing meanwhile, and becomes `burnish train` with RAY_ADDRESS set. Without an address it takes the cluster of RAY_ADDRESS, or
-the one that runs on this machine, or this machine alone, on which `burnish train` starts Ray itself.
+Run it on a machine of the cluster. It waits until the given number of machines have joined and the processes of the run fit, and prints
+what is missing. Then it becomes `burnish train` with RAY_ADDRESS set. Without an address it uses the cluster of RAY_ADDRESS, or the one on
+this machine, or this machine alone, on which `burnish train` starts Ray itself.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `burnish train`, and where the cluster is."""
+    """The options of `burnish train`, and those of the cluster."""
     train.add_arguments(parser)
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help=f"the cluster's head (default: {ADDRESS_VARIABLE}, else the one of this machine)",
+        help=f"head of the cluster (default: {ADDRESS_VARIABLE}, else the cluster on this machine)",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines to wait for (default 1)")
     parser.add_argument(
-        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help=f"for how long at most (default {WAIT_S:g})"
+        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help=f"longest time to wait (default {WAIT_S:g})"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Wait, then train; the exit status is that of `burnish train`."""
     if args.nodes < 1 or not args.wait >= 0:
-        raise UserError(f"--nodes {args.nodes} --wait {args.wait:g}: at least one machine, and no less than 0 seconds")
+        raise UserError(
+            f"--nodes {args.nodes} --wait {args.wait:g}: expected at least 1 machine and at least 0 seconds"
+        )
     config = train.load_recipe(TrainConfig, args)[0].config
     if not isinstance(config.placement, RayPlacement):
         args.overrides = [*args.overrides, "placement=ray"]
         config = train.load_recipe(TrainConfig, args)[0].config
-        print("placement=ray: the recipe has all in one process")
+        print("placement=ray: the recipe uses a single process")
     assert isinstance(config.placement, RayPlacement)
     on_gpu = {"auto": None, "cpu": False}.get(config.model.device, True)
     environment = dict(os.environ)
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def join_cluster(args: argparse.Namespace, wanted: ClusterRequirement) -> Mapping[str, str]:
-    """Wait for the cluster; what the environment of the run says of it."""
+    """Wait for the cluster and return the environment variables of the run."""
     address = args.address or os.environ.get(ADDRESS_VARIABLE)
     if address is not None and address.startswith("ray://"):
         raise UserError(
@@ -74,8 +76,8 @@ def join_cluster(args: argparse.Namespace, wanted: ClusterRequirement) -> Mappin
         )
     cluster = _Cluster(address)
     try:
-        if address is None and args.nodes == 1 and not cluster.is_there():
-            print("no Ray cluster runs here: this machine alone, with a Ray of its own")
+        if address is None and args.nodes == 1 and not cluster.is_running():
+            print("no Ray cluster runs here: burnish train starts Ray on this machine")
             return {}
         where = address or "this machine"
         nodes = wait_for_cluster(wanted, cluster.nodes, where, args.wait, lambda text: print(text, flush=True))
@@ -86,7 +88,7 @@ def join_cluster(args: argparse.Namespace, wanted: ClusterRequirement) -> Mappin
 
 
 class _Cluster:
-    """A Ray cluster that is looked at; without an address the one of this machine."""
+    """A connection to a Ray cluster; without an address, to the one on this machine."""
 
     def __init__(self, address: str | None) -> None:
         try:
@@ -95,45 +97,45 @@ class _Cluster:
             raise UserError("burnish launch needs Ray: pip install 'burnish[ray]'") from error
         self.ray: Any = ray
         self.address = _local_cluster_address() if address is None else address
-        self._is_own = False
+        self._is_connected = False
 
     def nodes(self) -> Nodes:
-        """What each machine has; a `ConnectionError` where nobody answers."""
+        """The resources of each machine. Raises `ConnectionError` if the cluster does not answer."""
         if not self.ray.is_initialized():
-            self._knock()
+            self._check_port()
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             self.ray.init(address=self.address, log_to_driver=False, logging_level="error")
-            self._is_own = True
+            self._is_connected = True
             from burnish.distributed.ray_cluster import check_token
 
             check_token(self.address)
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
-    def _knock(self) -> None:
-        """Whether anybody listens there: Ray itself would try for a minute, with warnings."""
+    def _check_port(self) -> None:
+        """Raise `ConnectionError` if the port is closed. Ray itself would retry for a minute, with warnings."""
         host, _, port = self.address.rpartition(":")
         if not port.isdecimal():
-            raise ConnectionError(f"{self.address or 'no address'} is not HOST:PORT of a cluster that runs")
+            raise ConnectionError(f"{self.address or 'no address'} is not HOST:PORT of a running cluster")
         try:
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise ConnectionError(str(error)) from error
 
-    def is_there(self) -> bool:
-        """Whether somebody answers."""
+    def is_running(self) -> bool:
+        """Whether the cluster answers."""
         try:
             return bool(self.nodes())
         except ConnectionError:
             return False
 
     def close(self) -> None:
-        """Leave it: `burnish train` joins by itself."""
-        if self._is_own:
+        """Disconnect: `burnish train` connects itself."""
+        if self._is_connected:
             self.ray.shutdown()
 
 
 def _local_cluster_address() -> str:
-    """Where `ray start` on this machine left the address of its cluster; nothing where it did not."""
+    """The address that `ray start` has written on this machine; empty if there is none."""
     file = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
     return file.read_text().strip() if file.is_file() else ""
 

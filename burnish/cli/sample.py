@@ -1,4 +1,4 @@
-"""`burnish sample DIR "prompt"`: text from a model, printed as it is drawn."""
+"""`burnish sample DIR "prompt"`: print text from a model while it is sampled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burnish.cli.main import print_note
 from burnish.config.errors import UserError
 from burnish.config.rollout import SINGLE_TURN
 from burnish.config.yaml_text import printable
@@ -30,23 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=256, help="most new tokens (default 256)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    add("--template", choices=("auto", "chat", "plain"), default="auto", help="auto: chat where the tokenizer has one")
+    add(
+        "--template",
+        choices=("auto", "chat", "plain"),
+        default="auto",
+        help="auto: chat if the tokenizer has a chat template",
+    )
     add(
         "--prerendered",
         action="store_true",
-        help="the prompt has its special tokens in it: parse them, apply no template",
+        help="the prompt contains its special tokens: parse them and apply no template",
     )
     add("--system", help="a system message (chat templates)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
-        help="of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
+        help="type of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the completions; everything else goes to stderr."""
+    """Print the completions to stdout and everything else to stderr."""
     from burnish.config.loading import load
     from burnish.config.model import Model
     from burnish.config.rollout import Sampling
@@ -55,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
     if args.n > 1 and args.temperature == 0:
-        raise UserError(f"--n {args.n} at --temperature 0: greedy samples are all alike; raise the temperature")
+        raise UserError(f"--n {args.n} at --temperature 0: greedy samples are identical; raise the temperature")
     values = {key: getattr(args, key) for key in Sampling.model_fields}
     sampling = load(Sampling, None, [f"{key}={json.dumps(value)}" for key, value in values.items()]).config
     text = read_prompt(args.prompt)
@@ -65,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     environment = subject.config.get("environment", {}).get("name", SINGLE_TURN)
     if environment != SINGLE_TURN:
         print_note(
-            f"the run was trained in environment {environment}, which is not asked here: this is its first answer alone (`burnish eval` plays on)"
+            f"the run was trained in environment {environment}, which is not used here: this is only the first answer (`burnish eval` plays whole episodes)"
         )
     from burnish.models.policy import check_finite, load_policy, resolve_device
 
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt, from stdin for `-`; the line break that `echo` adds is not part of it."""
+    """The prompt, from stdin for `-`, without the line break that `echo` adds."""
     text = sys.stdin.read().removesuffix("\n") if argument == "-" else argument
     if not text.strip():
         raise UserError("the prompt is empty" + (" (read from stdin)" if argument == "-" else ""))
@@ -86,7 +92,7 @@ def read_prompt(argument: str) -> str:
 
 
 def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, text: str) -> list[Request]:
-    """One request a sample, each with its own noise."""
+    """One request per sample, each with its own random key."""
     from burnish.config.data import Template
     from burnish.core.engine import Request
     from burnish.core.random_keys import sample_key
@@ -111,7 +117,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
 
 
 def stream(policy: PolicyModel, requests: list[Request]) -> None:
-    """Draw all samples at once and print them in order, the first unfinished one as its tokens come."""
+    """Sample all completions at once and print them in order, the first unfinished one token by token."""
     from burnish.config.rollout import Rollout
     from burnish.distributed.roles import build_engine
     from burnish.models.decoder import Decoder
@@ -119,7 +125,7 @@ def stream(policy: PolicyModel, requests: list[Request]) -> None:
     printer = CompletionPrinter(policy.tokenizer, len(requests))
     is_native = isinstance(policy.module, Decoder)
     if not is_native:
-        print_note(f"each completion is printed whole: {policy.note}")
+        print_note(f"each completion is printed when it is complete: {policy.note}")
     engine = build_engine(policy, Rollout(max_rows=min(len(requests), 256)), printer.hear if is_native else None)
     engine.submit(requests)
     for completion in engine.stream():
@@ -130,23 +136,23 @@ def stream(policy: PolicyModel, requests: list[Request]) -> None:
 
 
 class CompletionPrinter:
-    """Prints several completions one after the other, though their tokens come mixed."""
+    """Prints several completions one after the other, although their tokens arrive interleaved."""
 
     def __init__(self, tokenizer: Tokenizer, num_samples: int) -> None:
         from burnish.evaluation.model_source import TextStream
 
         self.streams = [TextStream(tokenizer) for _ in range(num_samples)]
-        self.waiting = [""] * num_samples  # text of the samples whose turn has not come
+        self.waiting = [""] * num_samples  # text of samples that cannot be printed yet
         self.has_ended = [False] * num_samples
         self.turn = 0
         self._write(self._header())
 
     def hear(self, name: str, token: int) -> None:
-        """A token was drawn."""
+        """A token was sampled."""
         self._take(int(name), self.streams[int(name)].push(token))
 
     def end(self, name: str) -> None:
-        """A sample has ended; if it was its turn, the next ones follow as far as they have come."""
+        """A sample has ended. If it was the current one, print what the next ones have so far."""
         self._take(int(name), self.streams[int(name)].finish())
         self.has_ended[int(name)] = True
         while self.turn < len(self.streams) and self.has_ended[self.turn]:
@@ -167,12 +173,7 @@ class CompletionPrinter:
 
     def _write(self, text: str) -> None:
         if text:
-            if sys.stdout.isatty():  # what a model wrote must not steer a terminal; a file or pipe gets it as it is
+            if sys.stdout.isatty():  # a model's text must not control a terminal; a file or pipe gets it unchanged
                 text = printable(text)
             encoding = sys.stdout.encoding or "utf-8"
             print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
-
-
-def print_note(text: str) -> None:
-    """A note beside the text, which alone goes to stdout."""
-    print(printable(text), file=sys.stderr, flush=True)

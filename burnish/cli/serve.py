@@ -1,17 +1,16 @@
-"""`burnish serve DIR`: a model behind OpenAI's API, on this machine unless told otherwise."""
+"""`burnish serve DIR`: serve a model with an OpenAI-compatible API, by default on this machine only."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from burnish.cli.main import print_note
 from burnish.config.errors import UserError
-from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
@@ -28,32 +27,45 @@ MIB = 1024**2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
-    add("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default 8000)")
-    add("--api-key", metavar="KEY", help=f"what clients must show (default: ${KEY_VARIABLE}, else none is asked for)")
-    add("--name", help="what clients call the model (default: the name of DIR)")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
+    add(
+        "--api-key", metavar="KEY", help=f"key that clients must send (default: ${KEY_VARIABLE}, else none is required)"
+    )
+    add("--name", help="name of the model for clients (default: the name of DIR)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
-        help="of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
+        help="type of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
     )
     add("--max-rows", type=int, default=256, help="most completions decoded at once (default 256)")
     add(
-        "--max-queue", type=int, default=1024, help="most completions that wait; past it clients get 429 (default 1024)"
+        "--max-queue",
+        type=int,
+        default=1024,
+        help="most completions that wait; clients get status 429 beyond it (default 1024)",
+    )
+    add("--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of the free GPU memory)")
+    add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 stores keys and values in 8 bits")
+    add(
+        "--max-tokens",
+        type=int,
+        help="most new tokens of one completion (default: limited by the model's positions only)",
     )
     add(
-        "--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of what is free on the GPU)"
+        "--max-body",
+        type=float,
+        default=8,
+        metavar="MIB",
+        help="largest request in MiB; clients get status 413 beyond it (default 8)",
     )
-    add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 keeps keys and values in 8 bits")
-    add("--max-tokens", type=int, help="most new tokens of one completion (default: what the model's positions leave)")
-    add("--max-body", type=float, default=8, metavar="MIB", help="largest request in MiB; past it 413 (default 8)")
     add(
         "--grace",
         type=int,
         default=30,
         metavar="S",
-        help="seconds that running requests have when stopped (default 30)",
+        help="seconds to finish running requests when the server is stopped (default 30)",
     )
 
 
@@ -71,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("the API key must be of printable ASCII characters without spaces, and not empty")
     from burnish.serve.http_server import bind_socket, is_loopback
 
-    bound = bind_socket(args.host, args.port)  # before the model is loaded: a port that is taken shows at once
+    bound = bind_socket(args.host, args.port)  # before the model is loaded, so that a port in use is reported at once
     if api_key is None and not is_loopback(bound):
-        print_note(f"anyone who reaches {args.host} may use this server: it asks for no key (--api-key)")
+        print_note(f"anyone who can reach {args.host} may use this server: it requires no key (--api-key)")
     from burnish.config.model import Model
     from burnish.models.policy import check_finite, load_policy, resolve_device
     from burnish.serve.app import Api
@@ -91,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_extra() -> None:
-    """Say which extra brings what is missing."""
+    """Raise if packages of the extra `serve` are missing."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise UserError(
@@ -100,7 +112,7 @@ def require_extra() -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Numbers that make no sense are refused before anything is loaded."""
+    """Refuse invalid numbers before anything is loaded."""
     for name, least in (("port", 0), ("max_rows", 1), ("max_queue", 0), ("max_tokens", 1), ("grace", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -114,9 +126,10 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> ServedModel:
-    """The model under the name clients know it by, with sequences as long as its positions and the engine's cache allow."""
+    """The model under its public name, with the longest sequence that its positions and the engine's cache allow."""
     from burnish.distributed.roles import find_paged_engine
     from burnish.models.decoder import Decoder
+    from burnish.serve.request_to_engine import ServedModel
 
     module = policy.module
     if isinstance(module, Decoder):
@@ -130,9 +143,10 @@ def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) 
 
 
 def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> AsyncEngine:
-    """The engine in its thread; each of its rows and each place in the queue holds one completion."""
+    """The engine in its thread. It holds at most `max_rows + max_queue` completions."""
     from burnish.config.rollout import Rollout
     from burnish.distributed.roles import build_engine, find_paged_engine
+    from burnish.serve.async_engine import AsyncEngine
 
     rollout = Rollout(max_rows=args.max_rows, cache_gib=args.cache_gib, cache_dtype=args.cache_dtype)
 
@@ -148,12 +162,9 @@ def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> AsyncEngine:
 
 
 def reserve(engine: PagedEngine) -> None:
-    """The cache at once, for requests as long as the model's positions, or as the cache: made for shorter ones it would have to
-    be made anew, with all that runs set aside, whenever a longer one comes."""
+    """Allocate the cache now for the longest possible requests.
+
+    A cache for shorter requests would have to be allocated again, with all running requests preempted, when a longer one arrives.
+    """
     positions = engine.model.arch.max_positions
     engine.reserve(max(1, min(positions, engine.plan(positions).tokens)))
-
-
-def print_note(text: str) -> None:
-    """A line of the log."""
-    print(printable(text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Running one stage, in this process: what its command does, and then what it made and how good that is."""
+"""Run one stage in this process, and record its output and accuracy."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LENGTH_KEYS = {
     "prefer": ("preference", "updates"),
     "reward-model": ("reward_model", "updates"),
 }
-"""Where the config of a training command says when it is done."""
+"""The config key of each training command with its number of steps or updates."""
 
 
-def run_stage(plan: Plan, ready: RunnableStage, made: dict[str, str]) -> int:
-    """Make a stage, or what is left of it; its folder then says what it made. The status to exit with."""
+def run_stage(plan: Plan, ready: RunnableStage, outputs: dict[str, str]) -> int:
+    """Run a stage, or the rest of it, record its outcome in its folder, and return the exit status. `outputs` are paths by reference."""
     command, name = ready.planned.command, ready.planned.name
     if ready.loaded is not None:
-        loaded = _with_stage_outputs(ready.loaded, made)
+        loaded = _with_stage_outputs(ready.loaded, outputs)
         try:
             _train(command, loaded, name)
         except WorkerLost as error:
@@ -47,7 +47,7 @@ def run_stage(plan: Plan, ready: RunnableStage, made: dict[str, str]) -> int:
             write_outcome(plan.folder / name, outcome)
         return 0
     with _log_output(plan.folder / name):
-        status = _make_base(plan) if command == "new" else _run_command(ready, made)
+        status = _make_base(plan) if command == "new" else _run_command(ready, outputs)
     target = output_path(plan.folder, name, command)
     if status == 0:
         shown = _outcome_fields(command, target)
@@ -56,9 +56,9 @@ def run_stage(plan: Plan, ready: RunnableStage, made: dict[str, str]) -> int:
     return status
 
 
-def _with_stage_outputs(loaded: Loaded[Any], made: dict[str, str]) -> Loaded[Any]:
-    """The config with paths for what other stages made."""
-    config = type(loaded.config).model_validate(resolve_references(loaded.resolved, made))
+def _with_stage_outputs(loaded: Loaded[Any], outputs: dict[str, str]) -> Loaded[Any]:
+    """The config with the outputs of other stages in place of references."""
+    config = type(loaded.config).model_validate(resolve_references(loaded.resolved, outputs))
     return Loaded(config, to_plain_values(config), loaded.base)
 
 
@@ -86,7 +86,7 @@ def _train(command: str, loaded: Loaded[Any], name: str) -> None:
 
 
 def _trained_outcome(plan: Plan, ready: RunnableStage, config: Any) -> StageOutcome | None:
-    """What a training stage made; None where it was stopped before its end."""
+    """The outcome of a training stage; None if it was stopped before its end."""
     command, name = ready.planned.command, ready.planned.name
     run = RunDirectory.open(plan.folder / name)
     checkpoints = Checkpoints(run.checkpoints, keep_last=1)
@@ -98,7 +98,7 @@ def _trained_outcome(plan: Plan, ready: RunnableStage, config: Any) -> StageOutc
     best = checkpoints.best() if ready.planned.asked["take"] == "best" else None
     chosen = best or last
     manifest = read_manifest(chosen.path)
-    assert manifest is not None, "a checkpoint that was found whole has one"
+    assert manifest is not None, "an undamaged checkpoint has a manifest"
     names = [file for file, entry in manifest["files"].items() if entry["of"] == "model"]
     rows = read_metrics(run.metrics)
     before, after = _accuracy_before_and_after(command, config, rows, chosen)
@@ -111,7 +111,7 @@ def _trained_outcome(plan: Plan, ready: RunnableStage, config: Any) -> StageOutc
 def _accuracy_before_and_after(
     command: str, config: Any, rows: list[dict[str, float]], chosen: Checkpoint
 ) -> tuple[float | None, float | None]:
-    """Held-out accuracy, or the mean of graded rewards, before the first step and of the model that was chosen."""
+    """Held-out accuracy, or the mean of graded rewards, before the first step and of the chosen checkpoint."""
     kinds = [next(iter(config.validation.modes))] if command == "train" else ["pairs", "answers"]
     measured = {name: figure for row in rows for name, figure in held_out_figures(row).items()}
     for kind in kinds:
@@ -122,11 +122,11 @@ def _accuracy_before_and_after(
     return None, None
 
 
-# --- the others --------------------------------------------------------------------------------------------------------------
+# --- other stages --------------------------------------------------------------------------------------------------------------
 
 
 def _make_base(plan: Plan) -> int:
-    """The new model that all begins with, with the characters of all tasks."""
+    """Make the new base model. Its tokenizer has the characters of all tasks."""
     from burnish.distributed.roles import build_policy
 
     target = output_path(plan.folder, "base", "new")
@@ -138,29 +138,28 @@ def _make_base(plan: Plan) -> int:
     return 0
 
 
-def _run_command(ready: RunnableStage, made: dict[str, str]) -> int:
-    """A command with its options; one that writes a folder wrote it whole, if it is there."""
-    assert ready.module is not None
+def _run_command(ready: RunnableStage, outputs: dict[str, str]) -> int:
+    """Run a command with its options. A command that writes a folder is done if the folder exists, because it appears complete."""
+    assert ready.command is not None
     assert ready.args is not None
-    args = argparse.Namespace(**{key: _resolve_value(value, made) for key, value in vars(ready.args).items()})
+    args = argparse.Namespace(**{key: _resolve_value(value, outputs) for key, value in vars(ready.args).items()})
     if ready.planned.command in ("merge", "export") and args.out.exists():
         return 0
     if ready.planned.command.startswith("data "):
-        args.force = True  # a file without a manifest was left by a kill between the two: the folder is the stage's own
-    status: int = ready.module.run(args)
-    return status
+        args.force = True  # a kill may have left the file without its manifest; the folder belongs to the stage
+    return ready.command.run(args)
 
 
-def _resolve_value(value: Any, made: dict[str, str]) -> Any:
+def _resolve_value(value: Any, outputs: dict[str, str]) -> Any:
     if isinstance(value, list):
-        return [_resolve_value(one, made) for one in value]
+        return [_resolve_value(one, outputs) for one in value]
     if isinstance(value, Path):
-        return Path(resolve_references(str(value), made))
-    return resolve_references(value, made)
+        return Path(resolve_references(str(value), outputs))
+    return resolve_references(value, outputs)
 
 
 def _outcome_fields(command: str, target: Path) -> dict[str, Any]:
-    """What is told of a stage's product."""
+    """Note and accuracy of the output of a stage."""
     if command == "eval":
         result = json.loads(target.with_suffix(".json").read_text())
         length = result["length"]["mean"]
@@ -174,7 +173,7 @@ def _outcome_fields(command: str, target: Path) -> dict[str, Any]:
 
 
 class _LoggedStream:
-    """A stream whose lines also go to a log, and are signs of life."""
+    """A stream that also writes to a log, and beats the heartbeat with every write."""
 
     def __init__(self, stream: TextIO, log: TextIO, heartbeat: Heartbeat) -> None:
         self._stream, self._log, self._heartbeat, self._count = stream, log, heartbeat, 0
@@ -182,7 +181,7 @@ class _LoggedStream:
     def write(self, text: str) -> int:
         self._count += 1
         self._heartbeat.beat(0, f"line {self._count}")
-        if "\r" not in text:  # a line that is redrawn in a terminal
+        if "\r" not in text:  # not for a line that is redrawn in a terminal
             with name_file_in_errors(Path(self._log.name)):
                 self._log.write(text)
         return self._stream.write(text)
@@ -193,7 +192,7 @@ class _LoggedStream:
 
 @contextlib.contextmanager
 def _log_output(folder: Path) -> Iterator[None]:
-    """What is printed goes to the stage's log too; each line is a sign of life to the supervisor."""
+    """Copy printed output to the log of the stage, and beat its heartbeat for the supervisor."""
     import sys
 
     folder.mkdir(exist_ok=True)

@@ -1,24 +1,22 @@
-"""The plan of a run of stages: each stage's settings, checked by the command that will run it, before the first one starts.
+"""The plan of `burnish stages`: the settings of every stage, checked before the first one starts.
 
-Training stages are checked as configs, the others by the parsers of their commands. What an earlier stage will make need not be
-there yet; everything else must.
+Training stages are checked as configs, other stages by the parsers of their commands. Outputs of earlier stages need not exist yet;
+everything else must.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
-from burnish.cli.data import COMMANDS as DATA_COMMANDS
-from burnish.cli.main import COMMANDS
+from burnish.cli.data_commands import COMMANDS as DATA_COMMANDS
+from burnish.cli.main import COMMANDS, Command, load_command
 from burnish.config.data import RewardPart, Source
 from burnish.config.errors import UserError, hub_hint
 from burnish.config.loading import Loaded
@@ -38,26 +36,26 @@ POSITIONAL_OPTIONS = {
     "data prepare": ("name", "source"),
     "data impact": ("run",),
 }
-"""What a command reads, where it is not `source` alone: words without a dash on its command line."""
+"""Positional arguments of commands whose only input is not `source`."""
 PATH_OPTIONS = ("data", "models", "source", "run", "prompts", "scores", "guesses", "against")
 """Options that name files or folders."""
 RESERVED_OPTIONS = ("out", "force", "compare")
-"""Options that belong to the stages themselves."""
+"""Options that `burnish stages` sets itself."""
 MEASURED_SUFFIX = ".measured"
 IMPORT_TIMEOUT_S = 120.0  # a user's module may load a model before it is ready
-EXIT_TIMEOUT_S = 1.0  # to be gone by itself once it has answered
+EXIT_TIMEOUT_S = 1.0  # for the child to exit after its answer
 
 
 @dataclass(frozen=True)
 class RunnableStage:
-    """A stage with what its command needs to run it."""
+    """A planned stage with what is needed to run it."""
 
     planned: PlannedStage
     loaded: Loaded[Any] | None = None
     """The config of a training stage."""
-    module: ModuleType | None = None
+    command: Command | None = None
     args: argparse.Namespace | None = None
-    """Of the others: the command's module and its options."""
+    """The functions and the options of any other command."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +64,26 @@ class Plan:
 
     config: StagesConfig
     base: Path
-    """The recipe's folder."""
+    """The folder of the recipe."""
     folder: Path
-    """Where the stages live."""
+    """The folder that has a folder for each stage."""
     stages: dict[str, RunnableStage] = field(default_factory=dict)
 
     @property
     def planned(self) -> list[PlannedStage]:
         return [ready.planned for ready in self.stages.values()]
 
-    def outside(self) -> dict[str, str]:
-        """What `stage:base` stands for, where the base is not made here."""
+    def base_output(self) -> dict[str, str]:
+        """The path of `stage:base`, if the base is not made by a stage."""
         model = self.config.model
         given = model.adapter or model.path
         if given is None:
             return {}
-        place = next((p for p in (self.base / given, Path(given)) if p.is_dir()), None)
-        if place is None:
+        path = next((p for p in (self.base / given, Path(given)) if p.is_dir()), None)
+        if path is None:
             hint = hub_hint(given, roots=(self.base, Path()))
-            raise UserError(f"model: no directory {given} (looked from {self.base} and from here){hint}")
-        return {f"stage:{BASE_STAGE}": str(place)}
+            raise UserError(f"model: no directory {given} (looked in {self.base} and in the working directory){hint}")
+        return {f"stage:{BASE_STAGE}": str(path)}
 
     def task_sources(self) -> list[Source]:
         """The generated tasks of all stages, for the tokenizer of a new model."""
@@ -98,11 +96,11 @@ class Plan:
 
 
 def make_plan(whole: Loaded[StagesConfig], path: Path, name: str) -> Plan:
-    """Every stage of a recipe, checked; the error for the first that cannot run."""
+    """Check every stage of a recipe; raise for the first that cannot run."""
     config = whole.config
     folder = Path(config.run.directory) / run_name(config.run.name, name, config.seed)
     plan = Plan(config, whole.base, folder)
-    plan.outside()
+    plan.base_output()
     if config.model.new is not None:
         plan.stages[BASE_STAGE] = _base_stage(plan)
     plan.stages.update(_evaluation_stages(plan, BASE_STAGE))
@@ -118,12 +116,12 @@ def make_plan(whole: Loaded[StagesConfig], path: Path, name: str) -> Plan:
         if config.stages[stage].command in POLICY_COMMANDS:
             plan.stages.update(_evaluation_stages(plan, stage))
     if config.model.new is not None:
-        plan.stages[BASE_STAGE] = _base_stage(plan)  # now that all tasks are known
+        plan.stages[BASE_STAGE] = _base_stage(plan)  # again, now that all tasks are known
     return plan
 
 
 def _base_stage(plan: Plan) -> RunnableStage:
-    """The model from nothing that all begins with."""
+    """The stage that makes the new base model."""
     tasks = [source.task for source in plan.task_sources()]
     asked = {"seed": plan.config.seed, "tasks": tasks, **flatten_keys({"model": plan.config.model.model_dump()})}
     return RunnableStage(PlannedStage(BASE_STAGE, "new", None, (), asked))
@@ -135,9 +133,11 @@ def _training_stage(plan: Plan, name: str, loaded: Loaded[Any]) -> RunnableStage
     for problem in missing_extras(loaded.config):
         raise UserError(problem)
     base = plan.config.model.path
-    if stage.command == "reward-model" and base is not None:  # the models of all stages have the shape of the base
+    if (
+        stage.command == "reward-model" and base is not None
+    ):  # the models of all stages have the architecture of the base
         check_score_model_base(
-            Path(plan.outside()[f"stage:{BASE_STAGE}"]) if plan.config.model.adapter is None else Path(base)
+            Path(plan.base_output()[f"stage:{BASE_STAGE}"]) if plan.config.model.adapter is None else Path(base)
         )
     if isinstance(loaded.config, TrainConfig):
         _check_rewards(loaded.config.reward.parts, loaded.base)
@@ -147,7 +147,7 @@ def _training_stage(plan: Plan, name: str, loaded: Loaded[Any]) -> RunnableStage
 
 
 def _check_rewards(parts: list[RewardPart], base: Path) -> None:
-    """Refuse parts of a reward that a run would refuse. A user's file may import torch or start threads: a child looks at it."""
+    """Refuse reward parts that a run would refuse. Plug-ins are imported in a child, because they may import torch or start threads."""
     if not any(is_plugin(part.name) for part in parts):
         check_parts(parts, base)
         return
@@ -161,12 +161,12 @@ def _check_rewards(parts: list[RewardPart], base: Path) -> None:
         if ours.poll(IMPORT_TIMEOUT_S):
             wrong = ours.recv()
         else:
-            wrong = f"reward.parts: to import {names} took more than {IMPORT_TIMEOUT_S:g} s: see what the file does when it is imported"
+            wrong = f"reward.parts: the import of {names} took more than {IMPORT_TIMEOUT_S:g} s: check what the file does on import"
     except EOFError:
-        wrong = f"reward.parts: a process that imported {names} ended without a word: see what the file does when it is imported"
+        wrong = f"reward.parts: the process that imported {names} ended without a result: check what the file does on import"
     finally:
         child.join(EXIT_TIMEOUT_S)
-        child.kill()  # a thread of the file may keep it alive
+        child.kill()  # a thread of the plug-in may keep it alive
         child.join(EXIT_TIMEOUT_S)
     if wrong is not None:
         raise UserError(wrong)
@@ -187,7 +187,7 @@ def _option_stage(plan: Plan, name: str) -> RunnableStage:
 
 
 def _evaluation_stages(plan: Plan, name: str) -> Iterator[tuple[str, RunnableStage]]:
-    """The evaluation of a stage's model, where the whole is measured."""
+    """The evaluation of a stage's model, if `measure` is given."""
     if plan.config.measure:
         try:
             yield (
@@ -203,23 +203,21 @@ def _needs(plan: Plan, trees: list[Any]) -> tuple[str, ...]:
     return tuple(other for other in named if other in plan.stages)
 
 
-# --- commands with options -----------------------------------------------------------------------------------------------
+# --- commands without a config -----------------------------------------------------------------------------------------------
 
 
 def _parse_options(
     plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None, of: str | None = None
 ) -> RunnableStage:
-    """A stage of a command that has a parser instead of a config."""
+    """A stage of a command that has options instead of a config."""
     table, word = (DATA_COMMANDS, command.removeprefix("data ")) if command.startswith("data ") else (COMMANDS, command)
-    module = importlib.import_module(table[word][0])
+    functions = load_command(table[word][0])
     parser = _StageParser(prog=f"stage {name}", allow_abbrev=False, add_help=False)
-    module.add_arguments(parser)
+    functions.add_arguments(parser)
     options = {key: _resolve_path_option(key, value, plan.base) for key, value in options.items()}
     own = [key for key in options if key.replace("-", "_") in RESERVED_OPTIONS]
     if own:
-        raise UserError(
-            f"options.{own[0]} is not for a stage to say: what it makes has its place in the stage's folder"
-        )
+        raise UserError(f"options.{own[0]} cannot be set in a stage: its output is written to the folder of the stage")
     args = parser.parse_intermixed_args(_command_line(plan, name, command, options, start))
     args.is_command = False
     if command == "eval":
@@ -227,24 +225,26 @@ def _parse_options(
     for key, value in vars(args).items():
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path) and key != "out" and not is_reference(str(path)) and not path.exists():
-                raise UserError(f"{key}: no such file or folder: {path} (looked from {plan.base} and from here)")
+                raise UserError(
+                    f"{key}: no such file or folder: {path} (looked in {plan.base} and in the working directory)"
+                )
     plain = {key: _to_plain(value) for key, value in vars(args).items() if key not in ("out", "force", "is_command")}
-    return RunnableStage(PlannedStage(name, command, start, _needs(plan, [plain]), plain, of), None, module, args)
+    return RunnableStage(PlannedStage(name, command, start, _needs(plan, [plain]), plain, of), None, functions, args)
 
 
 class _StageParser(argparse.ArgumentParser):
-    """A command's parser that says what is wrong as an error of the stage."""
+    """A parser that raises `UserError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
 def _command_line(plan: Plan, name: str, command: str, options: dict[str, Any], start: str | None) -> list[str]:
-    """The command line of a stage."""
+    """The command-line arguments of a stage."""
     reads = POSITIONAL_OPTIONS.get(command, ("source",))
     for key in reads:
         if key not in options:
-            raise UserError(f"{command} needs options.{key}: what it reads")
+            raise UserError(f"{command} needs options.{key}: its input")
     read = [str(word) for key in reads for word in _as_list(options[key])]
     out = str(output_path(plan.folder, name, command))
     if command == "eval":
@@ -263,7 +263,7 @@ def _option_words(options: dict[str, Any], besides: tuple[str, ...]) -> list[str
         if key in besides or value is None or value is False:
             continue
         flag = "--" + key.replace("_", "-")
-        if key in ("against", "reward"):  # which may be repeated
+        if key in ("against", "reward"):  # options that may be repeated
             words += [word for one in _as_list(value) for word in (flag, str(one))]
         else:
             words += [flag, *([] if value is True else map(str, _as_list(value)))]
@@ -271,26 +271,26 @@ def _option_words(options: dict[str, Any], besides: tuple[str, ...]) -> list[str
 
 
 def output_path(folder: Path, name: str, command: str) -> Path:
-    """What a stage of a command with options writes."""
+    """The output path of a stage without a config."""
     if command in ("merge", "export", "new"):
         return folder / name / "model"
     return folder / name / f"{name}{'.parquet' if command == 'data prepare' else '.jsonl'}"
 
 
 def _check_eval(args: argparse.Namespace) -> None:
-    """What `burnish eval` would refuse, as far as it is known before its model and data are there."""
+    """Refuse what `burnish eval` would refuse, as far as it can be checked before its model and data exist."""
     from burnish.cli.eval import option_values, split_words
     from burnish.evaluation.settings import load_settings
 
     _, data, overrides = split_words(args.words)
     if len(data) > 1:
-        raise UserError(f"an eval stage measures on one data set, and there are {len(data)}: make a stage of each")
+        raise UserError(f"an eval stage takes one data set, but there are {len(data)}: make a stage for each")
     if not is_reference(data[0]):
         load_settings(data[0], option_values(args), overrides, {}, args.data_dir)
 
 
 def _resolve_path_option(key: str, value: Any, base: Path) -> Any:
-    """An option whose files are looked for from the recipe's folder first."""
+    """An option with paths relative to the recipe's folder, if they exist there."""
     if isinstance(value, list):
         return [_resolve_path_option(key, one, base) for one in value]
     if not isinstance(value, str) or is_reference(value):

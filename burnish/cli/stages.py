@@ -1,7 +1,7 @@
-"""`burnish stages recipe.yaml [key=value ...]`: several commands in a row, continued in the stage where they were.
+"""`burnish stages recipe.yaml [key=value ...]`: run several commands in a row. A killed run continues in the same stage.
 
-The process that is started loads no torch: it forks a driver for each stage, watches it as `burnish train` would, and gives all of
-its memory back before the next. Killed anywhere, the same command goes on in the same stage.
+The process that is started does not load torch. It forks a driver for each stage and supervises it like `burnish train`, so that all
+memory of a stage is freed before the next one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from burnish.trainers.stages import PlannedStage, Stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; the keys of the config are explained by --help, from the schema."""
+    """The options. `--help` also lists all keys of the config."""
     from burnish.config.explain import help_text
 
     parser.add_argument("recipe", type=Path, help="a YAML file with stages")
     example = "stages.reasoning.config.training.steps=50"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
     parser.add_argument("--dry-run", action="store_true", help="check all stages, print them and their plans, and stop")
-    parser.add_argument("--shrink", action="store_true", help="every stage in a few steps of a tiny model")
+    parser.add_argument("--shrink", action="store_true", help="run every stage for a few steps with a tiny model")
     parser.add_argument(
         "--from",
         dest="start_from",
         metavar="STAGE",
-        help="make this stage and all after it again; their folders are deleted",
+        help="run this stage and all later ones again; their folders are deleted",
     )
     add_supervisor_options(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the stages that are left; the last lines are a table of all of them."""
+    """Run the remaining stages; the last lines are a table of all stages."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("burnish stages starts a process for each stage itself: start it without torchrun")
+        raise UserError("burnish stages starts a process for each stage: start it without torchrun")
     plan = load_plan(args)
     if args.dry_run:
         print_plan(plan)
         return 0
-    # A job of seconds needs no supervisor: in one process all stages together load torch once.
+    # A shrunk job needs no supervisor. In one process, all stages together load torch once.
     restarts = 0 if args.shrink and args.max_restarts is None else num_restarts(args)
     with Stages.open(plan.folder, plan.planned, dump(plan.config), args.start_from) as stages:
         for stage in stages.left():
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
             if restarts:
                 supervisor = Supervisor(plan.folder / stage.name, restarts, stage_timeout_s(args, ready))
                 status, is_asked = supervisor.run(), supervisor.is_asked_to_stop
-            if status is None:  # a driver of its own, or this process where there is none
+            if status is None:  # this is the forked driver, or there is no supervisor
                 from burnish.cli.stage_commands import run_stage
 
-                status = run_stage(plan, ready, plan.outside() | stages.made())
+                status = run_stage(plan, ready, plan.base_output() | stages.made())
                 if restarts:
                     return status
             is_done, is_asked = stages.end(stage), is_asked or StopOnInterrupt.num_heard > heard
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_plan(args: argparse.Namespace) -> Plan:
-    """The checked plan of a command line; what `--shrink` changed is printed."""
+    """The checked plan of a command line. Prints what `--shrink` changed."""
     if not args.shrink:
         return make_plan(load(StagesConfig, args.recipe, args.overrides), args.recipe, args.recipe.stem)
     from burnish.config.stages import load_shrunk_stages
@@ -93,22 +93,22 @@ def load_plan(args: argparse.Namespace) -> Plan:
 
 
 def stage_timeout_s(args: argparse.Namespace, ready: RunnableStage) -> float:
-    """How long a stage's driver may be silent."""
+    """How long the driver of a stage may be silent."""
     if ready.loaded is not None and isinstance(ready.loaded.config, TrainConfig):
         return heartbeat_timeout_s(args, ready.loaded.config)
     return float(args.deadline)
 
 
 def _without_from(args: argparse.Namespace) -> str:
-    """`--from` would begin again, not go on."""
+    """A reminder to leave out `--from`, which would start again instead of continuing."""
     return " without --from" if args.start_from is not None else ""
 
 
-# --- what is said ------------------------------------------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------------------------------
 
 
 def print_stage_start(plan: Plan, stages: Stages, stage: PlannedStage) -> None:
-    """Which stage begins, of how many."""
+    """Print which stage starts."""
     names = list(plan.stages)
     begins = f", from {stage.start}" if stage.start is not None else ""
     again = ", going on" if stage.name in stages.index.entries else ""
@@ -121,11 +121,11 @@ def print_stage_start(plan: Plan, stages: Stages, stage: PlannedStage) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Every stage: what it is, where it begins, what it needs, and its plan."""
+    """Print every stage with its command, start, inputs, status and plan."""
     from burnish.config.explain import plan_text
 
     there = StageIndex.read(plan.folder)
-    print(f"{plan.folder}: {len(plan.stages)} stages, all of them checked")
+    print(f"{plan.folder}: {len(plan.stages)} stages, all checked")
     rows = [
         [
             name,
@@ -145,22 +145,22 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_stage_rows(loaded: Loaded[Any]) -> None:
-    """How often each row is used, where no earlier stage makes the rows; the error for a row that cannot be used."""
-    from burnish.cli.stage import print_rows_to_learn
+    """Print how often each row is used, unless an earlier stage makes the rows; raise for a row that cannot be used."""
+    from burnish.cli.offline_training import print_row_counts
     from burnish.cli.train import print_rows
 
     if any(is_reference(source.path) for source in data_sources(loaded.config)):
         return
     if isinstance(loaded.config, TrainConfig):
-        # The plan has imported a user's reward in another process: it may start threads that would keep this one from ending.
+        # The plan has checked a user's reward in a child process. Importing it here could start threads that keep this process alive.
         if not any(is_plugin(part.name) for part in loaded.config.reward.parts):
             print_rows(loaded)
     else:
-        print_rows_to_learn(loaded)
+        print_row_counts(loaded)
 
 
 def print_stage_memory(plan: Plan, ready: RunnableStage) -> None:
-    """The memory plan of a training stage; the error if it cannot fit."""
+    """Print the memory plan of a training stage; raise if it does not fit."""
     from burnish.memory_plan.from_config import plan_run
 
     assert ready.loaded is not None
@@ -174,7 +174,7 @@ def print_stage_memory(plan: Plan, ready: RunnableStage) -> None:
 
 
 def planned_model(plan: Plan, ready: RunnableStage) -> Model:
-    """A stage's model for its memory plan: the base's shape, which all its descendants have, and the adapters that it trains."""
+    """The model of a stage for its memory plan: the architecture of the base, and the adapters that the stage trains."""
     from burnish.models.lora.peft_files import base_model_of
     from burnish.models.policy import find_directory
 
@@ -184,13 +184,13 @@ def planned_model(plan: Plan, ready: RunnableStage) -> Model:
     if is_reference(model.adapter):
         assert ready.planned.start is not None
         own["lora"] = planned_model(plan, plan.stages[ready.planned.start]).lora
-    elif model.adapter is None and base.adapter is not None:  # a stage before it has merged them
+    elif model.adapter is None and base.adapter is not None:  # an earlier stage has merged the adapters
         own |= {"adapter": None, "path": base.path or str(base_model_of(find_directory(base.adapter, plan.base)))}
     return base.model_copy(update=own)
 
 
 def stage_status(index: StageIndex, stage: PlannedStage) -> str:
-    """How far a stage is."""
+    """The status of a stage."""
     if stage.name not in index.entries:
         return "to do"
     is_other = index.entries[stage.name].asked != stage.asked
@@ -198,7 +198,7 @@ def stage_status(index: StageIndex, stage: PlannedStage) -> str:
 
 
 def summary(plan: Plan, index: StageIndex) -> list[str]:
-    """The table at the end: each stage with its seconds and the accuracy before and after."""
+    """The final table: each stage with its seconds and the accuracy before and after."""
     rows, measuring = [], 0.0
     for name, one in plan.stages.items():
         entry = index.entries[name]
@@ -225,7 +225,7 @@ def summary(plan: Plan, index: StageIndex) -> list[str]:
 
 
 def align_columns(rows: list[list[str]], left: tuple[int, ...] = (0, 1, 2, 6)) -> list[str]:
-    """Columns of text, those of `left` to the left and numbers to the right."""
+    """Rows of text in columns; the columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -235,7 +235,7 @@ def align_columns(rows: list[list[str]], left: tuple[int, ...] = (0, 1, 2, 6)) -
 
 
 def accuracies(stage: PlannedStage, index: StageIndex) -> tuple[float | None, float | None]:
-    """Of the model a stage began with and of its own: on the data of `measure`, or else on what the stage itself holds out."""
+    """Accuracy of the model that a stage started from and of its output, on the data of `measure` or else on the stage's held-out data."""
     entry = index.entries[stage.name]
     assert entry.outcome is not None
     measured = index.entries.get(stage.name + MEASURED_SUFFIX)
@@ -247,5 +247,5 @@ def accuracies(stage: PlannedStage, index: StageIndex) -> tuple[float | None, fl
 
 
 def format_accuracy(value: float | None) -> str:
-    """A share with three digits."""
+    """An accuracy with three digits, or `-`."""
     return "-" if value is None else f"{value:.3f}"

@@ -1,6 +1,6 @@
-"""`burnish train recipe.yaml [key=value ...]`: RL from a config, continued where it was if the run exists.
+"""`burnish train recipe.yaml [key=value ...]`: RL from a config. A run that exists is continued.
 
-The process that is started is a supervisor (`burnish.run.supervisor.supervisor`); a fork of it makes the run.
+The process that is started is a supervisor (`burnish.run.supervisor.supervisor`), and a fork of it is the driver of the run.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ if TYPE_CHECKING:
     from burnish.run.run import Run
 
 DRY_RUN_FAILED = 2
-"""Exit status of a dry run that found a problem: that of the run itself."""
+"""Exit status of a dry run that found a problem, the same as that of the run."""
 MAX_RESTARTS = 3
 DEADLINE_S = 1800.0
 SUPERVISOR_MARGIN_S = 60.0
-"""How much longer than its driver the supervisor waits for a worker."""
+"""How much longer than the driver the supervisor waits for a worker."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; the keys of the config are explained by --help, from the schema."""
+    """The options. `--help` also lists all keys of the config."""
     from burnish.config.explain import help_text
 
     parser.add_argument("recipe", type=Path, help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as rollout.n=16")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument(
-        "--shrink", action="store_true", help="the same algorithm in a few steps of a tiny model on a built-in task"
+        "--shrink",
+        action="store_true",
+        help="run the same algorithm for a few steps, with a tiny model on a built-in task",
     )
     parser.add_argument(
-        "--controls", action="store_true", help="afterwards train two supervised controls on the same task and compare"
+        "--controls", action="store_true", help="then train two supervised controls on the same task and compare"
     )
     add_fresh_option(parser)
     add_profile_option(parser, "step")
@@ -53,65 +55,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fresh_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--fresh`."""
+    """Add the option `--fresh`."""
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="begin the run anew; an old one of its name is moved to NAME.1 or so when the new one has passed its checks",
+        help="start a new run; an old one of the same name is moved to NAME.1 (or .2, ...) once the new one has passed its checks",
     )
 
 
 def replaced_folder(args: argparse.Namespace, folder: Path) -> FolderId | None:
-    """With `--fresh` the folder that is there now: the new run moves it to another name once its checks have passed."""
+    """With `--fresh`, the folder that exists now. The new run renames it once its checks have passed."""
     return folder_id(folder) if args.fresh else None
 
 
 def add_supervisor_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the supervisor."""
+    """Add the options of the supervisor."""
     parser.add_argument(
         "--max-restarts",
         type=int,
         metavar="N",
-        help=f"a run that dies goes on by itself so many times at most (default {MAX_RESTARTS}); 0: no process above it",
+        help=f"restart a run that dies at most N times (default {MAX_RESTARTS}); 0: no supervisor process",
     )
     parser.add_argument(
         "--deadline",
         type=float,
         default=DEADLINE_S,
         metavar="SECONDS",
-        help=f"without a sign of life for so long a run counts as dead; its stacks are kept (default {DEADLINE_S:g})",
+        help=f"restart a run without a sign of life for this long, and save its stacks (default {DEADLINE_S:g})",
     )
 
 
 def add_profile_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """The option `--profile [STEP]`."""
+    """Add the option `--profile [STEP]`."""
     parser.add_argument(
         "--profile",
         nargs="?",
         const=0,
         type=_step_number,
         metavar="STEP",
-        help=f"record one {what} (the second from here if no number is given): trace.json.gz and profile.txt in the run",
+        help=f"profile one {what} (default: the second from now): trace.json.gz and profile.txt in the run folder",
     )
 
 
 def _step_number(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(
-            f"{word!r} is no step: give a number from 1 on, or put --profile last to record the second step"
+            f"{word!r} is not a step: give a number of 1 or more, or put --profile last to profile the second step"
         )
     return int(word)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the last lines are the held-out accuracy, or the mean of graded rewards, before and after RL."""
+    """Train; the last lines are the held-out accuracy, or the mean reward, before and after RL."""
     loaded, name = load_recipe(TrainConfig, args)
     if args.dry_run:
         check_controls(args, loaded.config)
         return print_dry_run(loaded, name, args.fresh)
     restarts = num_restarts(args)
     folder = run_folder(loaded.config, name)
-    replaced = replaced_folder(args, folder)  # once: a driver that is started again goes on with the new run
+    replaced = replaced_folder(args, folder)  # read once: a restarted driver must continue the new run
     if restarts:
         status = supervise(folder, restarts, heartbeat_timeout_s(args, loaded.config), replaced)
         if status is not None:
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_dry_run(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int:
-    """The resolved config, the plan, and what the run would stop at; the exit status. With `is_fresh` an old run is no obstacle."""
+    """Print the resolved config, the plan and all problems; return the exit status. With `is_fresh`, an old run is not checked."""
     from burnish.config.explain import config_notes, plan_text
     from burnish.distributed.placement import check_placement
     from burnish.trainers.rl_run import check_directory
@@ -142,7 +144,7 @@ def print_dry_run(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int
 
 
 def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Refuse `--controls` where there is nothing to compare with."""
+    """Refuse `--controls` if there is nothing to compare with."""
     if args.controls:
         from burnish.trainers import rl_run
 
@@ -150,27 +152,27 @@ def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:
 
 
 def num_restarts(args: argparse.Namespace) -> int:
-    """How often the run may be taken up again: not where another program called, which a fork would double."""
+    """How often the run may be restarted. 0 if a program called `main()`, because a fork would duplicate the program."""
     given: int | None = args.max_restarts
     if given is not None and given < 0:
         raise UserError(f"--max-restarts {given}: give 0 or more")
     if not args.deadline > 0:
-        raise UserError(f"--deadline {args.deadline:g}: give seconds, more than 0")
-    can = args.is_command and is_supported()
-    if given and not can:
+        raise UserError(f"--deadline {args.deadline:g}: give a number of seconds above 0")
+    can_fork = args.is_command and is_supported()
+    if given and not can_fork:
         raise UserError(
             f"--max-restarts {given} needs the command `burnish train` on Linux: leave it out or set it to 0"
         )
-    return given if given is not None else MAX_RESTARTS if can else 0
+    return given if given is not None else MAX_RESTARTS if can_fork else 0
 
 
 def run_folder(config: TrainConfig, name: str) -> Path:
-    """The run's folder."""
+    """The folder of the run."""
     return Path(config.run.directory) / run_name(config.run.name, name, config.seed)
 
 
 def heartbeat_timeout_s(args: argparse.Namespace, config: TrainConfig) -> float:
-    """How long the driver may be silent: longer than it waits for any worker or server, which it gives up by itself."""
+    """How long the driver may be silent. Longer than its own time limits for workers and servers, which it handles itself."""
     others = [config.placement] if config.placement.name == "ray" else []
     waits_s = [other.timeout_s for other in (*others, config.rollout.vllm, config.rollout.sglang) if other is not None]
     waits_s += [config.rollout.source.deadline_s] if config.rollout.source.name == "async" else []
@@ -180,7 +182,7 @@ def heartbeat_timeout_s(args: argparse.Namespace, config: TrainConfig) -> float:
 def train_in_process(
     args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, replaced: FolderId | None = None
 ) -> int:
-    """Make the run, in this process."""
+    """Train in this process."""
     from burnish.trainers.rl_run import checked_run, execute
     from burnish.training.parallel.ranks import require_single_process
 
@@ -203,7 +205,7 @@ def train_in_process(
 
 
 def print_memory(loaded: Loaded[Any]) -> None:
-    """The memory plan; the error for one that cannot fit the device that is here."""
+    """Print the memory plan; raise if the run does not fit the device."""
     from burnish.memory_plan.from_config import plan_run
 
     memory = plan_run(loaded.config, loaded.base)
@@ -213,9 +215,9 @@ def print_memory(loaded: Loaded[Any]) -> None:
 
 
 def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
-    """How often each row is drawn; the error for a row that cannot be used. What is not there is told elsewhere.
+    """Print how often each row is drawn, and raise for a row that cannot be used. Missing files are reported elsewhere.
 
-    With the recipe's `name` also the error for whatever does not fit the policy's tokenizer and architecture: its model must be there.
+    With the recipe's `name`, also raise for what does not fit the policy's tokenizer and architecture, if its model exists.
     """
     from burnish.config.requirements import missing_extras, missing_inputs, missing_models
     from burnish.rewards.scoring import Rewards
@@ -233,7 +235,7 @@ def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
 
 
 def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int:
-    """All that the run would stop at: what is not there, and what each check finds. The exit status of the dry run."""
+    """Print missing files and what each check finds; return the exit status of the dry run."""
     from burnish.config.requirements import missing_extras, missing_files
 
     problems = [*missing_files(loaded), *missing_extras(loaded.config)]
@@ -250,7 +252,7 @@ def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int
 
 
 def load_recipe(kind: type[ConfigType], args: argparse.Namespace) -> tuple[Loaded[ConfigType], str]:
-    """The configuration a command line asks for and what to call its run; what `--shrink` changed is printed."""
+    """The configuration of a command line and the name of its run. Prints what `--shrink` changed."""
     if not args.shrink:
         return load(kind, args.recipe, args.overrides), args.recipe.stem
     loaded, changes = load_shrunk(kind, args.recipe, args.overrides)
@@ -285,12 +287,12 @@ def print_results(run: Run) -> None:
         return
     modes = parse_yaml(run.directory.config.read_text(), str(run.directory.config))["validation"][
         "modes"
-    ]  # in their order
-    # A finished run whose modes were renamed has only been measured in the old ones.
-    there = [mode for mode in modes if mode in figures] or list(figures)
-    for mode in there:
+    ]  # in the order of the config
+    # If the modes of a finished run were renamed, it has only results of the old ones.
+    measured_modes = [mode for mode in modes if mode in figures] or list(figures)
+    for mode in measured_modes:
         _print_table(mode, figures[mode], before, after)
-    mode, figure = there[0], figures[there[0]]
+    mode, figure = measured_modes[0], figures[measured_modes[0]]
     name = f"validation/{mode}/{figure}"
     if before["step"] == 0:
         print(f"{HELD_OUT_FIGURES[figure]} before RL: {before.get(name, float('nan')):.3f}")
@@ -298,7 +300,7 @@ def print_results(run: Run) -> None:
 
 
 def _print_table(mode: str, figure: str, before: dict[str, float], after: dict[str, float]) -> None:
-    """The first and the last value of a mode's figure, of all rows and by column."""
+    """Print the first and the last value of a mode, for all rows and for each value of `validation.by`."""
     from burnish.run.metrics import HELD_OUT_FIGURES
 
     prefix = f"validation/{mode}/{figure}"

@@ -176,7 +176,7 @@ def test_scorers_that_all_fail_are_an_exit_and_not_a_zero(model: Path, capsys: p
         (["gsm8l"], "did you mean 'gsm8k'"),
         (["gsm8k", "--data-dir", "."], "has no file of gsm8k"),
         (["task:sort_digits", "task:addition", "--out", "x.jsonl"], "there are 2 data sets"),
-        (["task:sort_digits", "--best-by", "task"], "--best-by chooses among several samples"),
+        (["task:sort_digits", "--best-by", "task"], "--best-by selects among several samples"),
         (
             ["task:sort_digits", "--n", "2", "--temperature", "1", "--best-by", "x"],
             "the reward has no such part (it has: task)",
@@ -352,7 +352,7 @@ def test_a_finished_evaluation_is_shown_again_and_not_made_again(
     before = Path("o.jsonl").stat().st_mtime_ns
     assert main([*command, "--max-rows", "2"]) == 0
     shown = capsys.readouterr()
-    assert "o.jsonl is complete; nothing is drawn again" in shown.err
+    assert "o.jsonl is complete; nothing is sampled again" in shown.err
     assert shown.out.splitlines()[:3] == first.splitlines()[:3]
     assert Path("o.jsonl").stat().st_mtime_ns == before
     assert main([*command, "--limit", "4"]) == 2

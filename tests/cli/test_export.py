@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_named_and_refused(
     assert main(["export", str(run), str(tmp_path / "out"), "--step", "last"]) == 2
     error = capsys.readouterr().err
     assert "step-000003 is damaged (model.safetensors has another checksum" in error
-    assert "whole are those of step 1, 2 (--step)" in error
+    assert "the checkpoints of step 1, 2 are undamaged (--step)" in error
     (run / "checkpoints" / "step-000002" / "config.json").unlink()
     assert main(["export", str(run / "checkpoints" / "step-000002"), str(tmp_path / "out")]) == 2
     assert "step-000002 is damaged (config.json is missing)" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_a_recipe_in_one_process_is_placed_on_the_cluster_and_told_so(trained: l
     assert cli.main(["launch", "toy.yaml"]) == 7
     assert "placement=ray" in trained[0]
     assert trained[1] == "10.0.0.7:6379"  # the one that runs on this machine
-    assert "placement=ray: the recipe has all in one process" in capsys.readouterr().out
+    assert "placement=ray: the recipe uses a single process" in capsys.readouterr().out
 
 
 def test_without_a_cluster_this_machine_is_one(trained: list[Any], capsys: Any) -> None:

@@ -72,8 +72,8 @@ def test_one_supervised_update_is_recorded(capsys: pytest.CaptureFixture[str]) -
     ("arguments", "message"),
     [
         (["sft", "sft.yaml", "--profile", "9"], "has only 3 steps"),
-        (["sft", "sft.yaml", "--profile", "sft.updates=2"], "is no step: give a number"),
-        (["sft", "sft.yaml", "--profile", "0"], "is no step: give a number"),
+        (["sft", "sft.yaml", "--profile", "sft.updates=2"], "is not a step: give a number"),
+        (["sft", "sft.yaml", "--profile", "0"], "is not a step: give a number"),
     ],
 )
 def test_a_step_that_will_not_come_is_refused(

@@ -111,7 +111,7 @@ def test_another_architecture_prints_whole_and_says_why(tmp_path: Path, capsys: 
     assert main(["sample", str(tmp_path), "123>", "--temperature", "0"]) == 0
     shown = capsys.readouterr()
     assert shown.out == tokenizer.decode(greedy(tmp_path, prompt, 28)) + "\n"
-    assert "each completion is printed whole: forward by transformers" in shown.err
+    assert "each completion is printed when it is complete: forward by transformers" in shown.err
     assert "max_tokens cut from 256 to 28" in shown.err
 
 
@@ -120,7 +120,7 @@ def test_another_architecture_prints_whole_and_says_why(tmp_path: Path, capsys: 
     [
         (["  "], "the prompt is empty"),
         (["abc"], "is not in this tokenizer's alphabet"),
-        (["1>", "--n", "2", "--temperature", "0"], "greedy samples are all alike"),
+        (["1>", "--n", "2", "--temperature", "0"], "greedy samples are identical"),
         (["1>", "--n", "0"], "--n 0: expected 1 or more"),
         (["1>", "--top-p", "2"], "top_p: got 2.0"),
         (["1>", "--template", "chat"], "has no chat template"),

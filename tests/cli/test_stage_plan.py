@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_dry_run_checks_all_stages_and_understands_what_is_not_made_yet(capsys: pytest.CaptureFixture[str]) -> None:
     assert stages(recipe(), "--dry-run") == 0
     out = capsys.readouterr().out
-    assert "runs/all: 11 stages, all of them checked" in out
+    assert "runs/all: 11 stages, all checked" in out
     rows = {line.split("  ")[1].strip(): line.split() for line in out.splitlines() if line.startswith("  ")}
     assert rows["again"] == ["again", "sft", "base", "base,", "right", "to", "do"]
     assert rows["scorer"] == ["scorer", "reward-model", "again", "again", "to", "do"]
@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a later stage": (("cold", "start"), "last", "stages.cold.start=last: stage last comes later"),
     "no such stage": (("again", "start"), "coldd", "there is no stage coldd; did you mean 'cold'"),
     "itself": (("again", "start"), "again", "a stage cannot use its own output"),
-    "a start that makes no policy": (("last", "start"), "scorer", "reward-model makes no policy to begin with"),
+    "a start that makes no policy": (("last", "start"), "scorer", "reward-model makes no policy to start from"),
     "a start without effect": (("right", "start"), "cold", "start has no effect on data reject"),
     "a file of a later stage": (("right", "options", "source"), "stage:last", "stage:last: stage last comes later"),
     "a run that is none": (("right", "options", "source"), "run:samples", "eval has no run folder"),
@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[tuple[str, ...], Any, str]] = {
         {"path": "x"},
         "config.model.path: the model is selected by start",
     ),
-    "a place of its own": (("right", "options", "out"), "x.jsonl", "options.out is not for a stage to say"),
+    "a place of its own": (("right", "options", "out"), "x.jsonl", "options.out cannot be set in a stage"),
     "nothing to read": (("right", "options"), {}, "stage right: data reject needs options.source"),
     "no such plug-in": (
         ("last", "config", "reward", "parts"),
@@ -150,7 +150,7 @@ def test_a_function_of_the_user_s_is_looked_at_before_the_first_stage_starts(
     place["parts"] = ["mine.py:g"]
     assert "mine.py defines no 'g'" in refused(capsys, tree)
     place["parts"] = ["task", "fatal.py:f"]
-    assert "stage reasoning: reward.parts: a process that imported fatal.py:f ended" in refused(capsys, tree)
+    assert "stage reasoning: reward.parts: the process that imported fatal.py:f ended" in refused(capsys, tree)
     place["parts"] = [{"name": "mine.py:f", "options": {"weight": 2}}]
     assert stages(tree, "--dry-run") == 0
 
@@ -170,7 +170,7 @@ def test_a_function_of_the_user_s_that_does_not_end_holds_nobody_up(
     assert set(threading.enumerate()) <= threads  # its thread is not in this process
     monkeypatch.setattr(stage_plan, "IMPORT_TIMEOUT_S", 0.2)
     place["parts"] = ["stuck.py:f"]
-    assert "stage reasoning: reward.parts: to import stuck.py:f took more than 0.2 s" in refused(capsys, tree)
+    assert "stage reasoning: reward.parts: the import of stuck.py:f took more than 0.2 s" in refused(capsys, tree)
     assert multiprocessing.active_children() == []
 
 
@@ -375,7 +375,7 @@ def test_a_recipe_is_checked_in_all_of_its_stages(
     make_data([Source(path=word) for word in words], PROMPT)
     monkeypatch.setattr("burnish.memory_plan.from_config._host_bytes", lambda: 2**50)
     assert main(["stages", str(path), "--dry-run"]) == 0
-    assert "all of them checked" in capsys.readouterr().out
+    assert "all checked" in capsys.readouterr().out
 
 
 def test_a_reward_model_of_a_base_that_cannot_be_one_is_refused_before_the_first_stage(
@@ -422,4 +422,7 @@ def test_what_reads_files_of_others_cannot_be_shrunk(capsys: pytest.CaptureFixtu
     tree["stages"]["right"]["options"]["source"] = "there.jsonl"
     Path("there.jsonl").write_text("{}\n")
     message = refused(capsys, tree, "--shrink")
-    assert "stage right cannot be shrunk: data reject reads source=there.jsonl, which no stage makes" in message
+    assert (
+        "stage right cannot be shrunk: data reject reads source=there.jsonl, which is not the output of a stage"
+        in message
+    )

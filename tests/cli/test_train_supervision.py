@@ -130,7 +130,7 @@ def test_the_supervisor_waits_longer_than_its_driver_does(
     [
         (["--max-restarts", "2"], "--max-restarts 2 needs the command `burnish train`"),
         (["--max-restarts", "-1"], "--max-restarts -1: give 0 or more"),
-        (["--deadline", "0"], "--deadline 0: give seconds, more than 0"),
+        (["--deadline", "0"], "--deadline 0: give a number of seconds above 0"),
     ],
 )
 def test_options_of_the_supervisor_are_checked(

@@ -178,7 +178,7 @@ def test_the_command_prints_counts_checksum_and_recipe(tmp_path: Path, capsys: p
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     manifest = json.loads(manifest_path(out).read_text())
-    for words in ("3 rows", "1 questions stand in it more than once", manifest["output"]["sha256"], "parts: number"):
+    for words in ("3 rows", "1 questions occur more than once", manifest["output"]["sha256"], "parts: number"):
         assert words in printed
     assert cli.main(arguments) == 0
     assert "is up to date: 3 rows, nothing to do" in capsys.readouterr().out

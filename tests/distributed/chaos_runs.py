@@ -47,7 +47,7 @@ def serve() -> None:
     from burnish.run.supervisor import processes, supervisor
 
     supervisor.MAX_STOPPED_S, supervisor.STACK_DUMP_S, processes.ORPHAN_GRACE_S = 0.5, 0.2, 3.0
-    burnish.cli.train.finish = lambda run: None  # curves and a report take longer than the run
+    burnish.cli.train.print_results = lambda run: None  # curves and a report take longer than the run
     for line in sys.stdin:
         command, argument, *overrides = line.split()
         if command == "start":

@@ -149,7 +149,7 @@ def test_a_server_without_a_key_beyond_this_machine_is_warned_of(
 
     monkeypatch.setattr("burnish.models.policy.load_policy", stop_here)
     monkeypatch.delenv("BURNISH_API_KEY", raising=False)
-    warning = "anyone who reaches 0.0.0.0 may use this server"
+    warning = "anyone who can reach 0.0.0.0 may use this server"
     for arguments, is_warned in (
         (["--host", "0.0.0.0"], True),
         (["--host", "0.0.0.0", "--api-key", "k"], False),

@@ -1,0 +1,163 @@
+"""`burnish sft`, `burnish prefer` and `burnish reward-model`: training on a fixed data set, without rollouts.
+
+All three take `recipe.yaml [key=value ...]` and continue a run that exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.cli.train import (
+    add_fresh_option,
+    add_profile_option,
+    load_recipe,
+    print_memory,
+    print_problems,
+    replaced_folder,
+)
+from burnish.config.loading import Loaded, add_missing_defaults, dump
+from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig
+from burnish.run.run_directory import RunDirectory, run_name
+
+if TYPE_CHECKING:
+    from burnish.trainers.offline_run import Outcome
+
+
+def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish sft`."""
+    _add_arguments(parser, SftConfig, "sft.updates=500")
+
+
+def run_sft(args: argparse.Namespace) -> int:
+    """Train; the last lines are the final loss and the path of the model."""
+    return _train(args, SftConfig, "burnish.trainers.sft", print_loss)
+
+
+def add_prefer_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish prefer`."""
+    _add_arguments(parser, PreferConfig, "preference.loss=ipo")
+
+
+def run_prefer(args: argparse.Namespace) -> int:
+    """Train; the last lines are the held-out accuracy before and after, the final loss and the path of the model."""
+    return _train(args, PreferConfig, "burnish.trainers.preference", _print_preference_results)
+
+
+def add_reward_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish reward-model`."""
+    _add_arguments(parser, RewardModelConfig, "reward_model.updates=500")
+
+
+def run_reward_model(args: argparse.Namespace) -> int:
+    """Train; the last lines are the accuracy on held-out pairs and the path of the model."""
+    return _train(args, RewardModelConfig, "burnish.trainers.reward_model", _print_reward_model_results)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, config_type: type[Any], example: str) -> None:
+    from burnish.config.explain import help_text
+
+    parser.add_argument("recipe", type=Path, help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
+    parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")
+    add_fresh_option(parser)
+    add_profile_option(parser, "update")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = help_text(config_type)
+
+
+def _train(
+    args: argparse.Namespace, config_type: type[Any], trainer: str, print_results: Callable[[Outcome], None]
+) -> int:
+    """Train with the module `trainer`, or print the plan of a dry run."""
+    from burnish.config.explain import plan_text
+
+    loaded, name = load_recipe(config_type, args)
+    settings = loaded.config.run
+    folder_name = run_name(settings.name, name, loaded.config.seed)
+    if args.dry_run:
+        print(dump(loaded.config))
+        print(plan_text(loaded.config))
+        checks = [lambda: print_row_counts(loaded), lambda: print_memory(loaded)]
+        if not args.fresh:
+            place = Path(settings.directory), folder_name
+            fill = partial(add_missing_defaults, config_type)
+            checks.append(lambda: RunDirectory.check(*place, dump(loaded.config), fill))
+        return print_problems(loaded, checks)
+    replaced = replaced_folder(args, Path(settings.directory) / folder_name)
+    from burnish.training.parallel.ranks import leave_process_group
+
+    execute = importlib.import_module(trainer).execute
+    outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile, replaced)
+    leave_process_group()
+    if outcome is None:  # another rank prints the results
+        return 0
+    if not outcome.is_complete:
+        print(f"stopped; the same command goes on from here: {outcome.directory}")
+        return 0
+    print_results(outcome)
+    print(f"model: {outcome.model}")
+    return 0
+
+
+def print_row_counts(loaded: Loaded[Any]) -> None:
+    """Print how often each row is used, and raise for a row that cannot be used. Missing files are reported elsewhere."""
+    from burnish.config.requirements import matching_paths, missing_inputs
+    from burnish.data.preference_pairs import count_rows
+    from burnish.data.supervised import count_examples
+    from burnish.models.architecture import check_score_model_base
+
+    config = loaded.config
+    if any(missing_inputs(loaded)):
+        return
+    if isinstance(config, SftConfig):
+        section, what, count = config.sft, "examples", count_examples(config.sft.data, loaded.base, config.seed)
+    else:
+        section = config.preference if hasattr(config, "preference") else config.reward_model
+        is_labelled = getattr(getattr(section, "loss", None), "name", None) == "kto"
+        what, count = "rows", count_rows(section.data, loaded.base, config.seed, is_labelled)
+        count_rows(section.held_out, loaded.base, config.seed, is_labelled, "test")
+    if isinstance(config, RewardModelConfig) and config.model.path is not None and config.model.adapter is None:
+        for path in matching_paths(config.model.path, loaded.base, Path.is_dir)[:1]:
+            check_score_model_base(path)
+    draws = section.updates * section.batch_size
+    print(f"data: {count:,} {what}; {section.updates:,} updates use each {draws / count:,.1f} times")
+
+
+def print_loss(outcome: Outcome) -> None:
+    """Print the loss of the last update."""
+    if not outcome.is_loss_known:
+        text = "not known (metrics.jsonl has no line of the last update)"
+    elif outcome.loss is None:
+        text = "none (the last update was skipped)"
+    else:
+        text = f"{outcome.loss:.4f}"
+    print(f"final loss: {text}")
+
+
+def _print_preference_results(outcome: Outcome) -> None:
+    """Print the held-out accuracy of the first and the last evaluation, and the final loss."""
+    from burnish.run.metrics import read_metrics
+
+    for kind in ("pairs", "answers"):
+        name = f"validation/{kind}/accuracy"
+        values = [row[name] for row in read_metrics(RunDirectory(outcome.directory).metrics) if name in row]
+        if values:
+            print(f"held-out {kind[:-1]} accuracy: {values[0]:.3f} -> {values[-1]:.3f}")
+    print_loss(outcome)
+
+
+def _print_reward_model_results(outcome: Outcome) -> None:
+    """Print the accuracy on held-out pairs, if there are any."""
+    from burnish.trainers.reward_model import read_measurements
+
+    held_out = read_measurements(outcome.model)
+    if held_out is not None:
+        order = f"{held_out.accuracy:.1%} of {held_out.pairs:,} in the right order"
+        print(f"held-out pairs: {order}, margin {held_out.margin:.3f}")
+        print(f"scores: mean {held_out.mean:.3f}, standard deviation {held_out.std:.3f}")
