@@ -32,22 +32,22 @@ LENGTH_KEYS = {
 """The config key of each training command with its number of steps or updates."""
 
 
-def run_stage(plan: Plan, ready: RunnableStage, outputs: dict[str, str]) -> int:
+def run_stage(plan: Plan, runnable: RunnableStage, outputs: dict[str, str]) -> int:
     """Run a stage, or the rest of it, record its outcome in its folder, and return the exit status. `outputs` are paths by reference."""
-    command, name = ready.planned.command, ready.planned.name
-    if ready.loaded is not None:
-        loaded = _with_stage_outputs(ready.loaded, outputs)
+    command, name = runnable.planned.command, runnable.planned.name
+    if runnable.loaded is not None:
+        loaded = _with_stage_outputs(runnable.loaded, outputs)
         try:
             _train(command, loaded, name)
         except WorkerLost as error:
             print(f"burnish: error: {printable(str(error))}")
             return WORKER_LOST_STATUS
-        outcome = _trained_outcome(plan, ready, loaded.config)
+        outcome = _trained_outcome(plan, runnable, loaded.config)
         if outcome is not None:
             write_outcome(plan.folder / name, outcome)
         return 0
     with _log_output(plan.folder / name):
-        status = _make_base(plan) if command == "new" else _run_command(ready, outputs)
+        status = _make_base(plan) if command == "new" else _run_command(runnable, outputs)
     target = output_path(plan.folder, name, command)
     if status == 0:
         shown = _outcome_fields(command, target)
@@ -85,9 +85,9 @@ def _train(command: str, loaded: Loaded[Any], name: str) -> None:
         reward_model.execute(config, plain, base, name)
 
 
-def _trained_outcome(plan: Plan, ready: RunnableStage, config: Any) -> StageOutcome | None:
+def _trained_outcome(plan: Plan, runnable: RunnableStage, config: Any) -> StageOutcome | None:
     """The outcome of a training stage; None if it was stopped before its end."""
-    command, name = ready.planned.command, ready.planned.name
+    command, name = runnable.planned.command, runnable.planned.name
     run = RunDirectory.open(plan.folder / name)
     checkpoints = Checkpoints(run.checkpoints, keep_last=1)
     last = checkpoints.latest()
@@ -95,7 +95,7 @@ def _trained_outcome(plan: Plan, ready: RunnableStage, config: Any) -> StageOutc
     total = getattr(getattr(config, section), key)
     if last is None or last.step < total:
         return None
-    best = checkpoints.best() if ready.planned.asked["take"] == "best" else None
+    best = checkpoints.best() if runnable.planned.asked["take"] == "best" else None
     chosen = best or last
     manifest = read_manifest(chosen.path)
     assert manifest is not None, "an undamaged checkpoint has a manifest"
@@ -138,16 +138,16 @@ def _make_base(plan: Plan) -> int:
     return 0
 
 
-def _run_command(ready: RunnableStage, outputs: dict[str, str]) -> int:
+def _run_command(runnable: RunnableStage, outputs: dict[str, str]) -> int:
     """Run a command with its options. A command that writes a folder is done if the folder exists, because it appears complete."""
-    assert ready.command is not None
-    assert ready.args is not None
-    args = argparse.Namespace(**{key: _resolve_value(value, outputs) for key, value in vars(ready.args).items()})
-    if ready.planned.command in ("merge", "export") and args.out.exists():
+    assert runnable.command is not None
+    assert runnable.args is not None
+    args = argparse.Namespace(**{key: _resolve_value(value, outputs) for key, value in vars(runnable.args).items()})
+    if runnable.planned.command in ("merge", "export") and args.out.exists():
         return 0
-    if ready.planned.command.startswith("data "):
+    if runnable.planned.command.startswith("data "):
         args.force = True  # a kill may have left the file without its manifest; the folder belongs to the stage
-    return ready.command.run(args)
+    return runnable.command.run(args)
 
 
 def _resolve_value(value: Any, outputs: dict[str, str]) -> Any:

@@ -42,7 +42,7 @@ PATH_OPTIONS = ("data", "models", "source", "run", "prompts", "scores", "guesses
 RESERVED_OPTIONS = ("out", "force", "compare")
 """Options that `burnish stages` sets itself."""
 MEASURED_SUFFIX = ".measured"
-IMPORT_TIMEOUT_S = 120.0  # a user's module may load a model before it is ready
+IMPORT_TIMEOUT_S = 120.0  # a user's module may load a model before it is runnable
 EXIT_TIMEOUT_S = 1.0  # for the child to exit after its answer
 
 
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def planned(self) -> list[PlannedStage]:
-        return [ready.planned for ready in self.stages.values()]
+        return [runnable.planned for runnable in self.stages.values()]
 
     def base_output(self) -> dict[str, str]:
         """The path of `stage:base`, if the base is not made by a stage."""
@@ -88,9 +88,17 @@ class Plan:
     def task_sources(self) -> list[Source]:
         """The generated tasks of all stages, for the tokenizer of a new model."""
         found = [
-            source for ready in self.stages.values() if ready.loaded for source in data_sources(ready.loaded.config)
+            source
+            for runnable in self.stages.values()
+            if runnable.loaded
+            for source in data_sources(runnable.loaded.config)
         ]
-        words = [str(word) for ready in self.stages.values() if ready.args for word in getattr(ready.args, "words", [])]
+        words = [
+            str(word)
+            for runnable in self.stages.values()
+            if runnable.args
+            for word in getattr(runnable.args, "words", [])
+        ]
         found += [Source(task=word.removeprefix("task:")) for word in words if word.startswith("task:")]
         return [Source(task=task) for task in dict.fromkeys(source.task for source in found if source.task)]
 
@@ -133,9 +141,8 @@ def _training_stage(plan: Plan, name: str, loaded: Loaded[Any]) -> RunnableStage
     for problem in missing_extras(loaded.config):
         raise UserError(problem)
     base = plan.config.model.path
-    if (
-        stage.command == "reward-model" and base is not None
-    ):  # the models of all stages have the architecture of the base
+    # The models of all stages have the architecture of the base.
+    if stage.command == "reward-model" and base is not None:
         check_score_model_base(
             Path(plan.base_output()[f"stage:{BASE_STAGE}"]) if plan.config.model.adapter is None else Path(base)
         )

@@ -61,18 +61,20 @@ def run(args: argparse.Namespace) -> int:
         for stage in stages.left():
             print_stage_start(plan, stages, stage)
             stages.begin(stage)
-            ready, status, is_asked, heard = plan.stages[stage.name], None, False, StopOnInterrupt.num_heard
+            runnable, status = plan.stages[stage.name], None
+            is_stop_requested, num_interrupts = False, StopOnInterrupt.num_heard
             if restarts:
-                supervisor = Supervisor(plan.folder / stage.name, restarts, stage_timeout_s(args, ready))
-                status, is_asked = supervisor.run(), supervisor.is_asked_to_stop
+                supervisor = Supervisor(plan.folder / stage.name, restarts, stage_timeout_s(args, runnable))
+                status, is_stop_requested = supervisor.run(), supervisor.is_asked_to_stop
             if status is None:  # this is the forked driver, or there is no supervisor
                 from burnish.cli.stage_commands import run_stage
 
-                status = run_stage(plan, ready, plan.base_output() | stages.made())
+                status = run_stage(plan, runnable, plan.base_output() | stages.made())
                 if restarts:
                     return status
-            is_done, is_asked = stages.end(stage), is_asked or StopOnInterrupt.num_heard > heard
-            if not is_done or (is_asked and stages.left()):
+            is_done = stages.end(stage)
+            is_stop_requested = is_stop_requested or StopOnInterrupt.num_heard > num_interrupts
+            if not is_done or (is_stop_requested and stages.left()):
                 how = "stopped" if status == 0 else f"ended with status {status}"
                 where = f"{'after' if is_done else 'in'} stage {stage.name}"
                 print(f"{how} {where}; the same command{_without_from(args)} goes on from here: {plan.folder}")
@@ -92,10 +94,10 @@ def load_plan(args: argparse.Namespace) -> Plan:
     return make_plan(loaded, args.recipe, f"{args.recipe.stem}-shrunk")
 
 
-def stage_timeout_s(args: argparse.Namespace, ready: RunnableStage) -> float:
+def stage_timeout_s(args: argparse.Namespace, runnable: RunnableStage) -> float:
     """How long the driver of a stage may be silent."""
-    if ready.loaded is not None and isinstance(ready.loaded.config, TrainConfig):
-        return heartbeat_timeout_s(args, ready.loaded.config)
+    if runnable.loaded is not None and isinstance(runnable.loaded.config, TrainConfig):
+        return heartbeat_timeout_s(args, runnable.loaded.config)
     return float(args.deadline)
 
 
@@ -159,31 +161,31 @@ def print_stage_rows(loaded: Loaded[Any]) -> None:
         print_row_counts(loaded)
 
 
-def print_stage_memory(plan: Plan, ready: RunnableStage) -> None:
+def print_stage_memory(plan: Plan, runnable: RunnableStage) -> None:
     """Print the memory plan of a training stage; raise if it does not fit."""
     from burnish.memory_plan.from_config import plan_run
 
-    assert ready.loaded is not None
-    config = ready.loaded.config
+    assert runnable.loaded is not None
+    config = runnable.loaded.config
     if isinstance(config, TrainConfig) and config.placement.name != "local":
         return
-    memory = plan_run(config.model_copy(update={"model": planned_model(plan, ready)}), plan.base)
+    memory = plan_run(config.model_copy(update={"model": planned_model(plan, runnable)}), plan.base)
     print(memory.text)
     for warning in memory.check():
         print(f"note: {warning}")
 
 
-def planned_model(plan: Plan, ready: RunnableStage) -> Model:
+def planned_model(plan: Plan, runnable: RunnableStage) -> Model:
     """The model of a stage for its memory plan: the architecture of the base, and the adapters that the stage trains."""
     from burnish.models.lora.peft_files import base_model_of
     from burnish.models.policy import find_directory
 
-    assert ready.loaded is not None
-    base, model = plan.config.model, ready.loaded.config.model
+    assert runnable.loaded is not None
+    base, model = plan.config.model, runnable.loaded.config.model
     own = {key: getattr(model, key) for key in ("dtype", "device", "backend", "lora")}
     if is_reference(model.adapter):
-        assert ready.planned.start is not None
-        own["lora"] = planned_model(plan, plan.stages[ready.planned.start]).lora
+        assert runnable.planned.start is not None
+        own["lora"] = planned_model(plan, plan.stages[runnable.planned.start]).lora
     elif model.adapter is None and base.adapter is not None:  # an earlier stage has merged the adapters
         own |= {"adapter": None, "path": base.path or str(base_model_of(find_directory(base.adapter, plan.base)))}
     return base.model_copy(update=own)

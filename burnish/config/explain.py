@@ -52,8 +52,8 @@ def help_text(config_type: type[Record]) -> str:
         if key.is_leaf:
             lines += [f"{key.path} ({_type_and_default(key)})", *_wrapped(key.doc)]
             continue
-        named = f" (default {_default(key)})" if key.node.form != "record" else ""
-        lines += ["", f"{key.path}: {_key_text(key)}{named}"]
+        default = "required" if key.default is REQUIRED else f"default {_default(key)}"
+        lines += ["", f"{key.path}: {_key_text(key)}" + (f" ({default})" if key.node.form != "record" else "")]
         lines += _choices_text(key)
     return "\n".join(lines).lstrip("\n") + "\n"
 

@@ -4,8 +4,8 @@
 over a shorter one, so the order of overrides does not matter. `algorithm: dapo` names a preset whose slots can be overridden one by one.
 Precedence, lowest first: defaults, preset, extended file, file, `--shrink`, overrides.
 
-Trees are merged deeply, with one exception: when the `name` of a slot or the `preset` of an algorithm changes, the options of the old
-choice are dropped, because they mean nothing to the new one. Lists are replaced as a whole. No tree is changed in place.
+Trees are merged deeply, with one exception. When the `name` of a slot or the `preset` of an algorithm changes, the options of the old
+choice are dropped. Lists are replaced as a whole. No tree is changed in place.
 """
 
 from __future__ import annotations

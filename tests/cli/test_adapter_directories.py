@@ -1,4 +1,4 @@
-"""The commands on a PEFT directory: sample and eval take it as they take a model, an export of it is the same model."""
+"""`burnish sample`, `eval` and `export` on a PEFT adapter directory."""
 
 from __future__ import annotations
 

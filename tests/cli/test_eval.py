@@ -1,4 +1,4 @@
-"""`burnish eval`: the table, the file, the exits."""
+"""`burnish eval`: tables, files and exit statuses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`burnish launch`: what it waits for, what it becomes, and the examples of docs/cluster.md."""
+"""`burnish launch`: waiting for a cluster, starting `burnish train`, and the examples of docs/cluster.md."""
 
 from __future__ import annotations
 

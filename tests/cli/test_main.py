@@ -1,4 +1,4 @@
-"""The command line's scaffold: what it loads, what it prints on errors, how it exits."""
+"""The command dispatcher: lazy imports, error output and exit statuses."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""`burnish merge`: averages of models, exact where they can be, refused where the models are not alike."""
+"""`burnish merge`: exact averages of models, and refusal of models that do not match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`burnish prefer`: what it prints and leaves, what it refuses, and going on after a kill at any moment."""
+"""`burnish prefer`: output, refused settings, and resuming after a kill at any moment."""
 
 from __future__ import annotations
 

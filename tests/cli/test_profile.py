@@ -1,4 +1,4 @@
-"""`--profile`: one step recorded in the run's folder, the rest of the run as it would have been."""
+"""`--profile` records one step in the run folder and does not change the run."""
 
 from __future__ import annotations
 

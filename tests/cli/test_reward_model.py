@@ -1,4 +1,4 @@
-"""`burnish reward-model`: what it prints, the scorer it leaves, going on after a kill, and each option's effect."""
+"""`burnish reward-model`: output, the saved model, resuming after a kill, and the effect of each option."""
 
 from __future__ import annotations
 

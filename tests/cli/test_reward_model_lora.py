@@ -1,4 +1,4 @@
-"""`burnish reward-model` with adapters: it learns, goes on after a kill, leaves a small PEFT directory that scores anywhere."""
+"""`burnish reward-model` with adapters: it learns, resumes after a kill, and saves a PEFT directory that can be used as a reward."""
 
 from __future__ import annotations
 

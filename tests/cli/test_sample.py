@@ -1,4 +1,4 @@
-"""`burnish sample`: the text, its order, its moment; and what is refused."""
+"""`burnish sample`: text, order and time of output, and refused arguments."""
 
 import io
 from pathlib import Path

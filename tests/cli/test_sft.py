@@ -1,4 +1,4 @@
-"""`burnish sft`: the loss it prints, the model it leaves, and going on after a kill."""
+"""`burnish sft`: the printed loss, the saved model, and resuming after a kill."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`burnish stages`: everything that is checked before the first stage starts, whose settings hold, and the recipes."""
+"""`burnish stages`: checks before the first stage, precedence of settings, and the recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`burnish stages`: several commands in a row, killed between them and inside them, changed, and begun again."""
+"""`burnish stages`: several commands in a row that are killed, changed and started again."""
 
 from __future__ import annotations
 

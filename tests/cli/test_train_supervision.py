@@ -1,4 +1,4 @@
-"""`burnish train` as a shell starts it: a light process above the driver, which a terminal and its keys do not notice."""
+"""`burnish train` from a shell: a light supervisor process that restarts its driver and passes on Ctrl-C once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: the page, and that what it says can be done."""
+"""docs/algorithms.md matches the presets, and its settings load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations that cannot do what they say are refused with the reason; what goes together is not."""
+"""Combinations that cannot work are refused with the reason; valid ones are accepted."""
 
 from __future__ import annotations
 

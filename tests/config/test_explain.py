@@ -1,4 +1,4 @@
-"""Help, the plan, the page of documentation."""
+"""Help texts, plans, notes and docs/config.md."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_plan_of_supervised_training() -> None:
     assert plan_text(config) == "training  2 updates of 3 sequences (at most 12 tokens), 6 sequences in all\n"
 
 
-# --- What a run is told when its settings do less than they seem to.
+# --- notes on settings that have less effect than expected ------------------------------------------------------------
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits", "training.mini_batches=2"]
 

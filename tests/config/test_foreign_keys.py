@@ -1,4 +1,4 @@
-"""verl's rollout-correction keys mean here what they mean there; what cannot be meant is refused."""
+"""verl's rollout-correction keys are translated with the same meaning; invalid combinations are refused."""
 
 from __future__ import annotations
 

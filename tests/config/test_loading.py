@@ -1,4 +1,4 @@
-"""Loading: precedence, presets and slots, overrides, files, and the round trip through YAML."""
+"""Loading and merging: precedence, presets, slots, overrides, files, and the round trip through YAML."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_the_context_grows_at_the_stated_steps() -> None:
     assert found == [(8192, 8), (8192, 8), (16384, 16), (16384, 16), (24576, 16)]
 
 
-# --- Merging trees.
+# --- merging trees ----------------------------------------------------------------------------------------------------
 
 SHAPE = root_node(TrainConfig)
 ADVANTAGES = st.one_of(

@@ -1,4 +1,4 @@
-"""The keys of LoRA: what they mean and which combinations are refused."""
+"""LoRA keys: their meaning, and combinations that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading plug-ins: by file and by module, beside files that have the names of installed modules."""
+"""Plug-ins by file and by module, also next to files with the names of installed modules."""
 
 from __future__ import annotations
 

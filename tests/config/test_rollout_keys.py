@@ -1,4 +1,4 @@
-"""Environments beside the rest of a run: what fits, and what is refused with the reason."""
+"""Keys of environments, vLLM and SGLang: combinations that are refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_environment_of_one_turn_shrinks_to_a_game_of_two(tmp_path: Path) -> 
     assert load_shrunk(TrainConfig, tmp_path / "recipe.yaml", [])[0].config.environment.max_turns == 2
 
 
-# --- Engines with weights of their own: what does not go together with them is refused with the reason.
+# --- SGLang ----------------------------------------------------------------------------------------------------
 
 MINIMAL = ["model.new.num_layers=1", "data.train.task=sort_digits"]
 SGLANG = ["rollout.engine=sglang", "rollout.sglang.urls=http://localhost:30000"]
@@ -116,7 +116,7 @@ def test_a_shrunk_recipe_needs_no_server(tmp_path: Path) -> None:
     assert (config.rollout.engine, config.rollout.sglang) == ("auto", None)
 
 
-# --- The keys of vLLM: which combinations are refused.
+# --- vLLM ----------------------------------------------------------------------------------------------------
 
 BASE = ["model.path=somewhere", "data.train.task=sort_digits", "rollout.engine=vllm"]
 

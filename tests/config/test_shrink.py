@@ -1,4 +1,4 @@
-"""`--shrink`: any recipe as a job of seconds, with every choice of its algorithm still there."""
+"""`--shrink` turns any recipe into a job of seconds and keeps every choice of its algorithm."""
 
 from __future__ import annotations
 

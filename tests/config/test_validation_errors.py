@@ -1,4 +1,4 @@
-"""Errors for people: the key, what was given, what was expected, the nearest right thing; no validator's jargon."""
+"""Error messages name the key, the given and the expected value, and the nearest valid name."""
 
 import re
 from pathlib import Path
