@@ -23,14 +23,7 @@ from burnish.algorithms.losses.spec import (
     policy_loss_conflict,
 )
 from burnish.algorithms.shaping.spec import SHAPER_RECORDS
-from burnish.algorithms.terms.spec import (
-    REFERENCE_RECORDS,
-    Aggregation,
-    Auxiliary,
-    Entropy,
-    IterateReference,
-    Kl,
-)
+from burnish.algorithms.terms.spec import REFERENCE_RECORDS, Aggregation, Auxiliary, Entropy, IterateReference, Kl
 from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, choice, name_to_record
 

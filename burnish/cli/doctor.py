@@ -36,6 +36,7 @@ USES = {
     "math": "the math reward (math-verify)",
     "tasks": "reasoning-gym/<name> tasks",
     "track": "TensorBoard and Weights & Biases",
+    "plot": "burnish view --png: the curves as an image (matplotlib)",
     "ray": "placement=ray and burnish launch: several processes or machines",
     "serve": "burnish serve: an OpenAI-compatible server",
     "vllm": "the vLLM engine",

@@ -156,3 +156,35 @@ def short_repr(value: Any) -> str:
 def typed_repr(value: Any) -> str:
     """The type of a value and the value, for an error message."""
     return f"{type(value).__name__} {short_repr(value)}"
+
+
+LIKELY_ANSWER_COLUMNS = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "final_answer",
+    "expected_answer",
+    "label",
+    "target",
+    "response",
+    "output",
+)
+"""Columns that probably hold the expected answer if `answer_key` names no column of the row; the most likely first."""
+
+
+VERL_MODEL_STYLE = "model"
+"""verl's `reward_model.style` of rows that a reward model scores."""
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a column has a value; parquet fills missing fields with nulls."""
+    if isinstance(value, Mapping):
+        return any(_is_given(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_given(inner) for inner in value)
+    return value is not None and value is not False and value != ""
+
+
+def likely_answer(columns: Mapping[str, Any]) -> str | None:
+    """The column of a row that probably holds its expected answer, or None."""
+    return next((key for key in LIKELY_ANSWER_COLUMNS if _is_given(columns.get(key))), None)

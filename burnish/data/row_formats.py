@@ -20,7 +20,17 @@ from burnish.config.errors import UserError, did_you_mean
 from burnish.config.plugins import check_options, load_plugin
 from burnish.data.files import LocatedRecord, Record, read_records
 from burnish.data.published_datasets import read_shaped_records
-from burnish.data.row import Message, Row, TextOrMessages, checked_messages, short_repr, text_or_messages, typed_repr
+from burnish.data.row import (
+    VERL_MODEL_STYLE,
+    Message,
+    Row,
+    TextOrMessages,
+    _is_given,
+    checked_messages,
+    short_repr,
+    text_or_messages,
+    typed_repr,
+)
 
 if TYPE_CHECKING:
     from burnish.config.data import Source
@@ -29,18 +39,6 @@ QUESTION_COLUMNS = ("question", "problem", "query", "instruction", "input")
 """Columns that may hold the prompt of a row without `prompt`."""
 COMPLETION_COLUMNS = ("completion", "response", "output")
 """Columns that may hold the completion of supervised rows and labelled answers."""
-LIKELY_ANSWER_COLUMNS = (
-    "answer",
-    "solution",
-    "ground_truth",
-    "final_answer",
-    "expected_answer",
-    "label",
-    "target",
-    "response",
-    "output",
-)
-"""Columns that probably hold the expected answer if `answer_key` names no column of the row; the most likely first."""
 
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 """Inputs that are not text (verl, TRL, ShareGPT). If they were dropped, the model would read the literal `<image>`."""
@@ -51,8 +49,6 @@ AGENT_COLUMNS = ("tools", "agent_name", "tools_kwargs", "need_tools_kwargs", "in
 SINGLE_ANSWER_AGENTS = {"agent_name": ("single_turn_agent",)}
 """Values of these columns that ask for one plain answer."""
 NO_TOOL_ENVIRONMENT = "and environment=single_turn gives the model neither: name an environment that does (docs/environments.md), or leave such rows out"
-VERL_MODEL_STYLE = "model"
-"""verl's `reward_model.style` of rows that a reward model scores."""
 TOOLS_IN_SUPERVISED_DATA = (
     "which supervised data does not give to the model: leave such rows out, or render the tools into a system message"
 )
@@ -225,15 +221,6 @@ def refuse_tools(columns: Mapping[str, Any], where: str, use: str) -> None:
             raise UserError(f"{where}: column {key!r} asks for tools or an agent ({short_repr(value)}), {use}")
 
 
-def _is_given(value: Any) -> bool:
-    """Whether a column has a value; parquet fills missing fields with nulls."""
-    if isinstance(value, Mapping):
-        return any(_is_given(inner) for inner in value.values())
-    if isinstance(value, list | tuple):
-        return any(_is_given(inner) for inner in value)
-    return value is not None and value is not False and value != ""
-
-
 def question_column(record: Mapping[str, Any], where: str, wanted: str) -> str | None:
     """The column of the prompt: the one the config names, else the only one of `QUESTION_COLUMNS`. Two are an error."""
     if wanted in record or wanted != QUESTION_COLUMNS[0]:
@@ -281,11 +268,6 @@ def completion_column(record: Mapping[str, Any], where: str) -> str | None:
     if not found and "prompt" not in record and isinstance(record.get("answer"), str):
         return "answer"
     return found[0] if found else None
-
-
-def likely_answer(columns: Mapping[str, Any]) -> str | None:
-    """The column of a row that probably holds its expected answer, or None."""
-    return next((key for key in LIKELY_ANSWER_COLUMNS if _is_given(columns.get(key))), None)
 
 
 def _missing(key: str, record: Record, where: str, option: str) -> UserError:

@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 
 from burnish.config.consistency import may_give_verdict
 from burnish.config.data import RewardPart
-from burnish.rewards.verifiers import (
-    answer_block,
-    answered_number,
-    chosen_letter,
-    last_boxed,
-)
+from burnish.rewards.verifiers import answer_block, answered_number, chosen_letter, last_boxed
 
 MAX_CHARS = 20_000
 """Characters at the end of a completion that are searched for the answer."""

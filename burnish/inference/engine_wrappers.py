@@ -37,7 +37,8 @@ from burnish.core.random_keys import fold
 from burnish.models.nf4 import quantised_weights
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.checkpoint.saver import TensorStaging
-from burnish.run.checkpoint.snapshot import Content, TensorFile
+from burnish.run.checkpoint.snapshot import Content
+from burnish.run.checkpoint.tensor_file import TensorFile
 from burnish.training.forward import PolicyForward
 from burnish.training.sharded_checkpoint import StoredTensors
 

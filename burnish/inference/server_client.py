@@ -16,7 +16,8 @@ from burnish.config.errors import UserError
 from burnish.core.http import connection_to, is_server_url
 from burnish.models.weight_files import FILE_BYTES, METADATA
 from burnish.run.checkpoint.saver import keep_in_place
-from burnish.run.checkpoint.snapshot import TensorBytes, TensorFile, write_file
+from burnish.run.checkpoint.snapshot import write_file
+from burnish.run.checkpoint.tensor_file import TensorBytes, TensorFile
 
 MAX_SHOWN = 400
 """Most characters of a server's error message in ours."""

@@ -34,16 +34,8 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.models.weight_files import StoredTensor, file_tensors, weight_contents, weight_files
 from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, read_manifest
 from burnish.run.checkpoint.saver import keep_in_place
-from burnish.run.checkpoint.snapshot import (
-    SAFETENSORS_DTYPES,
-    BytesFile,
-    Content,
-    TensorBytes,
-    TensorFile,
-    WriterRank,
-    flat_bytes,
-    write_contents,
-)
+from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, write_contents
+from burnish.run.checkpoint.tensor_file import SAFETENSORS_DTYPES, TensorBytes, TensorFile, flat_bytes
 from burnish.run.durable_files import checksums
 
 SAFETENSORS = ".safetensors"

@@ -24,7 +24,8 @@ from burnish.models.kernels.shared_prefix import RowShard, SharedPrefixes, Unsha
 from burnish.models.tokenizer import check_remote_code
 from burnish.models.weight_files import gathering_stage, weight_files
 from burnish.run.checkpoint.saver import TensorStaging
-from burnish.run.checkpoint.snapshot import Checksums, Content, TensorBytes, file_checksum, writer_rank_of
+from burnish.run.checkpoint.snapshot import Checksums, Content, file_checksum, writer_rank_of
+from burnish.run.checkpoint.tensor_file import TensorBytes
 
 
 def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:

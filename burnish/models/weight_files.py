@@ -50,15 +50,8 @@ from burnish.models.model_families import FAMILIES
 from burnish.models.nf4 import DenseWeights, WeightsToFill, quantise_layers, weight_shapes
 from burnish.models.weight_layout import RowOrder, in_hf_order, row_order_of
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging, keep_in_place
-from burnish.run.checkpoint.snapshot import (
-    BytesFile,
-    Content,
-    TensorBytes,
-    TensorFile,
-    WriterRank,
-    write_contents,
-    writer_rank_of,
-)
+from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, write_contents, writer_rank_of
+from burnish.run.checkpoint.tensor_file import TensorBytes, TensorFile
 
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")

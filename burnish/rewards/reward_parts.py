@@ -7,17 +7,18 @@ rejects a row without an answer, before anything is sampled, if a part that appl
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from burnish.config.consistency import gives_verdict, may_give_verdict
 from burnish.config.data import RewardPart
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin
-from burnish.data.row import Row
-from burnish.data.row_formats import VERL_MODEL_STYLE, likely_answer
+from burnish.data.row import VERL_MODEL_STYLE, Row, likely_answer
 from burnish.rewards import verifiers
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.score_types import PartResult, Score, ScoreRequest, is_missing, reward_problem
@@ -30,6 +31,15 @@ EACH_STEP = "each"
 """The aggregation that gives every step its own score, at the step's last token."""
 NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
 """Columns of a row that a built-in verifier needs."""
+STEP_SCORE_AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
+    {
+        "last": lambda scores: scores[-1],
+        "min": min,
+        "prod": math.prod,
+        "mean": lambda scores: sum(scores) / len(scores),
+    }
+)
+"""last: the score of the last step. min: of the worst step. prod: the chance that all steps are right. mean: of all steps."""
 
 
 def check_row(row: Row, parts: Sequence[tuple[str, RewardPart]], answer_key: str) -> None:
@@ -104,8 +114,6 @@ class RewardModelOptions:
     @staticmethod
     def of(options: Mapping[str, Any], where: str) -> RewardModelOptions:
         """Parse the options of a part; raise a UserError for what is wrong with them."""
-        from burnish.algorithms.shaping.shapers import STEP_SCORE_AGGREGATIONS  # imports torch
-
         check_options(RewardModelOptions, options, where)
         if not isinstance(options.get("path"), str):
             raise UserError(f"{where}: give options.path, the directory of a reward model")
@@ -239,3 +247,8 @@ def combine_parts(parts: Sequence[CheckedPart], done: PendingScore) -> Score:
     if errors:
         return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details, extra=extra)
     return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details, steps, extra)
+
+
+def aggregate_step_scores(scores: Sequence[float], how: str) -> float:
+    """One score from the scores of one or more steps."""
+    return float(STEP_SCORE_AGGREGATIONS[how](scores))

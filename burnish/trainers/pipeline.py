@@ -50,11 +50,11 @@ from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import kl_reward
 from burnish.algorithms.terms.spec import KlReward
 from burnish.config.errors import UserError
-from burnish.config.records import Plugin
+from burnish.config.records import Plugin, slot_options
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
 from burnish.rewards.score_types import reward_problem
-from burnish.trainers.minibatches import build_policy_loss, filter_function, slot_function, slot_options
+from burnish.trainers.minibatches import build_policy_loss, filter_function, slot_function
 from burnish.trainers.mismatch import (
     ApplyCorrection,
     GapReport,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from burnish.algorithms.shaping.shapers import aggregate_step_scores
 from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
@@ -31,7 +30,7 @@ from burnish.data.supervised import encode_example
 from burnish.models.heads import SCORE_STATISTICS_FILE, ScoreModel, load_score_model, score_positions
 from burnish.models.policy import resolve_device
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.reward_parts import EACH_STEP, RewardModelOptions
+from burnish.rewards.reward_parts import EACH_STEP, RewardModelOptions, aggregate_step_scores
 from burnish.rewards.score_types import PartResult, ScoreRequest, ScoringFailure
 from burnish.training.forward import Packing, batch_outputs
 

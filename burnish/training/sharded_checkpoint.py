@@ -38,7 +38,8 @@ from burnish.core.sharded_tensors import (
 from burnish.models.decoder import Decoder
 from burnish.models.weight_layout import row_order_of
 from burnish.run.checkpoint.saver import TensorStaging
-from burnish.run.checkpoint.snapshot import SAFETENSORS_DTYPES, Content, TensorFile, WriterRank, writer_rank_of
+from burnish.run.checkpoint.snapshot import Content, WriterRank, writer_rank_of
+from burnish.run.checkpoint.tensor_file import SAFETENSORS_DTYPES, TensorFile
 from burnish.training.optimizers.offload import TensorSpec
 
 SHARD_METADATA_KEY = "shards"

@@ -312,6 +312,6 @@ def test_training_compile_reaches_the_layers_and_goes_with_what_it_can() -> None
     policy = build_policy(config.model, config.data.train, 0, None)
     learner = build_learner(config, policy)
     assert isinstance(learner.model, Decoder)
-    assert all(layer.body is compiled_forward for layer in learner.model.layers)
+    assert all(layer.forward_override is compiled_forward for layer in learner.model.layers)
     with pytest.raises(UserError, match=r"training\.compile selects itself"):
         load(TrainConfig, None, [*overrides, "training.activations=selective"])

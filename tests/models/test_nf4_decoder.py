@@ -21,14 +21,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
 from burnish.models.lora.adapters import adapter_weights, adapters_disabled, add_lora, merged_tensors
 from burnish.models.lora.peft_files import BASE_FORMAT_FILE, load_adapter, read_lora_config, save_adapter
-from burnish.models.nf4 import (
-    DenseWeights,
-    Nf4Weight,
-    dense_weight,
-    nf4_linear,
-    quantised_weights,
-    weight_bytes,
-)
+from burnish.models.nf4 import DenseWeights, Nf4Weight, dense_weight, nf4_linear, quantised_weights, weight_bytes
 from burnish.models.policy import PolicyModel, full_hf_tensors, load_policy, save_merged
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.weight_files import hf_tensors, load_decoder, load_tensors, stored_tensors

@@ -17,7 +17,8 @@ from burnish.config.errors import UserError
 from burnish.config.schema import Run as RunConfig
 from burnish.run.checkpoint import saver
 from burnish.run.checkpoint.saver import BackgroundTask, TensorStaging
-from burnish.run.checkpoint.snapshot import BytesFile, Checksums, Snapshot, TensorFile, write_file
+from burnish.run.checkpoint.snapshot import BytesFile, Checksums, Snapshot, write_file
+from burnish.run.checkpoint.tensor_file import TensorFile
 from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
 from burnish.run.run_directory import RunDirectory

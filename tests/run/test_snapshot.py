@@ -19,16 +19,8 @@ from burnish.config.errors import UserError
 from burnish.run.checkpoint import saver, snapshot
 from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints, checkpoint_damage
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging, free_memory, keep_in_place, wait_for_devices
-from burnish.run.checkpoint.snapshot import (
-    SAFETENSORS_DTYPES,
-    BytesFile,
-    Checksums,
-    Snapshot,
-    TensorFile,
-    WriterRank,
-    write_contents,
-    write_file,
-)
+from burnish.run.checkpoint.snapshot import BytesFile, Checksums, Snapshot, WriterRank, write_contents, write_file
+from burnish.run.checkpoint.tensor_file import SAFETENSORS_DTYPES, TensorFile
 from burnish.run.durable_files import remove_leftovers
 
 STAGES: dict[str, TensorStaging] = {"leave": keep_in_place, "copy": HostCopy()}

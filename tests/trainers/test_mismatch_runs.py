@@ -50,9 +50,9 @@ def test_a_budget_settles_on_the_rung_of_exhaustive_search(
     picked: list[int] = []
     choose = mismatch.budget_correction
 
-    def and_search(batch: Batch, state: BudgetState | None, k3_kl: float | None, ess: float | None) -> object:
+    def and_search(batch: Batch, state: BudgetState | None, *, k3_kl: float | None, ess: float | None) -> object:
         picked.append(first_rung_within_budget(batch, MismatchBudget(k3_kl, ess)))
-        return choose(batch, state, k3_kl, ess)
+        return choose(batch, state, k3_kl=k3_kl, ess=ess)
 
     monkeypatch.setattr(mismatch, "budget_correction", and_search)
     done = run(tmp_path, sorter, f"rollout.mismatch={{name: noise, scale: {scale}}}", BUDGET)

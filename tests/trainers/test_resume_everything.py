@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from burnish.rollout.sync_source import SyncSource
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.snapshot import TensorFile
+from burnish.run.checkpoint.tensor_file import TensorFile
 from burnish.run.journal import Journal
 from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.run import Run

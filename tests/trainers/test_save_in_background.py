@@ -14,7 +14,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.snapshot import TensorFile
+from burnish.run.checkpoint.tensor_file import TensorFile
 from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from burnish.run.run import Run
 from tests.trainers.tiny import TINY, run_of

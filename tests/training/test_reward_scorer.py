@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.algorithms.shaping.shapers import STEP_SCORE_AGGREGATIONS, aggregate_step_scores
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset
@@ -22,7 +21,7 @@ from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import SCORE_STATISTICS_FILE, new_score_model
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.reward_parts import RewardModelOptions
+from burnish.rewards.reward_parts import STEP_SCORE_AGGREGATIONS, RewardModelOptions, aggregate_step_scores
 from burnish.rewards.score_types import PartResult, Score, ScoreRequest, ScoringFailure
 from burnish.rewards.scoring import Rewards
 from burnish.rollout.scoring import apply_score, restore_scores, scores_to_arrays

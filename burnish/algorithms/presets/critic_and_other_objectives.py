@@ -114,7 +114,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
         "policy optimisation without a value model that stays valid on samples from the start of the iteration",
         {**OMD, "shaping": [{"name": "kimi_length", "warmup_steps": 200}]},
         note="several updates an iteration (training.mini_batches), algorithm.curriculum=prioritised on data with an end; "
-        "its partial rollouts are not implemented",
+        "its partial rollouts are rollout.source.name=async",
     ),
     "long2short": Preset(
         "long2short RL",

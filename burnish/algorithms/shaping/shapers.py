@@ -6,9 +6,7 @@ A shaper is called as `f(batch, step, **options)`. It returns the new reward of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -272,18 +270,3 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
 
 
 # --- Step scores of a process reward model
-
-STEP_SCORE_AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
-    {
-        "last": lambda scores: scores[-1],
-        "min": min,
-        "prod": math.prod,
-        "mean": lambda scores: sum(scores) / len(scores),
-    }
-)
-"""last: the score of the last step. min: of the worst step. prod: the chance that all steps are right. mean: of all steps."""
-
-
-def aggregate_step_scores(scores: Sequence[float], how: str) -> float:
-    """One score from the scores of one or more steps."""
-    return float(STEP_SCORE_AGGREGATIONS[how](scores))

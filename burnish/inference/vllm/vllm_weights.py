@@ -27,7 +27,8 @@ from burnish.models.lora.peft_files import ADAPTER_WEIGHTS, adapter_blocks, save
 from burnish.models.policy import PolicyModel, full_hf_tensors
 from burnish.models.weight_files import METADATA, block_tensors, decoder_contents, hf_tensors
 from burnish.run.checkpoint.saver import keep_in_place
-from burnish.run.checkpoint.snapshot import BytesFile, TensorFile, write_contents, write_file
+from burnish.run.checkpoint.snapshot import BytesFile, write_contents, write_file
+from burnish.run.checkpoint.tensor_file import TensorFile
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM can be started for."""

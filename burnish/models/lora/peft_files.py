@@ -23,7 +23,8 @@ from burnish.models.lora.adapters import adapter_weights
 from burnish.models.weight_files import WeightBlock, block_tensors, file_tensors, load_weight_blocks
 from burnish.models.weight_layout import Projection, lora_targets, row_order_of
 from burnish.run.checkpoint.saver import TensorStaging, keep_in_place
-from burnish.run.checkpoint.snapshot import BytesFile, Content, TensorFile, write_contents
+from burnish.run.checkpoint.snapshot import BytesFile, Content, write_contents
+from burnish.run.checkpoint.tensor_file import TensorFile
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_FORMAT_FILE = "base_weights.json"

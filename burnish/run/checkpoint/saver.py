@@ -24,7 +24,8 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.run.checkpoint.checkpoints import Checkpoints
-from burnish.run.checkpoint.snapshot import Snapshot, TensorBytes, flat_bytes
+from burnish.run.checkpoint.snapshot import Snapshot
+from burnish.run.checkpoint.tensor_file import TensorBytes, flat_bytes
 
 GIB = 1 << 30
 SLAB_BYTES = 1 << 28

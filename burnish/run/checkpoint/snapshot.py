@@ -1,13 +1,8 @@
-"""The contents of a checkpoint: snapshots, safetensors files, checksums, and one folder written by several processes.
+"""The contents of a checkpoint: snapshots, checksums, and one folder written by several processes.
 
 Saving has two phases. Taking a snapshot copies the values of all files out of the training's reach (`saver.py`) and writes
 nothing. Writing then needs only the snapshot and a folder, so a thread can do it. Sizes and checksums are computed from the
 values in memory, so they also detect a disk that wrote something else.
-
-safetensors files are written in chunks. The format is: eight bytes with the length of a JSON header; the header with dtype,
-shape and position of each tensor and a text `__metadata__`; then the bytes of the tensors. The library's writer needs all tensors in
-host memory, and its file must be read again for a checksum. This writer takes the bytes from any device chunk by chunk,
-computes the checksum on the way, and releases the interpreter's lock. The files are byte-identical.
 
 Several processes that save one folder meet in the file system only, so that saving never interferes with the collectives of
 training. Each process writes its files, then a list of them with sizes and checksums, or the reason why it failed. Process 0
@@ -20,43 +15,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from burnish.config.errors import UserError
 from burnish.run.durable_files import TEMPORARY_PREFIX, atomic_write, commit_directory
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Checksums = dict[str, dict[str, Any]]
 """Size and CRC-32 of each file, by its name in the folder."""
 READ_CHUNK_BYTES = 1 << 22
-COPY_CHUNK_BYTES = 1 << 26
-"""Bytes that are copied from a device to a file at a time."""
-SAFETENSORS_DTYPES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The format's dtype names, in the order of the tensors in a file: wide dtypes first, so that all tensors are aligned."""
-DTYPE_ORDER = {dtype: index for index, dtype in enumerate(SAFETENSORS_DTYPES)}
 PART_LISTS = "part-*.json"
 PARTS_DEADLINE_S = 1800.0
 PARTS_POLL_S = 0.05
@@ -188,77 +163,6 @@ def write_file(folder: Path, name: str, chunks: Iterable[bytes | memoryview]) ->
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; make room and start again") from error
     return {name: {"size": size, "crc32": crc}}
-
-
-@dataclass(frozen=True)
-class TensorBytes:
-    """The bytes of a tensor: one or more flat pieces, on any device."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[Tensor, ...]
-    """One-dimensional uint8 tensors. Concatenated, they are the tensor in row-major order."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.numel() for piece in self.pieces)
-
-    def chunks(self) -> Iterator[memoryview]:
-        """Yield the bytes in host memory, chunk by chunk."""
-        for piece in self.pieces:
-            for start in range(0, piece.numel(), COPY_CHUNK_BYTES):
-                yield piece[start : start + COPY_CHUNK_BYTES].cpu().numpy().data
-
-    @cached_property
-    def tensor(self) -> Tensor:
-        """The tensor. If there are several pieces, this makes another copy."""
-        flat = self.pieces[0] if len(self.pieces) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *self.pieces])
-        return flat.view(self.dtype).view(self.shape)
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as one-dimensional uint8: a view if it is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """A safetensors file that a snapshot will write."""
-
-    name: str
-    tensors: Mapping[str, TensorBytes]
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    def write(self, folder: Path) -> Checksums:
-        return write_file(folder, self.name, self._chunks())
-
-    def _chunks(self) -> Iterator[bytes | memoryview]:
-        yield safetensors_header(self.tensors, self.metadata)
-        for name in write_order(self.tensors):
-            yield from self.tensors[name].chunks()
-
-
-def write_order(tensors: Mapping[str, TensorBytes]) -> list[str]:
-    """Return the names in the order of their bytes in the file."""
-    return sorted(tensors, key=lambda name: (DTYPE_ORDER[tensors[name].dtype], name))
-
-
-def safetensors_header(tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str]) -> bytes:
-    """Return everything before the bytes of the tensors."""
-    described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for name in write_order(tensors):
-        tensor = tensors[name]
-        end = position + tensor.num_bytes
-        described[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def write_part(path: Path, snapshot: Snapshot) -> None:
