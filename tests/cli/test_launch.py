@@ -37,7 +37,7 @@ class Cluster:
             raise ConnectionError("nobody")
         return Cluster.nodes_there
 
-    def is_there(self) -> bool:
+    def is_running(self) -> bool:
         return Cluster.nodes_there is not None
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def test_an_address_where_nobody_listens_is_told_at_once(
     assert cli.main(["launch", str(tmp_path / "toy.yaml"), "--address", "ray://head:10001"]) == 2
     assert "HOST:PORT of its head" in capsys.readouterr().err
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert launch._Cluster(None).is_there() is False
+    assert launch._Cluster(None).is_running() is False
 
 
 # --- the examples --------------------------------------------------------------------------------------------------------
