@@ -87,7 +87,7 @@ def test_without_a_cluster_this_machine_is_one(trained: list[Any], capsys: Any) 
     Cluster.nodes_there = None
     assert cli.main(["launch", "toy.yaml"]) == 7
     assert trained[1] is None
-    assert "this machine alone" in capsys.readouterr().out
+    assert "burnish train starts Ray on this machine" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_told_and_nothing_is_started(trained: list[Any], capsys: Any) -> None:
