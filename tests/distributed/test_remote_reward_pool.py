@@ -162,14 +162,14 @@ class Silent:
 @pytest.mark.parametrize(("part", "waits_s"), [(0, 1000.0), (1, START_TIMEOUT_S + 2 * 0.5)])
 def test_a_model_has_the_deadline_of_a_worker_and_a_verifier_that_of_its_calls(part: int, waits_s: float) -> None:
     workers = Silent()
-    desk = RemoteRewardPool(workers, queue.SimpleQueue(), 1, 0.5, 1000.0, print, models={0})  # type: ignore[arg-type]
+    pool = RemoteRewardPool(workers, queue.SimpleQueue(), 1, 0.5, 1000.0, print, models={0})  # type: ignore[arg-type]
     try:
         before = time.monotonic()
-        desk.submit([ScoringCall(part, (0,), b"")])
+        pool.submit([ScoringCall(part, (0,), b"")])
         assert workers.dealt.wait(60)
-        after, until = time.monotonic(), desk._desks[0].until
+        after, until = time.monotonic(), pool._states[0].until
     finally:
-        desk.close()
+        pool.close()
     assert before + waits_s <= until <= after + waits_s
 
 
