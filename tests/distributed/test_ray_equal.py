@@ -22,7 +22,7 @@ RUNS = ["ray-one", "ray-two"]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory, "ray-equal", ["equal"], deadline_s=200)
+    return made(tmp_path_factory, "ray-equal", ["equal"], deadline_s=1800)
 
 
 @pytest.mark.parametrize("name", RUNS)

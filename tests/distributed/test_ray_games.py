@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
 
 @pytest.mark.slow
 def test_gigpo_on_ray_is_that_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = made(tmp_path_factory, "ray-games", ["games"], deadline_s=300)
+    folder = made(tmp_path_factory, "ray-games", ["games"], deadline_s=1800)
     rows = numbers(folder, "one")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["rollout/turns_max"] == 2 and row["actor/updates"] == 2 for row in rows)

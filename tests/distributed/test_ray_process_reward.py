@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory, "ray-process", ["process"], deadline_s=300)
+    return made(tmp_path_factory, "ray-process", ["process"], deadline_s=1800)
 
 
 @pytest.mark.parametrize("name", ["two", "half"])

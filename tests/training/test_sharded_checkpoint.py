@@ -186,7 +186,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     command = [sys.executable, "-m", "tests.training.resharding_worker", str(folder)]
     done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1800, check=False
     )
     told = "\n".join(file.read_text() for file in sorted(folder.glob("*.txt")))
     assert done.returncode == 0, told or done.stderr

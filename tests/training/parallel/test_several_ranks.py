@@ -23,7 +23,7 @@ from tests.training.parallel import two_rank_runs
 from tests.training.parallel.cases import CASES
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 600
+DEADLINE_S = 1800
 ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 WIDE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float64"]
 SINGLE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float32"]
