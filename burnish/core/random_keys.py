@@ -3,7 +3,7 @@
 A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). Each position of a sample takes
 its own number from the key. So a sample's noise does not depend on the batch it is in, on the device or on a restart. The
 mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche.
-Importing this module does not load torch, because commands that only read settings import it.
+Importing this module loads neither torch nor numpy, because commands that only read settings import it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import hashlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 MASK_64 = (1 << 64) - 1
@@ -95,6 +94,8 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 def _uniforms_numpy(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    import numpy as np
+
     x = keys.view(np.uint64) + (positions.view(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_2)

@@ -296,8 +296,8 @@ def test_the_plan_counts_the_judge_beside_the_policy(directory: Path) -> None:
     alone, beside = (
         plan_run(load(TrainConfig, None, [*tree, *more]).config, None) for more in ([], [f"reward.parts=[{part}]"])
     )
-    assert alone.room is not None
-    assert beside.room == alone.room - beside.judges
+    assert alone.capacity is not None
+    assert beside.capacity == alone.capacity - beside.judges
     assert 1.9 < beside.judges / 2**30 < 2.0  # the cache, and what a process takes; the weights are next to nothing
     assert beside.text.endswith("beside it judges: 1.95 GiB")
 

@@ -204,7 +204,7 @@ def test_adapters_are_trained_by_several_workers(more: list[str]) -> None:
 
 def test_the_plan_of_a_dry_run_names_the_processes() -> None:
     config = load(TrainConfig, None, [*BASIC, "placement=ray", "placement.engines=2"]).config
-    assert "processes         1 worker and 2 engines, colocated, 1 CPU each" in plan_text(config)
+    assert "processes           1 worker and 2 engines, colocated, 1 CPU each" in plan_text(config)
     assert "processes" not in plan_text(load(TrainConfig, None, BASIC).config)
     config = load(TrainConfig, None, [*BASIC, *IN_ONE]).config
     assert "processes         pool a for actor, rollout: 1 place of 1 CPU" in plan_text(config)

@@ -57,9 +57,9 @@ def test_learning_rewarding_and_saving_are_those_of_one_process(tmp_path: Path) 
     one, other = ProcessRewards(here, settings), ProcessRewards(there, settings)
     for _ in range(3):
         mine, theirs = one(rows), other(rows)
-        assert mine.stats == theirs.stats
-        assert torch.equal(mine.batch.token["process_rewards"], theirs.batch.token["process_rewards"])
-    assert mine.batch.token["process_rewards"].any()
+        assert mine.metrics == theirs.metrics
+        assert torch.equal(mine.rewards, theirs.rewards)
+    assert mine.rewards.any()
     assert there.learner.updates == here.learner.updates == 6
     # What the workers wrote goes on here, and what was written here goes on there.
     for source, target in ((there, build_process_reward_model(config, policy, tmp_path)), (here, remote(tmp_path))):

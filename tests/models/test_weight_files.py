@@ -235,7 +235,7 @@ def test_a_broken_index_is_named(copy: Path, content: str) -> None:
 @pytest.mark.parametrize("reader", [load, load_theirs_through_us], ids=["native", "transformers"])
 def test_an_index_names_files_beside_it_alone(copy: Path, name: Any, reader: Any) -> None:
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(UserError, match=r"index\.json names .*expected the plain name of a file beside it"):
+    with pytest.raises(UserError, match=r"index\.json names .*expected the name of a file in the same folder"):
         reader(copy)
 
 

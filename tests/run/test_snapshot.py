@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.run.checkpoint import saver, snapshot
+from burnish.run.checkpoint import saver, snapshot, tensor_file
 from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints, checkpoint_damage
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging, free_memory, keep_in_place, wait_for_devices
 from burnish.run.checkpoint.snapshot import BytesFile, Checksums, Snapshot, WriterRank, write_contents, write_file
@@ -60,7 +60,7 @@ def test_the_bytes_are_those_the_library_writes(
 def test_tensors_in_any_layout_come_back_through_any_number_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "COPY_CHUNK_BYTES", 16)
+    monkeypatch.setattr(tensor_file, "COPY_CHUNK_BYTES", 16)
     whole = torch.randn(9, 8)
     tensors = {
         "turned": whole.t(),

@@ -235,7 +235,7 @@ def test_an_evaluation_plays_as_the_run_did(
     assert {row["answered"] for row in rows} == {None}, "nothing to vote on"
     assert all((row["finish"] == "stop") == (row["accuracy"] == 1.0) for row in rows if row["finish"] != "length")
     assert main(["sample", str(folder), "17-19?", "--max-tokens", "4"]) == 0
-    assert "trained in environment guess_number, which is not asked here" in capsys.readouterr().err
+    assert "trained in environment guess_number, which is not used here" in capsys.readouterr().err
     model = next((folder / "checkpoints").glob("step-*"))
     assert main(["eval", str(model), "task:guess_number", "--out", str(tmp_path / "other")]) != 0
     assert "environment guess_number and task guess_number belong together" in capsys.readouterr().err

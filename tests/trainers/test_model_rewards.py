@@ -208,7 +208,7 @@ def test_rewards_of_steps_survive_the_end_of_a_process(trained: Path, warm: Path
 
 
 def test_an_advantage_that_looks_at_the_sum_alone_is_refused(trained: Path, warm: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="advantage grpo counts their sum alone: use one with a return for every token"):
+    with pytest.raises(UserError, match="advantage grpo uses only their sum: use one with a return for every token"):
         run_of(tmp_path / "run", TINY, overrides(trained, warm, "grpo", aggregate="each"))
 
 

@@ -134,7 +134,7 @@ def test_other_types_and_heads_are_left_to_triton() -> None:
     case = Case((5, 6), 128, 4, 2, normed=True)
 
     def has(qkv: Tensor = case.qkv, keys: Tensor = case.cache[0], **others: Any) -> bool:
-        asked: dict[str, Any] = {"cos": case.cos, "place": case.place, "norms": case.norms, "values": keys} | others
+        asked: dict[str, Any] = {"cos": case.cos, "placement": case.place, "norms": case.norms, "values": keys} | others
         return has_decode_attention(qkv=qkv, keys=keys, **asked)
 
     assert case.norms is not None

@@ -122,7 +122,7 @@ def test_reinforcement_learning_is_not_started_by_several_processes(
     ("overrides", "reason"),
     [
         (["parallel.tensor=2", "sft.activations=selective"], "use recompute or keep"),
-        (["parallel.tensor=2", "model.lora.base=nf4"], r"cannot cut matrices in 4 bits \(model.lora.base=nf4\)"),
+        (["parallel.tensor=2", "model.lora.base=nf4"], r"cannot split matrices in 4 bits \(model.lora.base=nf4\)"),
         (["parallel.sequence=2", "model.backend=transformers"], "native decoder"),
         (["parallel.offload=true", "model.device=cpu"], "everything is in host memory"),
         (["parallel.offload=true", "sft.optimizer.offload=true"], "optimizer.offload has no effect"),
