@@ -207,7 +207,7 @@ def test_the_plan_of_a_dry_run_names_the_processes() -> None:
     assert "processes           1 worker and 2 engines, colocated, 1 CPU each" in plan_text(config)
     assert "processes" not in plan_text(load(TrainConfig, None, BASIC).config)
     config = load(TrainConfig, None, [*BASIC, *IN_ONE]).config
-    assert "processes         pool a for actor, rollout: 1 place of 1 CPU" in plan_text(config)
+    assert "processes           pool a for actor, rollout: 1 place of 1 CPU" in plan_text(config)
 
 
 def test_a_process_computes_with_as_many_threads_as_it_has_cpus(tmp_path: Path) -> None:
