@@ -32,8 +32,8 @@ from burnish.core.segments import (
 class ActionTokens:
     """M action tokens of S sequences, in order.
 
-    Estimators that work token by token compute on these. Prompts and tool results are left out, so the next element is the
-    next action token, other tokens take no discount step, and their values (even NaN) are never read.
+    Estimators that work token by token compute on these. Prompts and tool results are left out: the next element is the next
+    action token, discounts count action tokens only, and values at other tokens (even NaN) are never read.
     """
 
     indices: Tensor | None  # [M] their indices among the N tokens; None if all tokens are action tokens
@@ -112,7 +112,7 @@ def whitened(values: Tensor, ddof: int, counts: Tensor | None = None) -> Tensor:
 
 
 def whitened_tokens(batch: Batch, tokens: ActionTokens, values: Tensor, ddof: int) -> Tensor:
-    """`whitened` for one value per action token [M]. Rejected tokens are scaled like the others but do not count."""
+    """`whitened` for one value per action token [M]. Tokens outside the loss are scaled too, but not part of the statistics."""
     mask = batch.token.get("loss_mask", batch.action_mask)
     in_loss = tokens.gather(mask)
     return whitened(values, ddof, None if bool(in_loss.all()) else in_loss)
@@ -125,7 +125,7 @@ class Turns(NamedTuple):
     """K turns of an agent, in order, and the M action tokens.
 
     Turns are ragged columns of a batch. `turn_start` is where in its sequence a turn begins. The action tokens from there to
-    the next turn belong to it; what the environment said in between belongs to no turn.
+    the next turn belong to it. Tokens of the environment in between belong to no turn.
     """
 
     token_indices: Tensor  # [M] indices of the action tokens among the N
@@ -139,8 +139,8 @@ class Turns(NamedTuple):
     @property
     def last(self) -> Tensor:
         """[K] the last action token of each turn among the N."""
-        every = torch.arange(self.num_turns, device=self.token_indices.device)
-        return self.token_indices[torch.searchsorted(self.turn_of_token, every, right=True) - 1]
+        turn_ids = torch.arange(self.num_turns, device=self.token_indices.device)
+        return self.token_indices[torch.searchsorted(self.turn_of_token, turn_ids, right=True) - 1]
 
 
 def turns_of(batch: Batch) -> Turns:
@@ -291,7 +291,7 @@ def required_accuracy(batch: Batch, user: str) -> Tensor:
 
 
 def is_correct(batch: Batch, user: str) -> Tensor:
-    """[S] bool: accuracy 1. The reward defines what is correct."""
+    """[S] bool: whether the accuracy is 1. The verifiers of the reward define the accuracy."""
     return required_accuracy(batch, user) >= 1
 
 
@@ -323,7 +323,7 @@ def first_index(ids: Tensor, num: int) -> Tensor:
 # --- Demonstrations
 
 DEMONSTRATION_COLUMN = "demonstration"
-"""Sequence column that marks demonstrations in the groups, which the policy did not sample."""
+"""Bool sequence column: whether the sequence is a demonstration, which the policy did not sample."""
 
 
 def has_demonstrations(batch: Batch) -> bool:
@@ -361,7 +361,7 @@ def scatter_sampled(batch: Batch, column: Tensor, elsewhere: float | bool) -> Te
 
 # --- Replayed groups
 #
-# A batch with replayed groups has the sequence column `use`: 0 for a new group, k if it is used for the k-th time again.
+# A batch with replayed groups has the sequence column `use`: 0 for a new group, k for a group that is replayed the k-th time.
 # Without replay the column is absent.
 
 
@@ -389,21 +389,21 @@ def with_replayed_behaviour_logp(batch: Batch, logp: Tensor) -> Tensor:
 def replay_anchor_logp(batch: Batch) -> Tensor:
     """[N] `old_logp`, with `behaviour_logp` at replayed action tokens.
 
-    The ratio of a replayed token is then pi / pi_behaviour, so a clip bounds all drift since it was sampled. The current
-    log-probs would hide the steps in between.
+    The ratio of a replayed token is then pi / pi_behaviour, so a clip bounds all drift since it was sampled. With the
+    log-probs before this step as the anchor, the drift of earlier steps would not be bounded.
     """
-    back = is_replayed(batch)[batch.sequence_ids] & batch.action_mask
+    replayed = is_replayed(batch)[batch.sequence_ids] & batch.action_mask
     old = batch.token["old_logp"]
-    return torch.where(back, batch.token["behaviour_logp"].to(old.dtype), old)
+    return torch.where(replayed, batch.token["behaviour_logp"].to(old.dtype), old)
 
 
 def replay_drift(batch: Batch, logp: Tensor) -> dict[str, float]:
     """`replay/kl`: mean of behaviour_logp - logp over the replayed tokens in the loss; empty if nothing is replayed.
 
-    `logp` [N] are the current policy's. It estimates how far the policy has moved since these tokens were sampled.
+    `logp` [N] is the current policy's. The metric estimates how far the policy has moved since these tokens were sampled.
     """
-    back = is_replayed(batch)[batch.sequence_ids] & batch.loss_mask
-    if not bool(back.any()):
+    replayed = is_replayed(batch)[batch.sequence_ids] & batch.loss_mask
+    if not bool(replayed.any()):
         return {}
-    moved = batch.token["behaviour_logp"][back].double() - logp[back].double()
-    return {"replay/kl": float(moved.mean())}
+    difference = batch.token["behaviour_logp"][replayed].double() - logp[replayed].double()
+    return {"replay/kl": float(difference.mean())}

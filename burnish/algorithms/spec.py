@@ -1,4 +1,7 @@
-"""An algorithm as a value: one choice per slot. `burnish.algorithms.presets` is the table of named algorithms."""
+"""`Algorithm`, the record with one choice per slot, and checks that the choices fit together.
+
+`burnish.algorithms.presets` is the table of named algorithms.
+"""
 
 from __future__ import annotations
 
@@ -58,21 +61,21 @@ AggregationSlot = Annotated[Aggregation, BeforeValidator(name_to_record)]
 
 
 class Replay(Record):
-    """Groups of earlier steps are trained on again beside the new ones (PF-PPO, 2409.06957; SPO-tree, 2505.23564)."""
+    """Trains on groups of earlier steps again, together with the new ones (PF-PPO, 2409.06957; SPO-tree, 2505.23564)."""
 
     share: float = Field(0.5, gt=0)
-    """Replayed groups in a step, as a multiple of rollout.prompts, rounded up; fewer while the buffer has not enough."""
+    """Number of replayed groups per step, as a multiple of rollout.prompts, rounded up. It is lower while the buffer holds fewer."""
     uses: int = Field(2, ge=2)
-    """Steps in which a group may be trained on, the first included."""
+    """Maximum number of steps that train on a group, including the first."""
     max_age: int = Field(4, ge=1)
     """Largest number of steps between the weights that sampled a group's oldest token and the current ones."""
     capacity: int = Field(1024, ge=1)
     """Largest number of groups in the buffer, in memory and in every checkpoint; the oldest are dropped first."""
     pick: Literal["random", "newest", "oldest"] = "random"
-    """Which groups are replayed: any, the newest, or those that will be too old first."""
+    """Which groups are replayed: random ones, the newest, or the oldest (which reach max_age first)."""
 
     @model_validator(mode="after")
-    def _all_act(self) -> Replay:
+    def _check_uses_are_reachable(self) -> Replay:
         if self.uses > self.max_age + 1:
             raise ValueError(
                 f"replay.uses={self.uses} cannot be reached: a group is used once per step, and never after max_age={self.max_age} steps"
@@ -90,7 +93,7 @@ class Algorithm(Record):
     ratio: RatioSlot = TokenRatio()
     """The importance ratio of the current policy to the policy that sampled."""
     clip: ClipSlot = PpoClip()
-    """What bounds the ratio."""
+    """How the ratio is bounded."""
     loss: LossSlot = SurrogateLoss()
     """The per-token or per-sequence loss."""
     aggregation: AggregationSlot = Aggregation(name="seq-mean-token-mean")
@@ -100,7 +103,7 @@ class Algorithm(Record):
     entropy: Entropy = Entropy()
     """Entropy bonus, fixed or adaptive, and training on high-entropy tokens only."""
     auxiliary: Auxiliary = Auxiliary()
-    """Supervised losses beside the policy loss."""
+    """Supervised losses added to the policy loss."""
     filters: list[FilterSlot] = Field(default_factory=list)
     """Group and sample filters, in order."""
     refill: Refill = Refill()
@@ -110,13 +113,13 @@ class Algorithm(Record):
     shaping: list[ShaperSlot] = Field(default_factory=list)
     """Changes of the reward before filters and advantages, in order."""
     curriculum: CurriculumSlot = NoCurriculum()
-    """Which prompts are drawn when."""
+    """Which prompts each step draws."""
     correction: CorrectionSlot = NoCorrection()
-    """Rollout correction of the mismatch between the policy that samples and the one that is trained; by default only metrics."""
+    """Rollout correction: corrects the mismatch between the policy that samples and the one that is trained. The default only measures it."""
     critic: Critic | None = None
-    """A learned value of every token; only gae uses it."""
+    """A learned value model; only advantage gae uses it."""
     process: ProcessModel | None = None
-    """An implicit process reward model, trained online; only prime_rloo uses it."""
+    """An implicit process reward model, trained online; only advantage prime_rloo uses it."""
 
     def choices(self) -> Iterator[tuple[str, Slot]]:
         """Every slot record with the name of its slot."""
@@ -129,8 +132,8 @@ class Algorithm(Record):
 
     def needs(self, what: str) -> list[str]:
         """The choices that need `what` from the rest of the system; a correction that only measures needs nothing."""
-        idle = None if self.correction.acts else self.correction
-        return [c.name for _, c in self.choices() if what in c.needs and c is not idle]
+        metrics_only = None if self.correction.acts else self.correction
+        return [c.name for _, c in self.choices() if what in c.needs and c is not metrics_only]
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
@@ -172,18 +175,18 @@ def _check_policy(a: Algorithm) -> None:
 
 
 def _check_branching(a: Algorithm) -> None:
-    """Checks that no slot breaks the comparisons that an advantage makes along an answer or within a tree."""
+    """Checks that no other slot invalidates the comparisons of advantages that branch (spo_chain, spo_tree)."""
     name, kl = a.advantage.name, a.kl.reward.coef > 0
     if "borders" in a.advantage.needs and (a.shaping or kl):
         raise ValueError(
             f"advantage {name} compares with the rewards of answers continued from its borders, which are not shaped and have no KL in "
-            "them: remove algorithm.shaping and set algorithm.kl.reward.coef=0 (algorithm.kl.loss goes with it)"
+            "them: remove algorithm.shaping and set algorithm.kl.reward.coef=0 (algorithm.kl.loss can be used instead)"
         )
     is_tree = "tree" in a.advantage.needs
     if is_tree and kl:
         raise ValueError(
-            f"advantage {name} compares answers that share their beginnings, and KL in the reward would count those with each of them: "
-            "set algorithm.kl.reward.coef=0 (algorithm.kl.loss goes with it)"
+            f"advantage {name} compares answers that share a prefix, and KL in the reward would count the prefix once for each of them: "
+            "set algorithm.kl.reward.coef=0 (algorithm.kl.loss can be used instead)"
         )
     for one in a.filters:
         if is_tree and not isinstance(one, Plugin) and one.of_answers:
@@ -227,12 +230,12 @@ def _check_reference(a: Algorithm) -> None:
         raise ValueError(f"kl.reward changes the reward, which {reader} does not read: set algorithm.kl.reward.coef=0")
     if a.kl.reward.center == "sequence" and isinstance(advantage, AdvantageRecord) and advantage.is_shift_free:
         raise ValueError(
-            f"kl.reward.center=sequence subtracts the same from every sample, which advantage {a.advantage.name} subtracts anyway: use token"
+            f"kl.reward.center=sequence subtracts the same number from every sample's reward, which advantage {a.advantage.name} subtracts anyway: use token"
         )
 
 
 def _check_correction(a: Algorithm) -> None:
-    """Checks that the correction covers the mismatch once, and the loss can apply it."""
+    """Checks that a bypass correction fits the ratio, the clip, the loss and its anchor."""
     if not isinstance(a.correction, BypassCorrection):
         return
     if a.correction.loss == "reinforce" and (a.ratio.name, a.clip.name, a.loss.name) != ("none", "none", "logprob"):
@@ -280,10 +283,10 @@ def _check_aggregation(a: Algorithm) -> None:
     choices = [c for c in (a.clip, a.loss) if not isinstance(c, Plugin) and c.level == "sequence"]
     one = choices[0].name if choices else None
     if one is not None and a.entropy.top_share is not None:
-        raise ValueError(f"entropy.top_share picks tokens, but {one} is one number a sequence: remove one of the two")
+        raise ValueError(f"entropy.top_share picks tokens, but {one} is one number per sequence: remove one of the two")
     if one is not None and a.aggregation.name != "seq-mean-token-mean":
         raise ValueError(
-            f"{one} is one number a sequence and its plain mean is taken: set algorithm.aggregation=seq-mean-token-mean"
+            f"{one} is one number per sequence and its plain mean is taken: set algorithm.aggregation=seq-mean-token-mean"
         )
 
 
@@ -308,7 +311,7 @@ def _check_shaping(a: Algorithm) -> None:
 
 
 def _check_filters(a: Algorithm) -> None:
-    """Checks that filters and refill can act."""
+    """Checks that filters and refill have an effect."""
     names = [f.name for f in a.filters]
     if twice := [n for n in names if names.count(n) > 1]:
         raise ValueError(f"filter {twice[0]} is given twice")
@@ -320,12 +323,12 @@ def _check_filters(a: Algorithm) -> None:
     if active and not any(not isinstance(f, Plugin) and f.of_groups for f in a.filters):
         able = [r.model_fields["name"].default for r in FILTER_RECORDS if r.of_groups]
         raise ValueError(
-            f"algorithm.refill replaces groups that a filter refused, but there is no such filter: add one of {', '.join(able)}"
+            f"algorithm.refill replaces groups that a filter dropped, but there is no such filter: add one of {', '.join(able)}"
         )
 
 
 def _check_pairs(a: Algorithm, filters: list[str]) -> None:
-    """Checks that the pairs of the filter are compared by the loss, and no other filter breaks them."""
+    """Checks that the loss compares the pairs that the filter makes, and that no later filter splits a pair."""
     if isinstance(a.loss, Plugin) or not isinstance(a.loss, PairLoss):
         able = [r.model_fields["name"].default for r in PREFERENCE_LOSS_RECORDS if issubclass(r, PairLoss)]
         raise ValueError(

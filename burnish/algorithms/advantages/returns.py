@@ -270,10 +270,11 @@ def otb(batch: Batch, *, tail: Literal["raw", "zero"]) -> Tensor:
 
         w_t = 1 - 2 pi_t + sum_v pi_v^2;   W_t = w_1 + ... + w_t;   b_t = sum_g G_t W_t / (sum_g W_t + 1e-8)
 
-    w is the squared norm of the token's logit gradient. pi is the policy before the update: `sum_p2`, and `policy_logp` if
-    `old_logp` is of other policies, else `old_logp`. t counts action tokens, and an answer that has ended has no weight. With
-    a token column `rollout_weight` rho, w_t is multiplied by rho_t^2. Every sequence is its own answer. A group of one has no
-    baseline. If one answer is longer than all others of its group, `tail` gives its remaining tokens their raw return, or 0.
+    w is the squared norm of the gradient with respect to the token's logits. pi is the policy before the update: log pi_t is
+    the column `policy_logp` if there is one, else `old_logp`, and sum_v pi_v^2 is `sum_p2`. t counts action tokens. The sums
+    over a group leave out answers that have ended before t. With a token column `rollout_weight` rho, w_t is multiplied by
+    rho_t^2. Every sequence counts as one answer. A group of one has no baseline. Where only the longest answer of a group
+    continues, its advantage is the raw return (`tail` raw) or 0 (`tail` zero).
     """
     tokens = action_tokens(batch)
     cumulative = segment_cumsum(_squared_logit_gradients(batch, tokens), tokens.offsets)

@@ -2,8 +2,8 @@
 
 Returns and GAE advantages are this recurrence. The packed values are cut into blocks of K, regardless of sequence ends.
 Most blocks lie inside one sequence; there the scan is a product with a triangular K x K matrix. The few blocks in which a
-sequence ends are scanned step by step, with coefficient 0 at the end. What flows into a block from the next one is the
-same recurrence over blocks with c^K, so the whole takes a few passes over the data.
+sequence ends are scanned step by step, with coefficient 0 at the end. The values carried from each block into the one
+before it follow the same recurrence over blocks, with c^K. The whole scan takes a few passes over the data.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ class AdvantageRecord(Slot):
     """A choice for the slot `advantage`."""
 
     reads_reward: ClassVar[bool] = True
-    """Whether it depends on a sample's reward (shaped, with KL in it)."""
+    """Whether it depends on the reward of a sample, which includes shaping and KL in the reward."""
     is_shift_free: ClassVar[bool] = False
     """Whether adding the same number to all rewards of a group leaves it unchanged."""
     by_token: ClassVar[bool] = False
-    """Whether every token gets its own return, so that rewards of single tokens count where they are."""
+    """Whether every token has its own return-to-go, so that the position of a token reward matters."""
 
 
 class GrpoAdvantage(AdvantageRecord):
@@ -50,7 +50,7 @@ class GrpoAdvantage(AdvantageRecord):
     """The variance is divided by the number of samples minus this."""
 
     @model_validator(mode="after")
-    def _divides(self) -> GrpoAdvantage:
+    def _check_deviation_options(self) -> GrpoAdvantage:
         _refuse_unused_deviation_options(self.std, self.eps, self.ddof)
         return self
 
@@ -129,7 +129,7 @@ class OpoAdvantage(AdvantageRecord):
 
 
 class GpgAdvantage(AdvantageRecord):
-    """Reward relative to its group, scaled up for samples in groups without signal."""
+    """Reward relative to its group, scaled up to make up for groups without signal."""
 
     formula: ClassVar[str] = "A_i = N/(N-M) (r_i - mean_g), M of the N samples being in constant groups"
     paper: ClassVar[str] = "GPG (2504.02546)"
@@ -142,13 +142,13 @@ class GpgAdvantage(AdvantageRecord):
     """Added to the deviation before dividing."""
 
     @model_validator(mode="after")
-    def _divides(self) -> GpgAdvantage:
+    def _check_deviation_options(self) -> GpgAdvantage:
         _refuse_unused_deviation_options(self.normalise, self.eps)
         return self
 
 
 class GrpoPasskAdvantage(AdvantageRecord):
-    """Only the unique best sample of a prompt has an advantage: by how much it beats the second best."""
+    """The advantage of the unique best sample of a prompt is its lead over the second best; all others have 0."""
 
     formula: ClassVar[str] = "A_best = (r_best - r_second) / (std_g + eps), 0 for all others and where the best tie"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
@@ -160,7 +160,7 @@ class GrpoPasskAdvantage(AdvantageRecord):
     """Added to the deviation before dividing."""
 
     @model_validator(mode="after")
-    def _divides(self) -> GrpoPasskAdvantage:
+    def _check_deviation_options(self) -> GrpoPasskAdvantage:
         _refuse_unused_deviation_options(self.std, self.eps)
         return self
 
@@ -174,7 +174,7 @@ class RaftAdvantage(AdvantageRecord):
 
 
 class ReinforceRejAdvantage(AdvantageRecord):
-    """The reward itself, without prompts whose samples all have the same reward."""
+    """The reward itself; 0 for prompts whose samples all have the same reward."""
 
     formula: ClassVar[str] = "A_i = r_i, but 0 in a constant group"
     paper: ClassVar[str] = "Reinforce-Rej of Minimal-RL (2504.11343)"
@@ -204,7 +204,7 @@ class GaeAdvantage(AdvantageRecord):
     """The variance of whitening is divided by the number of tokens minus this."""
 
     @model_validator(mode="after")
-    def _all_act(self) -> GaeAdvantage:
+    def _check_unused_options(self) -> GaeAdvantage:
         if self.length_adaptive is not None and self.lam != 1.0:
             raise ValueError("gae: length_adaptive takes the place of lam, so give one of the two")
         if not self.whiten and self.ddof != 1:
@@ -232,7 +232,7 @@ class GdpoAdvantage(AdvantageRecord):
     """The variance of whitening is divided by the number of tokens minus this."""
 
     @model_validator(mode="after")
-    def _divides(self) -> GdpoAdvantage:
+    def _check_deviation_options(self) -> GdpoAdvantage:
         _refuse_unused_deviation_options(self.std, self.eps)
         return self
 
@@ -276,7 +276,7 @@ class PrimeRlooAdvantage(AdvantageRecord):
     """Leave-one-out returns of implicit process rewards, plus the leave-one-out outcome."""
 
     formula: ClassVar[str] = (
-        "A_it = sum_{s>=t} (p_is - mean_{j != i} mean_t p_jt) + (r_i - mean_{j != i} r_j), then whitened"
+        "A_it = process_coef sum_{s>=t} (p_is - mean_{j != i} mean_t p_jt) + outcome_coef (r_i - mean_{j != i} r_j), then whitened"
     )
     paper: ClassVar[str] = "PRIME (2502.01456)"
     needs: ClassVar[tuple[str, ...]] = ("groups", "process", "accuracy")
@@ -309,7 +309,7 @@ class GigpoAdvantage(AdvantageRecord):
 
 
 class SpoChainAdvantage(AdvantageRecord):
-    """The rise in Monte-Carlo value over the token's segment."""
+    """The increase of the Monte-Carlo value over the token's segment."""
 
     formula: ClassVar[str] = "A(tokens of segment k) = V(border k+1) - V(border k); V(end) = reward"
     paper: ClassVar[str] = "SPO (2505.23564)"
@@ -317,15 +317,15 @@ class SpoChainAdvantage(AdvantageRecord):
     rollout_options: ClassVar[tuple[str, ...]] = ("below", "every", "rollouts")
     name: Literal["spo_chain"] = "spo_chain"
     below: float = Field(0.9, gt=0, le=1)
-    """Tokens sampled with a smaller probability are cut points."""
+    """Tokens that were sampled with a probability below this are cut points."""
     every: int = Field(5, ge=1)
-    """A segment begins with every k-th cut point."""
+    """A segment begins at every k-th cut point, with k this number."""
     rollouts: int = Field(9, ge=1)
-    """Answers continued from each border; their mean reward is its value."""
+    """Number of answers continued from each border between segments; their mean reward is the value of the border."""
 
 
 class SpoTreeAdvantage(AdvantageRecord):
-    """The value of a node in a tree of rollouts minus that of its parent."""
+    """The value of a node in a tree of rollouts minus the value of its parent."""
 
     formula: ClassVar[str] = "A = V(child) - V(parent); V(leaf) = reward, V(node) = mean of its children"
     paper: ClassVar[str] = "SPO (2505.23564)"
@@ -333,7 +333,7 @@ class SpoTreeAdvantage(AdvantageRecord):
     rollout_options: ClassVar[tuple[str, ...]] = ("branches", "segment")
     name: Literal["spo_tree"] = "spo_tree"
     branches: list[PositiveInt] = Field(default_factory=lambda: [6, 6], min_length=1)
-    """Continuations per node, level by level, below the rollout.n samples of a prompt: 6 samples and [6, 6] are a tree 6-6-6."""
+    """Continuations per node of each level below the first, which has rollout.n nodes: rollout.n=6 and [6, 6] make a 6-6-6 tree."""
     segment: int = Field(30, ge=1)
     """Tokens per edge; an edge of the last level continues to the end of its answer."""
     normalise: Literal["none", "std"] = "none"
@@ -341,10 +341,10 @@ class SpoTreeAdvantage(AdvantageRecord):
 
 
 class DistillationAdvantage(AdvantageRecord):
-    """A teacher's signal at every token: the KL to it in the reward, with or without the outcome."""
+    """The KL to a teacher as the advantage of each token, optionally plus the group-relative reward."""
 
     formula: ClassVar[str] = (
-        "A_it = -kl.reward.coef KL_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1"
+        "A_it = -kl.reward.coef KL_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1, p the policy, q the teacher"
     )
     paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543), On-policy distillation (Thinking Machines, 2025)"
     name: Literal["distillation"] = "distillation"

@@ -1,4 +1,4 @@
-"""What a loss sees: the tokens in the loss of a mini-batch, or of a part of it that holds whole sequences.
+"""`LossView`, the input of a loss: the tokens in the loss of a mini-batch, or of a part of it that holds whole sequences.
 
 A loss of scope `token` or `sequence` gets one view per micro-batch. A loss of scope `group` or `batch` gets one view of
 the whole mini-batch, with log-probs as leaves (see `training/learner.py`). Tokens outside the loss are left out, so

@@ -1,4 +1,4 @@
-"""Losses of the models beside the policy: the critic, PRIME's implicit process reward model, and a reward model."""
+"""Losses of models other than the policy: the critic, PRIME's implicit process reward model, and a reward model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ImplicitPrmLoss:
-    """Cross-entropy or contrast loss on the answers of a batch; groups stay together.
+    """Cross-entropy or contrast loss of the implicit process reward model on the outcomes of answers. A view holds whole groups.
 
     Columns it reads: `prior_logp` [M], log-probs under the model's frozen start; `answer_ids` [S], the answer of each sequence;
     `outcome` and `weight` [S], equal in all sequences of an answer.
@@ -111,7 +111,10 @@ def outcome_cross_entropy(log_ratio: Tensor, right: Tensor, beta: float) -> Tens
 
 
 def outcome_contrast(log_ratio: Tensor, right: Tensor, group_ids: Tensor, beta: float) -> Tensor:
-    """[S] -log sigmoid(+-(Q - mean Q of the group's answers with the other label)), + if right; 0 if there are none."""
+    """[S] -log sigmoid(s (Q - mean Q of the group's answers with the other outcome)), s = 1 if right, else -1.
+
+    It is 0 if the group has no answer with the other outcome.
+    """
     groups, num = compact_ids(group_ids)
     score, right = beta * log_ratio, right.bool()
     means = [segment_mean(score, groups, num, mask) for mask in (~right, right)]
@@ -131,7 +134,7 @@ def outcome_prediction_metrics(log_ratio: Tensor, right: Tensor, rounding: float
     - `ranking`: share of (right, wrong) pairs with the right answer ahead; missing if all outcomes are equal.
     - `share_right`: the accuracy of always predicting "right".
 
-    A log-ratio within `rounding` counts half.
+    A log-ratio of at most `rounding` in size is taken as 0 and counts as half a match.
     """
     right = right > 0.5
     score = torch.where(log_ratio.abs() <= rounding, torch.zeros_like(log_ratio), log_ratio).double()

@@ -41,8 +41,9 @@ class Loss(Protocol):
     def scope(self) -> str:
         """What one view must hold.
 
-        `token` or `sequence`: any whole sequences. `groups`: any whole groups; loss and metrics add over them. `group` or
-        `batch`: the mini-batch.
+        - `token` or `sequence`: any set of whole sequences.
+        - `groups`: any set of whole groups. Loss and metrics of the groups add up.
+        - `group` or `batch`: the whole mini-batch.
         """
 
     def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
@@ -63,13 +64,18 @@ class NllLoss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss of any algorithm of the table.
+    """The policy loss of any preset or combination of slots.
 
         L = sum_t weight_t (policy_t + kl_coef KL_t - entropy_coef H_t) - sum_t nll_weight_t logp_t
 
-    Columns it reads: `weight` and `advantages`; `old_logp`, or without that column the policy itself is the anchor, with
-    ratio 1 (one update per batch); `ref_logp` if `kl_coef` > 0; `nll_weight` if some tokens are also imitated (it includes
-    the coefficient); and what the chosen clip and loss read. Options that are not given are the defaults of the records.
+    Columns it reads, besides those of the chosen clip and loss:
+
+    - `weight` and `advantages`.
+    - `old_logp`. Without this column the policy itself is the anchor, and the ratio is 1 (one update per batch).
+    - `ref_logp` if `kl_coef` > 0.
+    - `nll_weight` if some tokens are also imitated. It includes the coefficient.
+
+    Options that are not given have the defaults of the records.
     """
 
     ratio: str = "token"
@@ -92,7 +98,7 @@ class PolicyLoss:
     """Multiply the KL by the token ratio, with gradient: unbiased for samples of the old policy (2512.02556)."""
     entropy_coef: float = 0.0
     entropy_top: float | None = None
-    """Keep the policy term only at this share of tokens of highest entropy; denominators count all (2506.01939)."""
+    """Keep the policy term only at this share of the tokens, those of highest entropy; denominators count all tokens (2506.01939)."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -186,4 +192,4 @@ def _checked_user_loss(per_token: object, logp: Tensor) -> Tensor:
     if isinstance(per_token, Tensor) and per_token.shape == logp.shape:
         return per_token
     given = f"shape {tuple(per_token.shape)}" if isinstance(per_token, Tensor) else type(per_token).__name__
-    raise UserError(f"the loss of your own returned {given}; expected one number a token, {tuple(logp.shape)}")
+    raise UserError(f"the plug-in loss returned {given}; expected one number per token, {tuple(logp.shape)}")

@@ -1,8 +1,8 @@
 """Preference losses: DPO, IPO, SimPO, ORPO on pairs of answers, and KTO on answers with labels.
 
 A pair is a group of two sequences, one of them `chosen` (bool sequence column). Its loss is placed on both, so that the
-mean over sequences is the mean over pairs. KTO's answers are `desirable` or not; each has a second sequence with the same
-`group_ids`, another prompt's answer after the same prompt (`mismatched`). Log-probs under the reference are the column
+mean over sequences is the mean over pairs. KTO's answers are `desirable` or not. Each has a second sequence with the same
+`group_ids`, `mismatched`: the same prompt followed by the answer to another prompt. Log-probs under the reference are the column
 `ref_logp`: of each token, or the mean over the answer's tokens as a sequence column.
 
 A preference loss takes a view, the anchor's log-probs and advantages, like every loss of the slot, but reads neither of
@@ -74,8 +74,8 @@ def kto(
 ) -> TokenLoss:
     """[M] desirable (1 - sigmoid(beta (u - z0))) for good answers, undesirable (1 - sigmoid(beta (z0 - u))) for bad.
 
-    KTO (2402.01306). u = logp - ref of an answer; z0 = max(0, mean u of mismatched rows), without gradient. Mismatched rows only serve z0: they
-    have no loss, and the mean is over the other rows.
+    KTO (2402.01306). u = logp - ref of an answer; z0 = max(0, mean u of mismatched rows), without gradient. Mismatched rows
+    are used for z0 only: they have no loss, and the mean loss is over the other rows.
     """
     alive, mismatched = view.lengths > 0, view.sequence["mismatched"]
     judged, others = alive & ~mismatched, alive & mismatched

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from burnish.config.records import Plugin, Slot, choice
 
 Scope = Literal["token", "sequence", "group", "batch"]
+"""What a loss must see at once, from the narrowest to the widest."""
 
 
 # --- Ratio
@@ -69,7 +70,7 @@ class Clip(Slot):
 
 
 class PpoClip(Clip):
-    """PPO's pessimistic clip, optionally asymmetric (clip-higher), with a dual clip, and without sequences that drifted."""
+    """PPO's pessimistic clip. Options: an asymmetric range (clip-higher), a dual clip, a mask for sequences that drifted."""
 
     formula: ClassVar[str] = (
         "max(-A r, -A clip(r, 1-low, 1+high)); dual: for A<0 at most -A*dual; drift: 0 if A<0 and mean_t(old-logp) > drift"
@@ -86,7 +87,7 @@ class PpoClip(Clip):
     dual: float | None = Field(None, gt=1)
     """Upper bound of the ratio for negative advantages; null leaves it unbounded."""
     drift: float | None = Field(None, ge=0)
-    """Negative advantages leave the loss in sequences with mean_t(old - logp) above this; null keeps them."""
+    """Tokens with a negative advantage have loss 0 in sequences with mean_t(old - logp) above this; null sets no limit."""
 
 
 class NoClip(Clip):
@@ -161,7 +162,7 @@ class CovarianceClip(Clip):
     """The ratio is clipped above at 1 + high."""
 
     @model_validator(mode="after")
-    def _band(self) -> CovarianceClip:
+    def _check_covariance_range(self) -> CovarianceClip:
         if self.low_cov >= self.high_cov:
             raise ValueError(f"no covariance is above low_cov {self.low_cov} and below high_cov {self.high_cov}")
         return self
@@ -181,7 +182,7 @@ class CovarianceKl(Clip):
 
 
 class TotalVariationClip(Clip):
-    """Tokens whose probability moved too far leave the loss; the ratio is a constant weight of the others."""
+    """Tokens whose probability moved too far have weight 0; the others have the ratio as a constant weight."""
 
     formula: ClassVar[str] = "w = sg(min(r, cap)), 0 unless p - p_old <= high (A>0) or >= -low (else)"
     paper: ClassVar[str] = "DPPO, binary total variation (2602.04879)"
@@ -196,7 +197,7 @@ class TotalVariationClip(Clip):
 
 
 class BinaryKlClip(Clip):
-    """As dppo_tv, with the KL divergence of the sampled token against all others as the distance."""
+    """Like dppo_tv, with the binary KL divergence (the sampled token against all others) as the distance."""
 
     formula: ClassVar[str] = (
         "w = sg(min(r, cap)), 0 unless KL <= high or p <= p_old (A>0), KL <= low or p >= p_old (else)"
@@ -280,7 +281,7 @@ class OmdLoss(LossRecord):
 
 
 class SppoLoss(LossRecord):
-    """Self-play preference optimisation: the log-ratio becomes a multiple of how often a sample beats the others."""
+    """Self-play preference optimisation: regresses a sequence's log-ratio on its win rate against the other samples."""
 
     formula: ClassVar[str] = "L_i = (z_i - eta A_i)^2, z_i = sum_t (logp_t - anchor_t), A_i = P_i - 1/2"
     paper: ClassVar[str] = "SPPO (2405.00675)"
@@ -326,7 +327,7 @@ class BceLoss(LossRecord):
 
 
 class MixedLoss(LossRecord):
-    """The policy's samples with their ratio, and demonstrations in the same group with a weight from the policy's probability."""
+    """Trains on samples with their ratio, and on demonstrations in the same group with a weight that depends on the policy's probability."""
 
     formula: ClassVar[str] = (
         "L_t = -A_t r_t; on demonstrations -A_t (1 - sg(p))^focus w, p = exp(logp_t), w = p/(p + gamma) (shaped), p/q (author) or "
@@ -336,25 +337,25 @@ class MixedLoss(LossRecord):
     needs: ClassVar[tuple[str, ...]] = ("groups", "demonstrations")
     name: Literal["mixed_offpolicy"] = "mixed_offpolicy"
     weight: Literal["shaped", "author", "mixture"] = "shaped"
-    """Weight of a demonstrated token: a shaped probability, its ratio to the author's (rows with `logp`), or its ratio to the mean of
-    the old policy's and a guess of the author's.
+    """Weight of a demonstrated token. shaped: p / (p + gamma). author: p over the author's probability, which rows give as `logp`.
+    mixture: p over the mean of the old policy's probability and an estimate of the author's.
     """
     gamma: float = Field(0.1, gt=0)
     """With weight shaped: the probability at which a demonstrated token's gradient is largest."""
     focus: float = Field(0.0, ge=0)
-    """Exponent that reduces demonstrated tokens as they become likely; RL-PLUS has 0.5."""
+    """Exponent of (1 - p), which reduces the weight of demonstrated tokens as they become likely; RL-PLUS uses 0.5."""
     clip: float | None = Field(None, gt=0, lt=1)
     """PPO's clip of the policy's own tokens to 1 - clip .. 1 + clip; null does not clip, as in LUFFY's code."""
 
     @model_validator(mode="after")
-    def _one_shape(self) -> MixedLoss:
+    def _check_gamma_is_used(self) -> MixedLoss:
         if self.weight != "shaped" and self.gamma != MixedLoss.model_fields["gamma"].default:
             raise ValueError(f"gamma belongs to weight shaped: with weight {self.weight} it does nothing")
         return self
 
 
 class ImitationLoss(LossRecord):
-    """Imitates every token in the loss, whatever its reward; with filter positives_only, those of right answers."""
+    """Imitates every token in the loss, whatever its reward; filter positives_only limits it to answers with a positive reward."""
 
     formula: ClassVar[str] = "L_t = -logp_t"
     advantages: ClassVar[tuple[str, ...]] = ("none",)
@@ -424,7 +425,7 @@ class OrpoLoss(PairLoss):
 
 
 class KtoLoss(LossRecord):
-    """Good and bad answers without pairs, valued against the policy's distance from the reference."""
+    """Learns from answers labelled good or bad, without pairs; each is compared with z0, the policy's distance from the reference."""
 
     formula: ClassVar[str] = (
         "good: desirable (1 - sig(beta (u - z0))); bad: undesirable (1 - sig(beta (z0 - u))); u = logp - ref, "
@@ -440,7 +441,7 @@ class KtoLoss(LossRecord):
     beta: float = Field(0.1, gt=0)
     """Scale of the implicit reward beta (logp - ref)."""
     desirable: float = Field(1.0, ge=0)
-    """Weight of good answers; weight times number should be 1 to 4/3 of that of bad answers."""
+    """Weight of good answers. The paper suggests desirable x number of good answers = 1 to 4/3 of undesirable x number of bad answers."""
     undesirable: float = Field(1.0, ge=0)
     """Weight of bad answers."""
 
@@ -483,7 +484,7 @@ def policy_loss_conflict(ratio: Slot, clip: Clip, loss: Slot) -> str | None:
         if names["ratio"] == names["clip"] == "none":
             return None
         if isinstance(loss, Plugin):
-            return f"a loss of your own makes its ratio and clip itself: {bare}"
+            return f"a plug-in loss computes its own ratio and clip: {bare}"
         return f"loss {names['loss']} uses no ratio: {bare}"
     if names["ratio"] == "none":
         return (

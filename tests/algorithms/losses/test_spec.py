@@ -65,7 +65,7 @@ def test_a_refusal_says_why_and_what_to_set(ratio: str, clip: str, loss: str, re
 def test_a_users_loss_has_neither_ratio_nor_clip() -> None:
     mine = Plugin(name="a.py:f")
     assert policy_loss_conflict(NoRatio(), NoClip(), mine) is None
-    assert "a loss of your own" in str(policy_loss_conflict(RATIO["token"], NoClip(), mine))
+    assert "a plug-in loss" in str(policy_loss_conflict(RATIO["token"], NoClip(), mine))
 
 
 @pytest.mark.parametrize(
