@@ -255,7 +255,7 @@ def test_missing_groups_stop_the_run_where_asked() -> None:
 
 
 def test_a_refill_without_a_group_filter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"algorithm\.refill replaces groups that a filter refused"):
+    with pytest.raises(ValueError, match=r"algorithm\.refill replaces groups that a filter dropped"):
         Algorithm.model_validate({"filters": ["overlong"], "refill": {"rounds": 3}})
 
 

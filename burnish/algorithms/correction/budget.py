@@ -91,7 +91,7 @@ class BudgetError(UserError):
 
 
 class RungMeasurement(NamedTuple):
-    """What a batch is like under a correction."""
+    """The mismatch, effective sample size and token share of a batch under a correction."""
 
     k3_kl: float
     ess: float
@@ -164,20 +164,20 @@ def budget_step(state: BudgetState, batch: Batch, budget: MismatchBudget) -> tup
     if not ready:
         return replace(state, streaks=streaks), RUNGS[now], ""
     new = ready[0]
-    why = f"{RUNGS[now].name} -> {RUNGS[new].name}: it would have held the budget for {streaks[new]} steps ({_describe(found[new])})"
+    why = f"{RUNGS[now].name} -> {RUNGS[new].name}: it would have been within the budget for {streaks[new]} steps ({_describe(found[new])})"
     return replace(state, rung=new, streaks=[0] * len(RUNGS), came_down=True), RUNGS[new], why
 
 
 def _climb(
     state: BudgetState, batch: Batch, found: list[RungMeasurement], budget: MismatchBudget
 ) -> tuple[BudgetState, Rung, str]:
-    """To the next stricter rung within the budget, else to a milder one, whose truncation may leave a smaller mismatch."""
+    """Moves to the next stricter rung within the budget. If there is none, a milder rung may fit: truncation can leave less mismatch."""
     now = state.rung
     new = _first_within_budget(batch, found, budget, [*range(now + 1, len(RUNGS)), *range(now)])
     patience = min(MAX_PATIENCE, 2 * state.patience) if state.came_down else state.patience
     why = (
         f"{RUNGS[now].name} -> {RUNGS[new].name}: {_describe_excess(found[now], budget)}, "
-        f"and under the new correction it holds ({_describe(found[new])})"
+        f"and the new correction is within the budget ({_describe(found[new])})"
     )
     return BudgetState(rung=new, patience=patience), RUNGS[new], why
 

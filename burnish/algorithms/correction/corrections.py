@@ -1,11 +1,11 @@
-"""Slot `correction`: rollout correction, from the engine's policy that sampled to the trainer's policy.
+"""Slot `correction`: rollout correction of the mismatch between the engine's policy, which sampled, and the trainer's policy.
 
 `coupled_correction` and `decoupled_correction` run once per batch, before advantages. `budget_correction` does too: it
 chooses the mildest decoupled correction that keeps to a budget. `bypass_correction` runs inside the loss.
 
-- Coupled: one weight per token or row that is bounded, masked and vetoed together. Its metrics are under `mismatch/`.
-- Decoupled: weights and rejection apart, each with its own bounds. Its metrics are under `rollout_corr/`. There are three
-  policies: engine, trainer before the first update (the anchor of the clip) and current policy. The correction covers
+- Coupled: one weight per token or row; the same bounds truncate or reject it. Its metrics are under `mismatch/`.
+- Decoupled: weights and rejection are separate, each with its own bounds. Its metrics are under `rollout_corr/`. There are
+  three policies: engine, trainer before the first update (the anchor of the clip) and current policy. The correction covers
   engine to anchor, the clip covers anchor to current policy. Decoupled PPO (2110.00641).
 - Bypass: two policies. The engine's log-probs are the anchor, and the trainer's before the update are never computed.
 """
@@ -108,7 +108,7 @@ def no_correction(batch: Batch) -> CorrectionResult:
 
 
 def _catastrophic_tokens(mismatch: RolloutMismatch, veto: float | None) -> Tensor:
-    """[M] bool: exp(l) < veto, tokens that are all but impossible for the trainer."""
+    """[M] bool: exp(l) < veto, tokens that are much less likely under the trainer than under the engine."""
     return mismatch.log_ratio < (math.log(veto) if veto is not None else -math.inf)
 
 
@@ -246,7 +246,7 @@ def _bypass_token_metrics(
 ) -> dict[str, Tensor]:
     """Columns [M] whose means over all tokens of a mini-batch are the metrics of that name.
 
-    Metrics that are no mean over tokens (std, extremes, rows) would depend on the split and are left out. k3 is of the
+    Metrics that are not means over tokens (std, extremes, rows) would depend on the split and are left out. k3 is of the
     clamped l, because these columns may be summed in float32.
     """
     low, high = threshold_band(threshold)
@@ -263,7 +263,7 @@ def _bypass_token_metrics(
 
 CORRECTIONS: dict[str, Callable[..., Any]] = {
     "none": no_correction,
-    "seed": coupled_correction,  # the config value is older than the name
+    "seed": coupled_correction,  # `seed` is its name in configs
     "decoupled": decoupled_correction,
     "bypass": bypass_correction,
     "budget": budget_correction,

@@ -29,7 +29,9 @@ from burnish.core.segments import contiguous_sum
 
 
 def divergence_metrics(mismatch: RolloutMismatch) -> dict[str, Tensor]:
-    """KL estimates and perplexities. With t_i and q_i the mean log-prob of row i under trainer and engine, D_i = q_i - t_i:
+    """KL estimates and perplexities.
+
+    With t_i and q_i the mean log-prob of row i under trainer and engine, and D_i = q_i - t_i:
 
     - kl = mean(-l), an estimate of KL(engine || trainer) that can be negative;
     - k3_kl = mean(exp(l) - l - 1), which cannot (Schulman, 2020);
@@ -123,7 +125,7 @@ def surprise_metrics(batch: Batch, logp: Tensor, entropy: Tensor | None) -> dict
 # --- Symptoms
 
 FAR_LOG_RATIO = 3.0
-"""A token whose two probabilities differ by more than a factor of e^3 = 20 is another token, or has another prefix."""
+"""If the two probabilities of a token differ by more than a factor of e^3 = 20, the trainer probably saw another token or prefix."""
 CUT_QUANTILE = 0.95
 """Sizes of l are cut at this quantile, so that a few absurd tokens do not decide a metric about most tokens."""
 SURE_LOGP = math.log(0.5)
@@ -146,8 +148,8 @@ def symptom_metrics(batch: Batch, version: int | None = None) -> dict[str, float
     - With a column `version`: `lag_mean`, the mean number of updates from a token's weights to `version` (None: the newest
       of the batch); `lag_slope` of |l|, cut at its 95% quantile, on that lag; `lag_corr`, their correlation.
 
-    A share is 0 if the policies agree and at most 1. For one fault it is about the same while a policy grows sure or unsure;
-    a mean of |l| is not. A correlation with a constant is 0, and so is a share of nothing.
+    A share is 0 if the policies agree, and at most 1. Unlike a mean of |l|, it stays about the same for one fault while the
+    policy's entropy changes. A correlation with a constant is 0, and so is a share without tokens.
     """
     tokens, mismatch = batch_mismatch(batch)
     old, behaviour = (tokens.gather(batch.token[name]) for name in ("old_logp", "behaviour_logp"))
@@ -338,7 +340,7 @@ def _sums(log_ratio: Tensor, bucket: Tensor, num: int) -> Tensor:
 
 
 def _sums_in_order(log_ratio: Tensor, bucket: Tensor, num: int) -> Tensor:
-    """The same in a fixed order: on a GPU, sums by ids are added in any order and would differ from run to run."""
+    """`_sums` in a fixed order: on a GPU, `bincount` adds in any order, and sums would differ from run to run."""
     bucket, order = bucket.sort(stable=True)
     log_ratio = log_ratio[order]
     offsets = torch.searchsorted(bucket, torch.arange(num + 1, device=bucket.device))

@@ -53,7 +53,7 @@ class NoCorrection(Slot):
 
 
 class CoupledCorrection(Slot):
-    """One importance weight per token, truncated or masked, and a veto on sequences with an absurd token."""
+    """One importance weight per token, truncated or masked; sequences with a token of extreme ratio are rejected (veto)."""
 
     formula: ClassVar[str] = (
         "W = exp(clip(u, -20, 20)), u = l, sum_t l or mean_t l, l = old - behaviour; truncate: min(W, C); "
@@ -83,7 +83,7 @@ class CoupledCorrection(Slot):
         return self.apply
 
     @model_validator(mode="after")
-    def _bounds(self) -> CoupledCorrection:
+    def _check_bounds(self) -> CoupledCorrection:
         lower = 1 / self.threshold if self.lower is None else self.lower
         if lower > self.threshold:
             raise ValueError(
@@ -100,7 +100,7 @@ class _WeightsAndRejection(Slot):
     threshold: Bounds = DEFAULT_THRESHOLD
     """One number C truncates weights at C (TIS). Two numbers, `[0.5, 5.0]`, set weights outside to 0 (IcePop)."""
     batch_normalise: bool = False
-    """Divide the weights by their mean, so that they change the direction of a step and not its size."""
+    """Divide the weights by their mean, so that on average they do not change the size of the gradient."""
     reject: dict[Rejection, Bounds] = Field(default_factory=dict)
     """Statistics and the bounds within which a token or sequence stays in the loss; all must hold.
 
@@ -115,7 +115,7 @@ class _WeightsAndRejection(Slot):
 
     @field_validator("threshold")
     @classmethod
-    def _ordered(cls, value: float | Band) -> float | Band:
+    def _check_threshold(cls, value: float | Band) -> float | Band:
         low, high = value if isinstance(value, tuple) else (1 / value, value)
         if low > high:
             raise ValueError(f"correction.threshold keeps no weight: the lower bound {low:g} is above {high:g}")
@@ -123,7 +123,7 @@ class _WeightsAndRejection(Slot):
 
     @field_validator("reject")
     @classmethod
-    def _one_or_two(cls, value: dict[Rejection, float | Band]) -> dict[Rejection, float | Band]:
+    def _check_rejection_bounds(cls, value: dict[Rejection, float | Band]) -> dict[Rejection, float | Band]:
         for option, bounds in value.items():
             if isinstance(bounds, tuple) and not option.endswith("k1"):
                 raise ValueError(f"{option} is never negative and has one bound, the largest value kept, not {bounds}")
@@ -133,10 +133,10 @@ class _WeightsAndRejection(Slot):
         return value
 
     @model_validator(mode="after")
-    def _used(self) -> _WeightsAndRejection:
+    def _check_weight_options_are_used(self) -> _WeightsAndRejection:
         if self.weights is None and (self.threshold != DEFAULT_THRESHOLD or self.batch_normalise):
             raise ValueError(
-                "correction.threshold and batch_normalise are of weights, and there are none: set correction.weights=token or sequence"
+                "correction.threshold and batch_normalise apply to weights, and there are none: set correction.weights=token or sequence"
             )
         return self
 
@@ -156,7 +156,7 @@ class DecoupledCorrection(_WeightsAndRejection):
 
 
 class BypassCorrection(_WeightsAndRejection):
-    """The engine's log-probs as the anchor of the ratio: two policies, and no forward pass for old log-probs."""
+    """Uses the engine's log-probs as the anchor of the ratio, and saves the forward pass for old log-probs."""
 
     formula: ClassVar[str] = (
         "old := behaviour; ppo_clip: the clip on r = exp(logp - behaviour); reinforce: -sg(w) A logp, w as in decoupled "
@@ -174,7 +174,7 @@ class BypassCorrection(_WeightsAndRejection):
         return "batch" if self.batch_normalise else "sequence"
 
     @model_validator(mode="after")
-    def _once(self) -> BypassCorrection:
+    def _check_mismatch_is_corrected_once(self) -> BypassCorrection:
         if self.loss == "ppo_clip" and self.weights is not None:
             raise ValueError(
                 f"correction.weights={self.weights} counts the gap twice: with bypass the ratio in the clip is already the current policy "
@@ -184,7 +184,7 @@ class BypassCorrection(_WeightsAndRejection):
 
 
 class BudgetCorrection(Slot):
-    """A limit on the mismatch. The mildest correction within it is chosen, and changed as the mismatch changes."""
+    """A limit on the mismatch. A controller chooses the mildest correction that keeps to it, step by step."""
 
     formula: ClassVar[str] = (
         "the mildest of a ladder of corrections that leaves k3_kl and ess within bounds and at least half the tokens"
@@ -202,7 +202,7 @@ class BudgetCorrection(Slot):
         return True
 
     @model_validator(mode="after")
-    def _any(self) -> BudgetCorrection:
+    def _check_has_limit(self) -> BudgetCorrection:
         if self.k3_kl is None and self.ess is None:
             raise ValueError(
                 "correction.budget tolerates anything: set k3_kl (such as 1e-3), ess (such as 0.9) or both"
@@ -258,7 +258,7 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def expand_preset(value: Any) -> Any:
-    """The options that a preset's name stands for; options given beside the name override the preset's."""
+    """The options that a preset's name stands for. Options given with the name override the preset's."""
     own = {"name": value} if isinstance(value, str) else value
     if not isinstance(own, dict):
         return own

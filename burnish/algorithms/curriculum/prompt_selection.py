@@ -41,7 +41,7 @@ def hard_prompts(correct: Tensor, tried: Tensor, below: float) -> Tensor:
 
 
 def linear_anneal(done: int, steps: int, start: float, end: float) -> float:
-    """start + (end - start) min(1, done / steps). Open-Reasoner-Zero (2503.24290) anneals its learning rate so."""
+    """start + (end - start) min(1, done / steps): the learning rate of Open-Reasoner-Zero (2503.24290)."""
     return start + (end - start) * min(1.0, done / steps)
 
 

@@ -10,7 +10,7 @@ from burnish.config.records import Record, Slot, choice
 
 
 class NoCurriculum(Slot):
-    """The sampler's own order."""
+    """No curriculum: prompts come in the order of data.sampler."""
 
     name: Literal["none"] = "none"
 
@@ -50,7 +50,7 @@ class EasyToHardCurriculum(Slot):
     """Number of first steps in which all prompts are equally likely."""
 
     @model_validator(mode="after")
-    def _turns(self) -> EasyToHardCurriculum:
+    def _check_steps_per_bucket(self) -> EasyToHardCurriculum:
         if self.steps < self.buckets:
             raise ValueError(
                 f"easy_to_hard: steps={self.steps} leaves no step for some of the {self.buckets} buckets; raise steps"
@@ -59,7 +59,7 @@ class EasyToHardCurriculum(Slot):
 
 
 class HardOnlyCurriculum(Slot):
-    """From step `start` draws only prompts that were almost never answered right before, and anneals the learning rate."""
+    """From step `start` on draws only prompts with almost no right answers so far, and anneals the learning rate."""
 
     formula: ClassVar[str] = (
         "from step start: prompts with right / total < below, as counted before it; "
@@ -71,7 +71,7 @@ class HardOnlyCurriculum(Slot):
     start: int = Field(ge=2)
     """First step of the annealing; the steps before it count right answers."""
     below: float = Field(4 / 64, gt=0, le=1)
-    """A prompt is hard if a smaller share of its answers so far was right; a prompt never drawn is not hard."""
+    """A prompt is hard if the share of right answers before `start` is below this; a prompt that was never drawn is not hard."""
     lr_final: float = Field(0.3, gt=0, le=1)
     """Final learning rate, as a share of the rate without annealing."""
     steps: int = Field(100, ge=1)
@@ -88,7 +88,7 @@ CurriculumSlot = choice(*CURRICULUM_RECORDS, plugin=False)
 
 
 class LengthBudget(Record):
-    """Prompts that ask for a number of tokens (LCPO, 2503.04697): n is uniform in low..high and the same for a row all run."""
+    """Prompts that ask for n tokens (LCPO, 2503.04697). n is drawn uniformly from low to high, once per row for the whole run."""
 
     low: int = Field(100, ge=1)
     """Fewest tokens asked for."""
@@ -98,7 +98,7 @@ class LengthBudget(Record):
     """Appended to the last user message; `{n}` becomes the number."""
 
     @model_validator(mode="after")
-    def _span(self) -> LengthBudget:
+    def _check_range_and_text(self) -> LengthBudget:
         if self.low > self.high:
             raise ValueError(f"budget.low={self.low} is more than budget.high={self.high}")
         if "{n}" not in self.text:

@@ -80,7 +80,7 @@ def tree_edges(batch: Batch, *, most: int) -> Tensor:
     """[N] bool: keep at most `most` edges of each tree, only edges with a nonzero advantage. SPO-tree (2505.23564).
 
     Edges are taken in an order drawn from the keys of their sequences, which is the same for every use of the tree. The k-th
-    use (column `use`) continues where the last one ended, so no edge is trained twice.
+    use (column `use`) continues where the previous use ended, so no edge is trained twice.
     """
     paths = batch.ragged["nodes"]
     where, edge = tokens_of_segments(batch, paths)
@@ -196,8 +196,8 @@ def loss_mask_from_plugin(result: Tensor, batch: Batch, name: str) -> Tensor:
         )
     if result.dtype != torch.bool or result.shape not in ((batch.num_sequences,), (batch.num_tokens,)):
         raise UserError(
-            f"filter {name} returned {result.dtype} of shape {tuple(result.shape)}; expected bool, one a sequence "
-            f"[{batch.num_sequences}] or one a token [{batch.num_tokens}]: what to keep in the loss"
+            f"filter {name} returned {result.dtype} of shape {tuple(result.shape)}; expected bool, one per sequence "
+            f"[{batch.num_sequences}] or one per token [{batch.num_tokens}]: what to keep in the loss"
         )
     if result.shape == (batch.num_sequences,):
         result = result[batch.sequence_ids]
@@ -241,15 +241,15 @@ def best_and_worst(batch: Batch) -> tuple[Tensor, Tensor]:
         raise UserError(
             "filter pairs compares whole answers, and a sample of this environment is several sequences: use a policy loss"
         )
-    alive = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.offsets.device)
-    alive[batch.sequence_ids[batch.loss_mask]] = True
-    where = alive.nonzero().squeeze(1)
+    in_loss = torch.zeros(batch.num_sequences, dtype=torch.bool, device=batch.offsets.device)
+    in_loss[batch.sequence_ids[batch.loss_mask]] = True
+    where = in_loss.nonzero().squeeze(1)
     groups, num = compact_ids(batch.sequence["group_ids"][where])
     rewards = batch.sequence["reward"][where]
     place = torch.arange(where.numel(), device=where.device).double()
 
     def first(extreme: Tensor) -> Tensor:
-        """[G] the first sequence whose reward is its group's."""
+        """[G] the first sequence of each group whose reward is the group's `extreme`."""
         return where[segment_min(torch.where(rewards == extreme[groups], place, torch.inf), groups, num).long()]
 
     return first(segment_max(rewards, groups, num)), first(segment_min(rewards, groups, num))

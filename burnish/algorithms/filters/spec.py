@@ -26,7 +26,7 @@ class FilterRecord(Slot):
 
 
 class ZeroSignalFilter(FilterRecord):
-    """Drops groups whose rewards are all equal: they have no gradient and only dilute the mean."""
+    """Drops groups whose rewards (or accuracies) are all equal: they have no gradient and only dilute the mean."""
 
     formula: ClassVar[str] = "keep group g iff max_g x > min_g x or its size is 1, x the metric" + REFILLED
     paper: ClassVar[str] = "DAPO (2503.14476), dynamic sampling"
@@ -52,7 +52,7 @@ class DifficultyBandFilter(FilterRecord):
     """The largest mean accuracy kept."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> DifficultyBandFilter:
+    def _check_band(self) -> DifficultyBandFilter:
         if self.low > self.high:
             raise ValueError(f"difficulty_band keeps nothing: low {self.low} is above high {self.high}")
         if self.low == 0 and self.high == 1:
@@ -115,10 +115,10 @@ class ProbMaskFilter(FilterRecord):
 
 
 class TreeEdgesFilter(FilterRecord):
-    """Trains on a few edges of each tree that have a nonzero advantage; a replayed tree continues with others."""
+    """Trains on a few edges of each tree that have a nonzero advantage; each replay of a tree uses other edges."""
 
     formula: ClassVar[str] = (
-        "of the edges with A != 0, in an order drawn once: those from most * use to most * (use + 1)"
+        "of the edges with A != 0, in an order drawn once per tree: numbers most * use to most * (use + 1) - 1, use = earlier uses of the tree"
     )
     paper: ClassVar[str] = "SPO-tree (2505.23564)"
     needs: ClassVar[tuple[str, ...]] = ("tree",)
@@ -131,9 +131,9 @@ class TreeEdgesFilter(FilterRecord):
 
 
 class PfPpoFilter(FilterRecord):
-    """Draws each group's samples again with replacement, favouring rewards that a learned reward model is sure of."""
+    """Resamples each group with replacement, favouring extreme rewards, where a learned reward model is most reliable."""
 
-    formula: ClassVar[str] = "G draws a group, p_i proportional to w_i + 1e-8; power: w = |r|^power"
+    formula: ClassVar[str] = "G draws per group, p_i proportional to w_i + 1e-8; power: w = |r|^power"
     paper: ClassVar[str] = "PF-PPO, policy filtration (2409.06957)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     reads_reward: ClassVar[bool] = True
@@ -145,7 +145,7 @@ class PfPpoFilter(FilterRecord):
     """The exponent of mode power."""
 
     @model_validator(mode="after")
-    def _power_acts(self) -> PfPpoFilter:
+    def _check_power_is_used(self) -> PfPpoFilter:
         if self.mode != "power" and self.power != 2.0:
             raise ValueError(f"pf_ppo.power has no effect with mode {self.mode}: use mode power, or leave it out")
         return self
@@ -155,7 +155,7 @@ class PairsFilter(FilterRecord):
     """Keeps the best and the worst sample of each group, as a pair for a preference loss."""
 
     formula: ClassVar[str] = (
-        "per group chosen = argmax r, rejected = argmin r; none where they are equal, in reward or in every token"
+        "per group chosen = argmax r, rejected = argmin r; no pair if the two are equal in reward or in every token"
     )
     paper: ClassVar[str] = "Online DPO (2402.04792)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
@@ -185,14 +185,14 @@ class Refill(Record):
     oversample: int = Field(1, ge=1)
     """Prompts drawn per round, as a multiple of rollout.prompts; surplus groups are dropped."""
     enough: float = Field(1.0, gt=0, le=1)
-    """The share of rollout.prompts groups that ends the rounds."""
+    """The rounds end when this share of rollout.prompts groups is kept."""
     short: Literal["error", "partial", "fill"] = "partial"
     """If groups are still missing after the last round: stop with an error, train on what there is, or use dropped groups too (PRIME)."""
 
     @model_validator(mode="after")
-    def _all_act(self) -> Refill:
+    def _check_options_have_effect(self) -> Refill:
         if self.rounds == 1 and self.enough != 1.0 and self.short != "error":
             raise ValueError("refill.enough ends the rounds early, and there is only one: raise refill.rounds")
         if self.rounds == 1 and self.oversample == 1 and self.short == "fill":
-            raise ValueError("refill.short=fill would put every refused group back: raise refill.rounds or oversample")
+            raise ValueError("refill.short=fill would put every dropped group back: raise refill.rounds or oversample")
         return self

@@ -51,7 +51,7 @@ WITH_CRITIC: dict[str, Preset] = {
             "aggregation": TOKEN_MEAN,
             "critic": {"updates": 12, "optimizer": {"lr": 5e-6, "warmup": 50}},
         },
-        note="its last steps: algorithm.curriculum=hard_only, on prompts that were hardly ever solved",
+        note="the annealing phase at the end of its run: algorithm.curriculum=hard_only",
     ),
     "pf_ppo": Preset(
         "PF-PPO",
@@ -66,7 +66,7 @@ WITH_CRITIC: dict[str, Preset] = {
             "replay": {"share": 0.5, "uses": 2, "max_age": 4},
             "critic": CRITIC,
         },
-        note="a replayed group gives the samples that were drawn from it the first time",
+        note="a replayed group is not resampled: it has the samples that the filter drew the first time",
     ),
     "demystify": Preset(
         "Demystifying long CoT",
@@ -86,7 +86,7 @@ WITH_CRITIC: dict[str, Preset] = {
         "LIMR, Li et al. 2025 (2502.11886)",
         "prompts without learning impact: keep those whose rewards follow the average learning curve",
         {"advantage": "gae", "clip": PPO, "aggregation": TOKEN_MEAN, "critic": CRITIC},
-        note="`burnish data impact` makes its file: the rows a finished run has learnt from",
+        note="`burnish data impact` writes its data file: the rows that a finished run has learnt from",
     ),
 }
 
@@ -113,8 +113,8 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
         "Kimi k1.5, 2025 (2501.12599)",
         "policy optimisation without a value model that stays valid on samples from the start of the iteration",
         {**OMD, "shaping": [{"name": "kimi_length", "warmup_steps": 200}]},
-        note="several updates an iteration (training.mini_batches), algorithm.curriculum=prioritised on data with an end; "
-        "its partial rollouts are rollout.source.name=async",
+        note="several updates per iteration (training.mini_batches); algorithm.curriculum=prioritised, which needs finite data; "
+        "partial rollouts: rollout.source.name=async",
     ),
     "long2short": Preset(
         "long2short RL",
@@ -135,7 +135,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
             "aggregation": SEQUENCE_MEAN,
             "kl": ITERATE,
         },
-        note="wins are read off the rewards of a group, a judge's or a reward model's where there is no verifier",
+        note="wins are comparisons of rewards within a group; without a verifier, use the reward of a judge or a reward model",
     ),
     "pacs": Preset(
         "PACS",
@@ -166,7 +166,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "gigpo": Preset(
         "GiGPO",
         "Group-in-group policy optimisation, Feng et al. 2025 (2505.10978)",
-        "credit for single steps of an agent without a critic or further rollouts",
+        "credit for single turns of an agent without a critic or extra rollouts",
         {
             "advantage": "gigpo",
             "clip": PPO,
@@ -195,7 +195,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "luffy": Preset(
         "LUFFY",
         "LUFFY, Yan et al. 2025 (2504.14945)",
-        "solutions the policy does not find: a stronger model's answers in the group",
+        "solutions that the policy does not find: answers of a stronger model join the group",
         {
             "advantage": {"name": "grpo", "std": "none"},
             "clip": "none",
@@ -221,7 +221,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "on_policy_distillation": Preset(
         "On-policy distillation",
         "GKD, Agarwal et al. 2023 (2306.13649); as a reward: Thinking Machines, 2025",
-        "one reward per answer says little: a teacher scores every token the policy writes",
+        "sparse rewards: a teacher scores every token that the policy samples",
         {
             "advantage": "distillation",
             "clip": "none",
@@ -233,7 +233,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "rl_sft": Preset(
         "RL + SFT",
         "the multitask baseline of LUFFY, Yan et al. 2025 (2504.14945)",
-        "demonstrations imitated beside the policy loss, outside the group statistics",
+        "rare successes: demonstrations are imitated in addition to the policy loss, outside the group statistics",
         {"clip": PPO, "aggregation": TOKEN_MEAN, "auxiliary": {"sft": 0.1}},
         note="the rows to imitate: data.demonstrations",
     ),
@@ -247,7 +247,7 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
     "online_dpo": Preset(
         "Online DPO",
         "Direct language model alignment from online AI feedback, Guo et al. 2024 (2402.04792)",
-        "preference pairs that are off-policy: pairs are made of the policy's own samples in every step",
+        "off-policy preference pairs: every step makes pairs of the policy's own samples",
         {**PAIRS, "loss": "dpo", "filters": ["pairs"], "kl": {"reference": "frozen"}},
         note="the paper's judge is a reward part; ipo, simpo and orpo learn from the same pairs (algorithm.loss)",
     ),

@@ -17,7 +17,7 @@ class Preset:
     """The problem it solves, in one line."""
     slots: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    """Parts of the method outside the slots: rollout, rewards, schedule."""
+    """Settings of the method that are not slots, such as rollout, rewards and schedule."""
 
 
 PPO = {"name": "ppo", "low": 0.2, "high": 0.2}
@@ -160,7 +160,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "rloo": Preset(
         "RLOO",
         "Back to basics, Ahmadian et al. 2024 (2402.14740)",
-        "an unbiased baseline: the mean of the other samples, without the own reward",
+        "an unbiased baseline: the mean reward of the other samples",
         {"advantage": "rloo", **NO_RATIO, "kl": KL_IN_REWARD},
     ),
     "remax": Preset(
@@ -198,14 +198,14 @@ CRITIC_FREE: dict[str, Preset] = {
         "DeepSeek-R1, 2025 (2501.12948)",
         "reasoning from a base model with rule rewards alone",
         R1,
-        note="rewards: task or math, and think_format; 16 samples a prompt",
+        note="rewards: task or math, and think_format; 16 samples per prompt",
     ),
     "r1": Preset(
         "R1",
         "DeepSeek-R1, 2025 (2501.12948)",
         "readable reasoning: a cold start, RL, rejection sampling, RL again",
         R1,
-        note="rewards: task or math, think_format and language; its RL alone, recipes/r1.yaml has all stages (`burnish stages`)",
+        note="rewards: task or math, think_format and language; the preset is the RL stage, recipes/r1.yaml has all stages (`burnish stages`)",
     ),
     "cppo": Preset(
         "CPPO",
@@ -280,7 +280,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "t1": Preset(
         "T1",
         "T1, Hou et al. 2025 (2501.11651)",
-        "exploration: oversampling at high temperature, an entropy bonus, a reference that follows",
+        "exploration: oversampling at high temperature, an entropy bonus, a reference that follows the policy",
         {
             "advantage": "rloo",
             **NO_RATIO,
@@ -291,7 +291,7 @@ CRITIC_FREE: dict[str, Preset] = {
             "entropy": {"coef": 0.001},
             "shaping": ["t1_penalty"],
         },
-        note="64 samples a prompt at temperature 1.2",
+        note="64 samples per prompt at temperature 1.2",
     ),
     "grpo_passk": Preset(
         "pass@k GRPO",
@@ -320,7 +320,7 @@ CRITIC_FREE: dict[str, Preset] = {
     "dppo_kl": Preset(
         "DPPO-KL",
         "Divergence PPO, 2026: binary KL",
-        "as DPPO-TV, with the KL of the token against all others",
+        "like DPPO-TV, with the binary KL of the token against all others",
         {"advantage": "grpo", "clip": "dppo_kl", "loss": "sg_logprob", "aggregation": TOKEN_MEAN},
     ),
 }

@@ -165,7 +165,7 @@ def ngram_hashes(tokens: Tensor, ngram: int) -> Tensor:
         if covered == ngram:
             return hashes
         block, size = _combine_hashes(block, block[size:], factor), 2 * size
-        # Every size has its own factor: powers of one factor modulo 2^64 collide on long regular texts, the ones to find.
+        # Every size has its own factor: powers of one factor modulo 2^64 collide on long periodic texts, which must be found.
         factor = factor * GOLDEN
 
 
@@ -175,7 +175,7 @@ def _combine_hashes(left: Tensor, right: Tensor, factor: int) -> Tensor:
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """Small integers spread over 64 bits."""
+    """A 64-bit hash of each integer, without collisions."""
     x = x * to_int64(GOLDEN)
     x = (x ^ ((x >> 32) & 0xFFFF_FFFF)) * to_int64(MULTIPLIER_1)
     return x ^ ((x >> 29) & ((1 << 35) - 1))
@@ -191,7 +191,7 @@ def signed_reward(batch: Batch, step: int, *, right: float, wrong: float) -> Ten
 
 
 def stop_properly(batch: Batch, step: int, *, coef: float) -> Tensor:
-    """[S] the reward; of a truncated sample r * coef, or coef itself if it is negative. ProRL (2505.24864)."""
+    """[S] the reward; for a truncated sample r * coef, or coef itself if coef is negative. ProRL (2505.24864)."""
     reward = batch.sequence["reward"]
     cut = reward * coef if coef >= 0 else torch.full_like(reward, coef)
     return torch.where(is_truncated(batch), cut, reward)
@@ -267,6 +267,3 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
     "signed": signed_reward,
 }
 """The function of each choice of `algorithm.shaping`."""
-
-
-# --- Step scores of a process reward model

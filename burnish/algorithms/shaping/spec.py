@@ -29,21 +29,21 @@ class SoftOverlongShaper(Shaper):
     paper: ClassVar[str] = "DAPO (2503.14476), which has max_tokens 20480 and cache 4096"
     name: Literal["soft_overlong"] = "soft_overlong"
     max_tokens: int | None = Field(None, ge=1)
-    """The length with the full penalty; null means rollout.max_tokens, for each of environment.max_turns."""
+    """The length with the full penalty; null means rollout.max_tokens x environment.max_turns."""
     cache: int | None = Field(None, ge=1)
     """How many tokens before max_tokens the penalty begins; null means a fifth of max_tokens, as in DAPO."""
     factor: float = Field(1.0, gt=0)
     """The full penalty."""
 
     @model_validator(mode="after")
-    def _fits(self) -> SoftOverlongShaper:
+    def _check_cache_fits(self) -> SoftOverlongShaper:
         if self.max_tokens is not None and self.cache is not None and self.cache > self.max_tokens:
             raise ValueError(f"soft_overlong.cache {self.cache} is above max_tokens {self.max_tokens}")
         return self
 
 
 class KimiLengthShaper(Shaper):
-    """Rewards answers that are shorter than the others of the group; a wrong answer can only lose."""
+    """Rewards answers that are shorter than the others of the group; for a wrong answer the term is never positive."""
 
     formula: ClassVar[str] = (
         "r + weight * l, l = 1/2 - (len - min_g) / (max_g - min_g), at most 0 if wrong, 0 if all lengths are equal"
@@ -54,11 +54,11 @@ class KimiLengthShaper(Shaper):
     weight: float = Field(1.0, gt=0)
     """Weight of the length reward."""
     warmup_steps: int = Field(0, ge=0)
-    """Off for this many steps at the start of the run."""
+    """Number of first steps without the length reward."""
 
 
 class CosineShaper(Shaper):
-    """A reward from correctness and length in place of the reward: short right over long right, long wrong over short wrong."""
+    """Replaces the reward by one of correctness and length: right answers get more if short, wrong answers if long."""
 
     formula: ClassVar[str] = (
         "x_T + (x_0 - x_T) (1 + cos(pi len / max_tokens)) / 2; exceeded if len + margin >= max_tokens"
@@ -67,7 +67,7 @@ class CosineShaper(Shaper):
     needs: ClassVar[tuple[str, ...]] = ("accuracy",)
     name: Literal["cosine"] = "cosine"
     max_tokens: int | None = Field(None, ge=1)
-    """The length at which the curve ends; null means rollout.max_tokens, for each of environment.max_turns."""
+    """The length at which the curve ends; null means rollout.max_tokens x environment.max_turns."""
     correct: tuple[float, float] = (2.0, 1.0)
     """Reward of a right answer of length 0, and of full length."""
     wrong: tuple[float, float] = (-10.0, 0.0)
@@ -79,7 +79,7 @@ class CosineShaper(Shaper):
 
 
 class LcpoExactShaper(Shaper):
-    """A reward for the length the prompt asks for, in place of the reward."""
+    """Replaces the reward: 1 for a right answer, minus a penalty for every token off the length that the prompt asks for."""
 
     formula: ClassVar[str] = "1[right] - alpha |budget - len|"
     paper: ClassVar[str] = "LCPO, L1 (2503.04697)"
@@ -90,7 +90,7 @@ class LcpoExactShaper(Shaper):
 
 
 class LcpoMaxShaper(Shaper):
-    """A reward for staying within the length the prompt allows, in place of the reward."""
+    """Replaces the reward: a right answer gets more the shorter it is, and 0 from some tokens above the length that the prompt allows."""
 
     formula: ClassVar[str] = "1[right] clip(alpha (budget - len) + delta, 0, 1)"
     paper: ClassVar[str] = "LCPO, L1-Max (2503.04697)"
@@ -118,7 +118,7 @@ class RepetitionShaper(Shaper):
 
 
 class RepetitionDenseShaper(Shaper):
-    """Penalises the repeated tokens themselves, with their own discount."""
+    """Penalises the tokens of repeated n-grams, with a discount of their own."""
 
     formula: ClassVar[str] = (
         "token t of an n-gram seen before: p_t = penalty; adds R_t - R_{t+1}, R_t = sum_{s>=t} gamma^(s-t) p_s"
@@ -163,14 +163,14 @@ class T1PenaltyShaper(Shaper):
     """Smallest value of that part without a penalty."""
 
     @model_validator(mode="after")
-    def _script_low_acts(self) -> T1PenaltyShaper:
+    def _check_script_low_is_used(self) -> T1PenaltyShaper:
         if self.script_part is None and self.script_low != 0.8:
             raise ValueError("t1_penalty.script_low has no effect without script_part: name the reward part it is for")
         return self
 
 
 class SignedShaper(Shaper):
-    """One reward for right and one for wrong answers, in place of the reward."""
+    """Replaces the reward: one value for right answers and one for wrong answers."""
 
     formula: ClassVar[str] = "right if accuracy is 1, else wrong"
     paper: ClassVar[str] = "DAPO (2503.14476)"

@@ -1,4 +1,4 @@
-"""Slots `aggregation`, `kl`, `entropy` and `auxiliary`: how per-token losses are averaged, and the terms beside the policy loss."""
+"""Slots `aggregation`, `kl`, `entropy` and `auxiliary`: how per-token losses are averaged, and the terms added to the policy loss."""
 
 from __future__ import annotations
 
@@ -91,12 +91,14 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center: str = "none") -> tuple[Tensor, float]:
-    """[N] rewards minus coef * KL(old || ref) at action tokens, and the mean over sequences of that KL.
+    """[N] rewards minus coef * KL(old || ref) at action tokens, and the mean over sequences of their mean KL per token.
 
     `center` subtracts a mean from the KL first, which leaves the relative signal. `token` subtracts the mean over all action
     tokens, so that longer answers do not pay more (T1, 2501.11651). `sequence` subtracts the mean over sequences of their
-    summed KL from each sum, in equal shares over its tokens. The means and the returned KL, which is never centred, cover
-    only the policy's own samples: at a demonstration the estimate means nothing. nan if there is no sample.
+    summed KL from each sum, in equal shares over its tokens.
+
+    The subtracted means and the returned KL cover only the policy's own samples: the estimate is not valid for demonstrations.
+    The returned KL is not centred. It is nan if the batch has only demonstrations.
     """
     mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
@@ -110,7 +112,7 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
 
 
 def _kl_center(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
-    """What is subtracted from each token's KL.
+    """The number, or [N] numbers, subtracted from each token's KL.
 
     `total` is the summed KL of the policy's own samples, `own` [S] their tokens, `length` [S] the tokens of all sequences.
     """
@@ -142,7 +144,7 @@ def adapt_kl_coefficient(coef: float, kl: float, target: float, horizon: float, 
 def ema_update(reference_tensors: Iterable[Tensor], tensors: Iterable[Tensor], eta: float) -> None:
     """reference <- (1 - eta) reference + eta tensor, in place; eta 1 is exactly a copy, eta 0 exactly no change.
 
-    The reference must be float32 at least: in half precision most of what eta = 0.01 adds is rounded away.
+    The reference must be float32 at least: in half precision most of an addition with eta = 0.01 is lost to rounding.
     """
     for reference, tensor in zip(reference_tensors, tensors, strict=True):
         if torch.finfo(reference.dtype).bits < 32:

@@ -102,16 +102,16 @@ class KlLoss(KlTerm):
     """A KL estimate in the loss, with gradient."""
 
     estimator: Estimator | Literal["full"] = "k3"
-    """With d = logp - ref: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1. A plus has the value of the estimator and the gradient of k2.
-    `full` is the exact KL over the whole vocabulary at every token, from both models in one pass.
+    """With d = logp - ref: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d)+d-1. With a plus (`k3+`) the value is
+    that of the estimator and the gradient that of k2. `full` is the exact KL over the whole vocabulary at every token.
     """
     top: int | None = Field(None, ge=1)
-    """With estimator full: sum over this many tokens, the policy's likeliest, and treat all others as one; null sums over every token."""
+    """With estimator full: sum over the policy's k likeliest tokens and treat all others as one token; null sums over the vocabulary."""
     is_corrected: bool = False
     """Multiply the KL by the ratio to the policy that sampled: unbiased after several updates on a batch (DeepSeek-V3.2)."""
 
     @model_validator(mode="after")
-    def _one_gradient(self) -> KlLoss:
+    def _check_options_fit_estimator(self) -> KlLoss:
         if self.top is not None and self.estimator != "full":
             raise ValueError(f"top belongs to estimator full; {self.estimator} uses the sampled token alone")
         if self.is_corrected and self.estimator == "full":
@@ -128,13 +128,13 @@ class KlReward(KlTerm):
     """A KL estimate in the reward, without gradient."""
 
     estimator: Estimator = "k1"
-    """As in the loss. There is no gradient here, so a plus changes nothing and is refused."""
+    """As in kl.loss. Estimators with a plus are refused: they change only the gradient, and there is none here."""
     center: Literal["none", "token", "sequence"] = "none"
-    """Subtract a mean first: over all tokens from each token (T1), or over sequences from each sequence's sum."""
+    """Centre the KL first. token: subtract the mean over all tokens (T1). sequence: subtract the mean of the sequences' summed KL."""
 
 
 class KlTarget(Record):
-    """Ziegler's controller (1909.08593): the coefficient in the reward follows the distance of the KL from a target."""
+    """Ziegler's controller (1909.08593): the coefficient in the reward rises while the KL is above a target and falls below it."""
 
     target: float = Field(0.1, gt=0)
     """The target mean KL per token."""
@@ -155,7 +155,7 @@ class Kl(Record):
     """The reference: none, the weights the run started from, or one that follows the policy."""
 
     @model_validator(mode="after")
-    def _something_to_adapt(self) -> Kl:
+    def _check_adaptive_coef(self) -> Kl:
         if self.adaptive is not None and self.reward.coef == 0:
             raise ValueError("kl.adaptive multiplies kl.reward.coef, which is 0 and would stay 0: set kl.reward.coef")
         return self

@@ -118,14 +118,14 @@ def test_it_says_why_it_changed_and_is_silent_otherwise() -> None:
     state, rung, why = budget_step(BudgetState(), draw(0.15, 0), BUDGET)
     assert rung is RUNGS[1]
     assert why.startswith(
-        "none -> token_tis_5: k3_kl 0.011 is over 0.001, and under the new correction it holds (k3_kl 0"
+        "none -> token_tis_5: k3_kl 0.011 is over 0.001, and the new correction is within the budget (k3_kl 0"
     )
     state, _, why = budget_step(state, draw(0.15, 1), BUDGET)
     assert why == ""
     for seed in range(INITIAL_PATIENCE):
         state, rung, why = budget_step(state, draw(0.001, seed), BUDGET)
     assert rung is RUNGS[0]
-    assert why.startswith(f"token_tis_5 -> none: it would have held the budget for {INITIAL_PATIENCE} steps")
+    assert why.startswith(f"token_tis_5 -> none: it would have been within the budget for {INITIAL_PATIENCE} steps")
 
 
 def test_the_state_is_plain_json() -> None:

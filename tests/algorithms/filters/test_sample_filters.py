@@ -147,5 +147,5 @@ def test_a_users_filter_may_answer_for_sequences_or_for_tokens(f1: Batch) -> Non
 
 @pytest.mark.parametrize("result", [torch.ones(4), torch.ones(3, dtype=torch.bool), torch.ones(4, 1, dtype=torch.bool)])
 def test_a_filter_that_answers_something_else_is_named_with_what_was_expected(f1: Batch, result: Tensor) -> None:
-    with pytest.raises(UserError, match=r"filter my\.py:f returned .*\[4\] or one a token \[17\]"):
+    with pytest.raises(UserError, match=r"filter my\.py:f returned .*\[4\] or one per token \[17\]"):
         loss_mask_from_plugin(result, f1, "my.py:f")
