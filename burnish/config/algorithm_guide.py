@@ -76,7 +76,7 @@ def _describe_kl(kl: Kl) -> str:
         uses.append(_kl_term("loss", kl.loss) + (" times the ratio" if kl.loss.is_corrected else ""))
     if kl.reward.coef > 0:
         centred = f" centred by {kl.reward.center}" if kl.reward.center != "none" else ""
-        uses.append(_kl_term("reward", kl.reward) + centred + (" steered" if kl.adaptive is not None else ""))
+        uses.append(_kl_term("reward", kl.reward) + centred + (" adaptive" if kl.adaptive is not None else ""))
     reference = describe_slot(kl.reference)
     return OFF if reference == OFF else " ".join([*([", ".join(uses)] if uses else []), f"to {reference}"])
 
@@ -119,7 +119,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(COLLAPSE, "no gradient at tokens of high covariance", ("algorithm=clip_cov",), ("clip_cov",)),
     Remedy(COLLAPSE, "a penalty on moving those tokens", ("algorithm=kl_cov",), ("kl_cov",)),
     Remedy(COLLAPSE, "entropy bonus", ("algorithm.entropy.coef=0.001",), ("t1",)),
-    Remedy(COLLAPSE, "entropy bonus, steered to a target", ("algorithm.entropy={coef: 0.001, adaptive: {target: 0.2}}",)),
+    Remedy(COLLAPSE, "entropy bonus with an adaptive coefficient", ("algorithm.entropy={coef: 0.001, adaptive: {target: 0.2}}",)),
     Remedy(COLLAPSE, "learning from high-entropy tokens only", ("algorithm.entropy.top_share=0.2",)),
     Remedy(COLLAPSE, "a higher temperature", ("rollout.temperature=1.2",), ("t1",)),
     Remedy("wrong answers grow long, extreme prompts count more", "no division by length or deviation", ("algorithm=dr_grpo",), ("dr_grpo",)),
@@ -129,9 +129,9 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(TRUNCATION, "truncated answers lose reward", ("algorithm.shaping=[{name: stop_properly, coef: 0.5}]",)),
     Remedy(NO_SIGNAL, "drop such groups", ("algorithm.filters=[zero_signal]",), ("scale_rl", "reinforce_rej")),
     Remedy(NO_SIGNAL, "drop them and sample others (dynamic sampling)", ("algorithm.filters=[zero_signal]", "algorithm.refill.rounds=10"), ("dapo",)),
-    Remedy(NO_SIGNAL, "keep prompts of middling difficulty", ("algorithm.filters=[{name: difficulty_band, low: 0.2, high: 0.8}]", "algorithm.refill.rounds=4"), ("bae", "prime")),
+    Remedy(NO_SIGNAL, "keep prompts of medium difficulty", ("algorithm.filters=[{name: difficulty_band, low: 0.2, high: 0.8}]", "algorithm.refill.rounds=4"), ("bae", "prime")),
     Remedy(NO_SIGNAL, "draw rarely solved prompts more often", ("algorithm.curriculum=prioritised",), ("kimi_k15",)),
-    Remedy(NO_SIGNAL, "end on the prompts that stayed unsolved", ("algorithm.curriculum={name: hard_only, start: 401}",), ("orz",)),
+    Remedy(NO_SIGNAL, "end with the prompts that were hardly ever solved", ("algorithm.curriculum={name: hard_only, start: 401}",), ("orz",)),
     Remedy(LENGTH, "a reward for being shorter than the other answers of the group", ("algorithm.shaping=[{name: kimi_length, warmup_steps: 100}]",), ("kimi_k15", "long2short")),
     Remedy(LENGTH, "a length asked for in the prompt", ("algorithm=lcpo", "data.budget={}"), ("lcpo", "lcpo_max")),
     Remedy(LENGTH, "a reward that falls with length when right", ("algorithm.shaping=[cosine]",), ("demystify",)),
@@ -145,7 +145,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(RATIOS, "a trust region on probabilities", ("algorithm=dppo_tv",), ("dppo_tv", "dppo_kl")),
     Remedy(RATIOS, "drifted sequences with negative advantage leave the loss", ("algorithm.clip.drift=0.5",)),
     Remedy("the clip takes rare but pivotal tokens out of the loss", "the clipped ratio as a weight", ("algorithm=cispo",), ("cispo", "scale_rl")),
-    Remedy(STALE_REFERENCE, "copy the policy now and then", ("algorithm.kl.reference={name: hard_sync, every: 400}",), ("r1_zero", "r1")),
+    Remedy(STALE_REFERENCE, "replace the reference by a copy of the policy every k steps", ("algorithm.kl.reference={name: hard_sync, every: 400}",), ("r1_zero", "r1")),
     Remedy(STALE_REFERENCE, "a moving average", ("algorithm.kl.reference={name: ema, eta: 0.01}",), ("t1",)),
     Remedy(STALE_REFERENCE, "no reference", ("algorithm.kl.loss.coef=0", "algorithm.kl.reference=none"), ("dapo", "orz")),
     Remedy("the KL estimate's gradient is biased", "value of k3, gradient of k2", ("algorithm.kl.loss.estimator=k3+",)),
@@ -153,19 +153,19 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(CRITIC_BIAS, "one lambda for the critic, another for the policy", ("algorithm=vc_ppo",), ("vc_ppo",)),
     Remedy(CRITIC_BIAS, "a lambda that follows the length", ("algorithm=vapo",), ("vapo",)),
     Remedy(SPARSE_REWARD, "rewards of tokens, learnt from outcomes", ("algorithm=prime",), ("prime",)),
-    Remedy(SPARSE_REWARD, "values where the policy was unsure, by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
+    Remedy(SPARSE_REWARD, "values at the tokens where the policy was unsure, estimated by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
     Remedy(SPARSE_REWARD, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
     Remedy(SPARSE_REWARD, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
-    Remedy(SPARSE_REWARD, "an agent's turns that begin in the same state, compared", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
+    Remedy(SPARSE_REWARD, "compare an agent's turns that begin in the same state", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
     Remedy(RARE_SUCCESS, "imitate right answers in addition to the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations in addition to the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
     Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
-    Remedy(VARIANCE, "leave the own reward out of the baseline", ("algorithm.advantage=rloo",), ("rloo",)),
+    Remedy(VARIANCE, "leave a sample's own reward out of its baseline", ("algorithm.advantage=rloo",), ("rloo",)),
     Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),
     Remedy(VARIANCE, "a baseline for every position", ("algorithm.advantage=otb",), ("otb",)),
     Remedy(VARIANCE, "a greedy answer as baseline, without groups", ("algorithm.advantage=remax", "rollout.n=1"), ("remax",)),
-    Remedy("several rewards drown each other", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
+    Remedy("one of several rewards dominates the others", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
     Remedy(COST, "prune samples of small advantage", ("algorithm.filters=[{name: cppo, prune: 0.5}]",), ("cppo",)),
     Remedy(COST, "train on right answers alone", ("algorithm=raft_plus_plus",), ("raft_plus_plus",)),
     Remedy(COST, "learn from groups of earlier steps again", ("algorithm.replay={share: 0.5, uses: 2}",), ("pf_ppo", "spo_tree")),
@@ -225,15 +225,15 @@ def presets_table() -> str:
     lines = [
         f"## Presets ({len(PRESETS)})",
         "",
-        f"What a preset changes is against `{BASELINE_PRESET}`.",
+        f"The column `changes` lists how a preset differs from `{BASELINE_PRESET}`.",
         "",
     ]
-    lines += ["| preset | published in | answers | changes | |", "|---|---|---|---|---|"]
+    lines += ["| preset | published in | problem it solves, and notes | changes | |", "|---|---|---|---|---|"]
     for name, preset in PRESETS.items():
         algorithm = algorithm_from_preset(name)
         recipe = f"[recipe](../recipes/{name}.yaml)"
-        answers = "; ".join(text for text in (preset.solves, preset.note) if text)
-        cells = [f"`{name}`", citation(preset), answers, changes_from_grpo(algorithm), recipe]
+        problem = "; ".join(text for text in (preset.solves, preset.note) if text)
+        cells = [f"`{name}`", citation(preset), problem, changes_from_grpo(algorithm), recipe]
         lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines) + "\n"
 

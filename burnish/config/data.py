@@ -11,7 +11,7 @@ from burnish.config.records import Record, as_list, name_to_record
 
 
 class Source(Record):
-    """Where rows come from: files, a built-in task, or a plug-in. Exactly one of path, task, plugin."""
+    """A source of rows: files, a built-in task, or a plug-in. Exactly one of path, task and plugin must be given."""
 
     path: str | None = None
     """A jsonl, json, csv, parquet or arrow file, or a glob."""
@@ -30,7 +30,7 @@ class Source(Record):
     weight: float = Field(1.0, gt=0)
     """Relative weight of this source among several when prompts are drawn."""
     limit: int | None = Field(None, ge=1)
-    """Use only the first rows, this many."""
+    """Number of rows to use, from the first on. null: all rows."""
     name: str | None = None
     """`data_source` of rows that have none. null: the name of the file or task."""
     prompt_key: str = "question"
@@ -99,13 +99,13 @@ class Data(Record):
     prerendered: bool = False
     """Short for template.prerendered: prompts contain their special tokens, and no template is applied."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest prompt."""
+    """Maximum number of tokens of a prompt."""
     overlong_prompts: Literal["filter", "error"] = "filter"
     """What to do with longer prompts: filter drops them (with their number and the first ones printed), error stops the run."""
     sampler: Literal["shuffle", "sequential"] | str = "shuffle"
     """Order of prompts: shuffle (seeded, a new order each epoch), sequential, or a plug-in."""
     budget: LengthBudget | None = None
-    """Prompts that ask for a number of tokens (LCPO). null: no prompt does."""
+    """Adds to every prompt the request for a number of tokens (LCPO). null: prompts are not changed."""
     demonstrations: Sources = Field(default_factory=list)
     """Demonstrations: answers that the policy did not sample, in the row formats of `sft.data`. They are imitated
     (algorithm.auxiliary.sft) or join the groups of their prompts (demonstrations_per_group). A row names its prompt by `id` or `prompt`."""

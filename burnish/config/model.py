@@ -65,7 +65,7 @@ class NewModel(Record):
     mlp_size: int = Field(336, ge=1)
     """Width of the gated MLP."""
     max_positions: int = Field(512, ge=2)
-    """Longest sequence of the model."""
+    """Maximum number of tokens of a sequence."""
     tied: bool = False
     """Whether the output head is the embedding matrix."""
 
@@ -194,11 +194,11 @@ class Critic(Record):
     """A learned value of every token: a copy of the policy's backbone with a scalar head."""
 
     warmup_steps: int = Field(0, ge=0)
-    """First steps, in which only the critic is trained, on Monte-Carlo returns (value pre-training of VC-PPO and VAPO)."""
+    """Number of first steps that train only the critic, on Monte-Carlo returns (value pre-training of VC-PPO and VAPO)."""
     updates: int = Field(1, ge=1)
     """Critic updates for each mini-batch, before the policy's update."""
     clip: float | None = Field(0.5, gt=0)
-    """How far a value may move from its value when the batch was prepared before its loss is clipped. null: no clipping."""
+    """Limit of how far a value may move from its value before the first update on the batch; beyond it the loss is clipped. null: no limit."""
     optimizer: Optimizer = Optimizer(lr=1e-5)
     """The optimizer and its schedule."""
 

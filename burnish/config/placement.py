@@ -52,7 +52,7 @@ class LocalPlacement(Slot):
 
 
 class RayPlacement(Slot):
-    """Training and sampling in separate processes, started by Ray on this machine or on the cluster of RAY_ADDRESS."""
+    """Training and sampling in separate processes, which Ray starts on this machine or on the cluster of RAY_ADDRESS."""
 
     name: Literal["ray"] = "ray"
     workers: int = Field(1, ge=1)

@@ -36,14 +36,14 @@ class Ahead(Slot):
 
 
 class Async(Slot):
-    """Sample continuously. The engine takes new weights in the middle of samples, and a step trains on the oldest complete groups."""
+    """Sample continuously. The engine loads new weights while samples are unfinished, and a step trains on the oldest complete groups."""
 
     name: Literal["async"] = "async"
     max_staleness: int = Field(1, ge=0)
     """How many steps older than the trained weights a token may be; 0 is sync."""
     deadline_s: float = Field(600.0, gt=0)
-    """Longest time a step waits for incomplete groups. Then it trains on the complete ones, and the others are used later. Tokens that
-    are too old by then are dropped and sampled again."""
+    """Maximum time that a step waits for incomplete groups. After it the step trains on the complete ones, and later steps use the others.
+    Tokens that are too old by then are dropped and sampled again."""
 
 
 SourceSlot: Any = choice(Sync, Ahead, Async, plugin=False)
@@ -122,7 +122,7 @@ class Vllm(Record):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the engine's weights and arithmetic; auto is model.dtype."""
     max_model_len: int | None = Field(None, ge=2)
-    """Most tokens of a prompt and its completion. null: the model's own limit. A small cache may only hold fewer."""
+    """Maximum number of tokens of a prompt and its completion. null: the model's own limit, or less if the cache is too small for it."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs: faster start, slower sampling."""
 
@@ -191,7 +191,9 @@ class NoiseFault(Slot):
 class StaleFault(Slot):
     """Samples with the weights of an earlier load and reports their version, like an engine behind its trainer."""
 
-    formula: ClassVar[str] = "after load v: the weights of load v - steps; before there were so many, the first ones"
+    formula: ClassVar[str] = (
+        "after load v: the weights of load v - steps, or the first weights while there are fewer loads"
+    )
     name: Literal["stale"] = "stale"
     steps: int = Field(1, ge=0)
     """How many loads the engine lags behind; 0 is up to date. Each takes the memory of one more set of weights."""
@@ -249,7 +251,9 @@ class NeverLoadedFault(Slot):
 class TruncatedFault(Slot):
     """Always samples with top-p, whatever the request says."""
 
-    formula: ClassVar[str] = "y ~ p on its smallest set of mass top_p; reports log p(y), or its log-prob on that set"
+    formula: ClassVar[str] = (
+        "y ~ p restricted to the smallest set of mass top_p; reports log p(y), or the log-prob after the restriction"
+    )
     name: Literal["truncated"] = "truncated"
     top_p: float = Field(0.9, gt=0, le=1)
     """Probability mass that tokens are drawn from."""
@@ -309,7 +313,7 @@ class Sampling(Record):
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 is off."""
     max_tokens: int = Field(256, ge=1)
-    """Most new tokens of one completion."""
+    """Maximum number of new tokens of one completion."""
     stop: list[str] = Field(default_factory=list)
     """Strings that end a completion, in addition to the model's end tokens."""
 
@@ -320,7 +324,7 @@ class RolloutStage(Record):
     start: int = Field(ge=2)
     """First step of the stage."""
     max_tokens: int | None = Field(None, ge=1)
-    """Most new tokens of one completion. Soft overlong penalties and the horizon of Dr.GRPO follow it."""
+    """Maximum number of new tokens of one completion. Soft overlong penalties and the horizon of Dr.GRPO follow it."""
     n: int | None = Field(None, ge=1)
     """Samples of each prompt."""
     prompts: int | None = Field(None, ge=1)
@@ -347,7 +351,7 @@ class Rollout(Sampling):
     n: int = Field(8, ge=1)
     """Samples of each prompt."""
     max_rows: int = Field(256, ge=1)
-    """Most sequences decoded at once."""
+    """Maximum number of sequences decoded at once."""
     cache_gib: float | None = Field(None, gt=0)
     """Size of the native engine's KV cache in GiB. A small cache preempts sequences when they grow; a large one keeps more prompt prefixes.
     null: what all sequences need at full length, at most 40% of the free memory. On a CPU, a number selects the paged cache. Also the cache
@@ -400,7 +404,7 @@ class Rollout(Sampling):
         return self.model_copy(update=changes)
 
     def all_stages(self) -> list[Rollout]:
-        """The settings at the start and after each change."""
+        """The settings at the start and in each stage."""
         return [self, *(self.at(stage.start) for stage in self.stages)]
 
 
@@ -408,18 +412,18 @@ class Rollout(Sampling):
 
 
 class Environment(Record):
-    """What answers a completion."""
+    """The environment that responds to completions."""
 
     name: str = SINGLE_TURN
     """single_turn; guess_number, for the task of that name; or `path/to/file.py:Class` (`package.module:Class`)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)
-    """Most completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
+    """Maximum number of completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
     guess_number, and algorithms that compare states, need 2 or more."""
     max_tokens: int | None = Field(None, ge=2)
-    """Most tokens of one trajectory, with prompt and observations. A turn that might not fit is not started. A prompt whose first turn might
-    not fit is an error. A sample is lost if its environment starts with more text than its prompt and the first turn might not fit then.
+    """Maximum number of tokens of one trajectory, with prompt and observations. A turn that might exceed it is not started. A prompt whose
+    first turn might exceed it is an error. A sample fails if its environment adds text to the prompt and the first turn might then exceed it.
     null: the positions of the model."""
 
 

@@ -36,11 +36,11 @@ class Training(Record):
     steps: int = Field(100, ge=1)
     """RL steps."""
     mini_batches: int = Field(1, ge=1)
-    """Optimizer steps per epoch over a batch. A group is never split over two mini-batches."""
+    """Mini-batches per epoch over a batch; each is one optimizer step. A group is never split over two mini-batches."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch."""
     token_budget: int = Field(8192, ge=1)
-    """Most tokens of one micro-batch, which is one forward and backward pass. It changes memory and speed, never the gradient."""
+    """Maximum number of tokens of one micro-batch, which is one forward and backward pass. It changes memory and speed, never the gradient."""
     share_prompts: bool = True
     """Compute the shared prefix of the samples of a prompt once, forward and backward, if that saves at least 5% of the tokens. It changes
     speed, never the gradient."""
@@ -80,7 +80,7 @@ class Validation(Record):
     before: bool = True
     """Whether to validate before the first step."""
     limit: int | None = Field(None, ge=1)
-    """Most prompts; null means all. A generated task needs a limit."""
+    """Maximum number of prompts; null means all. A generated task needs a limit."""
     modes: dict[str, ValidationMode] = Field(default_factory=lambda: {"greedy": ValidationMode()}, min_length=1)
     """Named sampling options. The first mode selects the best checkpoint (run.best_by). max_tokens defaults to that of rollout."""
     by: str | None = None
@@ -97,11 +97,11 @@ class Sft(Record):
     batch_size: int = Field(128, ge=1)
     """Sequences per update."""
     max_tokens: int = Field(2048, ge=2)
-    """Longest sequence."""
+    """Maximum number of tokens of a sequence."""
     overlong: Literal["filter", "error"] = "filter"
     """What to do with longer rows: filter drops and counts them, error stops the run. They are never truncated silently."""
     token_budget: int = Field(8192, ge=1)
-    """Most tokens of one micro-batch."""
+    """Maximum number of tokens of one micro-batch."""
     activations: Activations = "keep"
     """Activations kept for the backward pass: keep, selective, recompute or offload, as in training.activations."""
     optimizer: Optimizer = Optimizer(lr=1e-5)
@@ -176,7 +176,7 @@ class TrainConfig(Record):
     data: Data = Data()
     """Prompts."""
     environment: Annotated[Environment, BeforeValidator(name_to_record)] = Environment()
-    """What answers a completion."""
+    """The environment that responds to completions."""
     reward: Reward = Reward()
     """The reward function."""
     rollout: Rollout = Rollout()
@@ -289,11 +289,11 @@ class Preference(Record):
     batch_size: int = Field(64, ge=1)
     """Pairs, or labelled answers, per update."""
     max_tokens: int = Field(2048, ge=2)
-    """Longest sequence, prompt and answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     overlong: Literal["filter", "error"] = "filter"
     """What to do with rows that have a longer sequence: filter drops and counts them, error stops the run. They are never truncated silently."""
     token_budget: int = Field(8192, ge=1)
-    """Most tokens of one micro-batch. It changes memory and speed, never the gradient."""
+    """Maximum number of tokens of one micro-batch. It changes memory and speed, never the gradient."""
     activations: Activations = "keep"
     """Activations kept for the backward pass: keep, selective, recompute or offload, as in training.activations."""
     optimizer: Optimizer = Optimizer(lr=1e-6)
@@ -361,11 +361,11 @@ class RewardModel(Record):
     centre: float = Field(0.0, ge=0)
     """Coefficient of (chosen score + rejected score)^2, which centres scores around 0. Without it only differences are learnt."""
     max_tokens: int = Field(2048, ge=2)
-    """Longest sequence, prompt and answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     overlong: Literal["filter", "error"] = "filter"
     """What to do with pairs that have a longer sequence: filter drops and counts them, error stops the run."""
     token_budget: int = Field(8192, ge=1)
-    """Most tokens of one micro-batch. A pair may be split over two; the gradient is the same."""
+    """Maximum number of tokens of one micro-batch. A pair may be split over two; the gradient is the same."""
     activations: Activations = "keep"
     """Activations kept for the backward pass: keep, selective, recompute or offload, as in training.activations."""
     optimizer: Optimizer = Optimizer(lr=1e-5)

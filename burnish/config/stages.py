@@ -58,7 +58,7 @@ CONFIG_TYPES: dict[str, type[Record]] = {
 MODEL_SOURCE_KEYS = ("path", "new", "adapter")
 """Keys of `model` that select the model."""
 EVALUATION_PROMPTS = 32
-"""Most prompts of an evaluation."""
+"""Maximum number of prompts of a shrunk evaluation."""
 SHRUNK_SFT = {**WARM_START, "updates": 60}
 """Keys of a shrunk sft stage. A later stage may need right answers sampled from it, and after two updates there would be none."""
 DATA_OPTIONS = ("reward", "data_dir", "prompt_key", "answer_key", "template", "system", "best_by", "dtype", "device")
@@ -110,7 +110,7 @@ class StagesConfig(Record):
     template: Template = Template()
     """How prompts become text, in every stage."""
     measure: dict[str, Any] = Field(default_factory=dict)
-    """Options of an evaluation (data, limit, n, ...) of the base and of every policy that a stage makes. Empty: no evaluation."""
+    """Options of the evaluation (data, limit, n, ...) that measures the base and every policy that a stage makes. Empty: no evaluation."""
     stages: dict[str, Stage] = Field(min_length=1)
     """The stages by name, in order."""
 

@@ -57,7 +57,7 @@ for _cls in (Loader, Dumper):
 
 
 MAX_NODES = 100_000
-"""Most values that a document with aliases may expand to. A few lines of nested aliases can expand to billions."""
+"""Maximum number of values that a document with aliases may expand to. A few lines of nested aliases can expand to billions."""
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -145,7 +145,7 @@ def gdpo(
     """[S] A = whiten(sum_k weight_k (r_k - mean_g r_k) / (std_g r_k + eps)) over reward parts k. GDPO (2601.05242).
 
     Normalising the sum instead would let a part with a wide range dominate the others. Parts are the sequence columns
-    `part/<name>`; a part without a weight has weight 1. A value that a reward reports beside its own (`part/<name>/<key>`)
+    `part/<name>`; a part without a weight has weight 1. An extra value that a reward reports (`part/<name>/<key>`)
     counts only if it has a weight. A nan (the sample has no such part) adds 0 and is left out of the statistics.
     """
     parts = sorted(name.removeprefix(PART_PREFIX) for name in batch.sequence if name.startswith(PART_PREFIX))

@@ -91,9 +91,9 @@ class LengthBudget(Record):
     """Prompts that ask for n tokens (LCPO, 2503.04697). n is drawn uniformly from low to high, once per row for the whole run."""
 
     low: int = Field(100, ge=1)
-    """Fewest tokens asked for."""
+    """Smallest number of tokens to ask for."""
     high: int = Field(4000, ge=1)
-    """Most tokens asked for."""
+    """Largest number of tokens to ask for."""
     text: str = " Think for {n} tokens."
     """Appended to the last user message; `{n}` becomes the number."""
 

@@ -421,7 +421,7 @@ class OrpoLoss(PairLoss):
     paper: ClassVar[str] = "ORPO (2403.07691)"
     name: Literal["orpo"] = "orpo"
     coef: float = Field(0.1, gt=0)
-    """Weight of the odds term beside the imitation."""
+    """Weight of the odds term relative to the imitation."""
 
 
 class KtoLoss(LossRecord):
