@@ -3,8 +3,8 @@
 The learner is independent of algorithms. A loss record says which outputs it needs, and sums over tokens with weights that were
 fixed on the whole mini-batch. Gradients therefore add up to the same for every token budget.
 
-- A loss of one token or sequence at a time is differentiated micro-batch by micro-batch.
-- A loss that sums over groups is too, if every group fits into a micro-batch.
+- A loss of single tokens or sequences is differentiated micro-batch by micro-batch.
+- A loss of single groups is too, if every group fits into a micro-batch.
 - A loss that must see a whole group or batch is differentiated in two passes: outputs of all tokens without gradient, the loss on
   them as leaves, then every micro-batch again with the derivatives found.
 

@@ -23,7 +23,7 @@ from burnish.core.segments import compact_ids
 ATTENTION_COST = 1 / 30_000
 """Default of b / a in the cost a L + b L^2: at 30,000 tokens attention costs as much as the matmuls."""
 MIN_SAVED_FRACTION = 0.05
-"""Least fraction of a batch's tokens that sharing must save. Below it, gathering keys and values costs more than it saves."""
+"""Minimum fraction of a batch's tokens that sharing must save. Below it, gathering keys and values costs more than it saves."""
 
 
 @dataclass(frozen=True)

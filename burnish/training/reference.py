@@ -42,9 +42,9 @@ REFERENCE_FILE = "reference"
 
 
 class Reference:
-    """The model as it was when this was made. Kinds that move override `after_update` or `after_step`.
+    """A frozen reference: the model's weights at construction. Subclasses that move override `after_update` or `after_step`.
 
-    With several `ranks`, make it from the whole model, before that is divided among them; the copy is divided here.
+    With several `ranks`, construct it from the unsharded model, before the model is sharded. The copy is sharded here.
     """
 
     moves = False
@@ -99,7 +99,7 @@ class Reference:
         return []
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint into a reference that was made from the run's start."""
+        """Load a checkpoint into a reference that was made from the initial weights of the run."""
 
 
 class EmaReference(Reference):
@@ -210,7 +210,7 @@ class TeacherReference(Reference):
     """
 
     num_rows: int | None = None
-    """Rows of the policy's head; None if the teacher has no more."""
+    """Rows of the policy's head; None unless the teacher's head has more rows."""
 
     def __init__(
         self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO, path: str | None = None
@@ -272,7 +272,7 @@ class ReferenceWeights:
         """The copied weights by name."""
 
     def writable(self) -> dict[str, Tensor]:
-        """The copied weights by name, to be changed in place. Call it only after the model has been divided over the ranks."""
+        """The copied weights by name, to be changed in place. Call it only after the model has been sharded over the ranks."""
         return self.weights
 
     @contextmanager
@@ -290,7 +290,7 @@ class FullCopy(ReferenceWeights):
 
 
 class AdapterCopy(ReferenceWeights):
-    """A copy of the adapter. It may be made before the model is divided over ranks, and is divided like it when first used."""
+    """A copy of the adapter. It may be made before the model is sharded over ranks, and is sharded like the model at its first use."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -310,7 +310,7 @@ class AdapterCopy(ReferenceWeights):
 
 
 class AdapterDisabled(ReferenceWeights):
-    """The model below the adapter; nothing is copied."""
+    """The base model without its adapter; nothing is copied."""
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:

@@ -37,7 +37,7 @@ from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.exact import log_softmax_at_temperature
 
 PREFILL_CHUNK_TOKENS = 8192
-"""Most tokens of the prompts in one prefill forward. A longer prompt is computed alone."""
+"""Maximum number of prompt tokens in one prefill forward. A longer prompt is computed alone."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class DenseEngine:
         self.stats.prefilled_tokens += tokens.shape[0]
 
     def _release_prompt(self, request: Request) -> None:
-        """Count one waiting sample of the prompt less; drop the prefilled prompt after the last."""
+        """Decrement the number of waiting samples of the prompt; drop the prefilled prompt when it reaches 0."""
         self.waiting_by_prompt[request.tokens] -= 1
         if self.waiting_by_prompt[request.tokens] == 0:
             del self.waiting_by_prompt[request.tokens]

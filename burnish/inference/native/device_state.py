@@ -51,7 +51,7 @@ class NewRow:
     position: int
     """Position of the last token of the context."""
     limit: int
-    """Most tokens to draw."""
+    """Maximum number of tokens to draw."""
     key: int
     drawn: int
     """Tokens drawn for this sample before; the random stream continues after them."""
@@ -68,7 +68,7 @@ class RingSnapshot:
     """Host copy of the rings after a step. On a GPU it is complete after the event `ready`."""
 
     ints: Tensor  # [2, rows]: live, produced
-    tokens: Tensor  # [rows, RING]
+    tokens: Tensor  # [rows, RING_SIZE]
     logp: Tensor  # [rows, RING_SIZE]
     raw: Tensor | None  # [rows, RING_SIZE] if some row asks for raw log-probs
     ready: torch.cuda.Event | None

@@ -60,11 +60,11 @@ class ModelRunner:
         self._graphs: dict[tuple[int, SamplerFlags, int], torch.cuda.CUDAGraph] = {}
 
     def batch_size(self, rows: int) -> int:
-        """The batch size of a decode step with so many rows."""
+        """The batch size of a decode step with `rows` rows."""
         return graph_batch_size(rows, self.rows.size)
 
     def compile(self, rows: int, flags: SamplerFlags) -> None:
-        """Compile the kernels for so many rows. Without this call each is compiled at its first use."""
+        """Compile the kernels for `rows` rows. Without this call each is compiled at its first use."""
         if self.has_kernels:
             started = time.perf_counter()
             rows_off = self._inactive_rows()
@@ -147,7 +147,7 @@ class ModelRunner:
     # --- decode ------------------------------------------------------------------------------------------------------
 
     def decode(self, rows: int, steps: int, flags: SamplerFlags, lengths: Sequence[int]) -> None:
-        """Run decode steps on the first `rows` rows. Live rows have up to `lengths` tokens after them."""
+        """Run decode steps on the first `rows` rows. `lengths` are the largest lengths of the live rows after the steps."""
         if not self.has_kernels:  # the torch versions read row lengths on the host, which no graph can do
             for _ in range(steps):
                 self._step(self.rows, rows, flags, 1)

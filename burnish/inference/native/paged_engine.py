@@ -1,7 +1,7 @@
 """Native engine with a paged KV cache: continuous batching on the learner's own weights, made for a GPU.
 
-The host launches several decode steps at a time. While they run it admits waiting requests and reads the tokens of the launch
-before, so no step waits for the host. A row that reaches its limit is reassigned at the next launch. A row that stops earlier
+The host launches several decode steps at a time. While they run it admits waiting requests and reads the tokens of the
+previous launch, so no step waits for the host. A row that reaches its limit is reassigned at the next launch. A row that stops earlier
 is noticed one launch later and idles until then.
 
 Prompts with a common beginning share its blocks, and a request that continues another one finds the blocks of that one. When
@@ -33,7 +33,7 @@ from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
 
 STEPS_PER_LAUNCH = 8
-"""Decode steps between two reads of the host."""
+"""Decode steps that the host launches at once."""
 
 
 class PagedEngine:
@@ -238,7 +238,7 @@ class PagedEngine:
     # --- one iteration -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Admit requests, launch decode steps, then read the tokens of the launch before."""
+        """Admit requests, launch decode steps, then read the tokens of the previous launch."""
         if admit(self):
             self._snapshot()  # first tokens reach the host while the next steps run
         is_launched = self._launch()

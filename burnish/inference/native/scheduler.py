@@ -71,7 +71,7 @@ class RequestState:
 
     @property
     def limit(self) -> int:
-        """Most tokens to draw since the admission."""
+        """Maximum number of tokens to draw since the admission."""
         return self.request.sampling.max_tokens - (len(self.context) - len(self.request.tokens))
 
     @property
