@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": "remax", "shaping": ["signed"]}, "not shaped"),
     ({"advantage": "spo_chain", "shaping": ["signed"]}, "answers continued from its borders, which are not shaped"),
     ({"advantage": "spo_chain", "kl": KL_REWARD}, "answers continued from its borders, which are not shaped"),
-    ({"advantage": "spo_tree", "kl": KL_REWARD}, "would count those with each of them"),
+    ({"advantage": "spo_tree", "kl": KL_REWARD}, "would count the prefix once for each of them"),
     ({"advantage": "spo_tree", "filters": ["overlong"]}, "also trains edges that other answers share"),
     ({"advantage": "spo_tree", "filters": ["positives_only"]}, "also trains edges that other answers share"),
     ({"advantage": "spo_tree", "filters": ["cppo"]}, "also trains edges that other answers share"),
