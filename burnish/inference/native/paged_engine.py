@@ -1,8 +1,8 @@
 """Native engine with a paged KV cache: continuous batching on the learner's own weights, made for a GPU.
 
 The host launches several decode steps at a time. While they run it admits waiting requests and reads the tokens of the
-previous launch, so no step waits for the host. A row that reaches its limit is reassigned at the next launch. A row that stops earlier
-is noticed one launch later and idles until then.
+previous launch, so no step waits for the host. A row that reaches its limit is reassigned at the next launch. The host notices
+a row that stops earlier one launch later; until then the row idles.
 
 Prompts with a common beginning share its blocks, and a request that continues another one finds the blocks of that one. When
 blocks run out, the most recently admitted rows are preempted: they keep their tokens, and their keys and values are computed
