@@ -76,4 +76,4 @@ for _ in $(seq 150); do
     sleep 1
 done
 cd "$ROOT"
-SGLANG_URL=http://127.0.0.1:$PORT SGLANG_MODEL=$FOLDER/model $OURS -m pytest tests/inference/sglang/test_real.py -rs
+SGLANG_URL=http://127.0.0.1:$PORT SGLANG_MODEL=$FOLDER/model $OURS -m pytest tests/inference/sglang/test_sglang_real.py -rs
