@@ -1,11 +1,11 @@
-"""Short real runs for the health rules: three that are well and four that are made to go wrong, each in its own way.
+"""Short real runs for the health rules: three healthy runs, and five that fail in one particular way each.
 
     python bench/health_runs.py                   # all; about three minutes on two cores
     python bench/health_runs.py length_explosion  # some
 
-A small decoder learns to sort digits. What a rule can read of every step is kept in tests/run/health_runs/<name>.json, so that
-tests replay real numbers in no time. What makes a run fail is in its row below: too large steps, a format that pays without the
-answer, a reward for words, problems without difficulty.
+A small decoder learns to sort digits. The values of every step that a rule can read are saved in
+tests/run/health_runs/<name>.json, so that tests replay real numbers quickly. The row of a run below says why it fails: too
+large steps, a format that is rewarded without the answer, a reward for words, problems that are too easy.
 """
 
 from __future__ import annotations
