@@ -1,12 +1,12 @@
-"""GRPO in one plain file, on torch alone: the algorithm that `burnish train recipes/sort_digits.yaml` runs, to read.
+"""GRPO in one plain file with torch only, for reading: the algorithm that `burnish train recipes/sort_digits.yaml` runs.
 
     python examples/one_file_grpo.py            # a minute and a half on two CPU cores: 45% -> 99%
 
-A small Llama-shaped decoder learns to sort digits (`507508>` -> `005578`): first from demonstrations that are often
-wrong, then by trying, with a reward of 1 for a right answer. Left out, and found in the library: packed batches (here
-rows are padded), a KV cache (here every token costs a whole forward), several updates a batch and so a ratio that
-moves and a clip that acts, KL, checkpoints, worker processes. `tests/examples` holds `grpo_loss` and the model below to
-the library's numbers.
+A small Llama-shaped decoder learns to sort digits (`507508>` -> `005578`). It learns first from demonstrations that are
+often wrong, then by RL with a reward of 1 for a correct answer. The library has what this file leaves out: packed batches
+(here rows are padded), a KV cache (here every token costs a whole forward), KL, checkpoints, worker processes. It also
+makes several updates a batch, so that the ratio differs from 1 and the clip has an effect. `tests/examples` compares
+`grpo_loss` and the model below with the library's numbers.
 """
 
 import hashlib

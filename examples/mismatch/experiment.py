@@ -1,7 +1,7 @@
-"""One run of the study: GRPO from a shared warm start, its sampler with a fault or without, with a correction or without.
+"""One run of the study: GRPO from a shared warm start, with or without a fault in the sampler, with or without a correction.
 
-A fault is in the sampler and the policy is what is kept, so accuracy is measured twice: `engine` is what the run's own
-validation says, through the sampler with its fault; `own` is that of the weights by themselves, which is what one wants.
+A fault affects the sampler, but the result of a run is its policy, so accuracy is measured twice. `engine` is the run's
+own validation, through the sampler with its fault. `own` is the accuracy of the weights without the fault, the one of interest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A sampler that lags behind, the same seed twice: GRPO that collapses, and GRPO that does not because the gap is corrected.
+"""A stale sampler, twice with the same seed: GRPO collapses without a correction, and learns with one.
 
 python examples/mismatch/run.py [--seed 0] [--steps-behind 16] [--correction token_tis] [--chart docs/mismatch-example.svg]
                                 [key=value ...]      overrides of recipe.yaml, such as training.steps=50
 
-Two runs at once, one core each: about three minutes.
+Two runs in parallel, one core each: about three minutes.
 """
 
 from __future__ import annotations
