@@ -1,9 +1,9 @@
-"""What each way of keeping activations costs and saves on one GPU, and what torch.compile of the layers brings.
+"""Cost and savings of each activation mode on one GPU, and the effect of torch.compile on the layers.
 
 python bench/activations.py [--shape 1.5B] [--repeats 3] [--only keep selective recompute offload compile compile+recompute]
 
-Random weights in bfloat16, all trained, 84 packed samples of 128 to 640 tokens in micro-batches of 16,384; log-probs and
-entropies. `planned` is the memory plan's, which knows nothing of the compiler and takes it for `keep`.
+Random weights in bfloat16, all trained; 84 packed samples of 128 to 640 tokens in micro-batches of 16,384; log-probs and
+entropies. `planned` is the memory plan's figure. The plan does not model the compiler and treats it as `keep`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Every advantage estimator and every loss on 4096 sequences, 8 M tokens, beside verl's in the same run.
+"""Time of every advantage estimator and every loss on 4096 sequences, 8 M tokens, compared with verl in the same run.
 
     python bench/algorithms.py [--verl-python /path/to/python] [--repeats 5] [--tokens 8192000] [--sequences 4096]
                                [--only loss/ppo ...]
 
-512 groups of 8 answers with lengths drawn evenly from 64 to 3936 (seed 0), a prompt of one token each, float32, two
-threads. A loss is timed forward and backward to the log-probs, the view of the batch included, with the aggregation
-weights given. verl has the same numbers padded to [4096, 3936] with the answers alone, and its own types: an int64
-mask, uids of text. Where it has two functions for one estimator the faster is compared. The two take turns, one call
-at a time, and medians are compared.
+512 groups of 8 answers with lengths drawn uniformly from 64 to 3936 (seed 0), a prompt of one token each, float32, two
+threads. The time of a loss is forward and backward to the log-probs, including the view of the batch; the aggregation
+weights are given. verl gets the same numbers padded to [4096, 3936], with the answers alone and its own types: an int64
+mask, uids as text. If verl has two functions for one estimator, the faster one is compared. The two systems take turns,
+one call at a time, and medians are compared.
 
-Rewards are continuous, because the two define some estimators differently where a group's rewards are all equal or 0.
-First both compute the same thing once: `difference` is the largest one, over the largest value verl has. A token at a
-threshold may fall on either side of it by rounding, so one in 100,000 may differ (`edges`); what differs at more is no
-comparison, and has no ratio. What clip_cov leaves out is drawn at random: it is compared with a share that takes all.
+Rewards are continuous, because the two define some estimators differently if all rewards of a group are equal or 0.
+Before timing, both compute the same results once. `difference` is the largest difference, divided by verl's largest value.
+Rounding may put a token on either side of a threshold, so one token in 100,000 may differ (`edges`). If more tokens
+differ, the two are not comparable and the row has no ratio. clip_cov leaves tokens out at random; it is compared with a
+share that takes all tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Sampling and learning in turns, one step ahead, and asynchronously: seconds a step, with a CPU for each.
+"""Seconds per step with sources sync, ahead and async, with one CPU for the learner and one for the engine.
 
     python bench/async_cpu.py [--steps 16] [--tokens 32] [--rounds 2]
 
-A small model from nothing, 24 prompts with 8 samples each, one worker and one engine of Ray with one thread each
-(placement=ray, layout=split). The three take turns, so that whatever else the machine does hits all alike; medians over the steps
-after the first four.
-`machine_load` is what else ran, in processes, when it began: with more work than cores sampler and learner have no core to
-themselves, and there is little to gain.
+A small new model, 24 prompts with 8 samples each, one worker and one engine of Ray with one thread each
+(placement=ray, layout=split). The three sources take turns, so that other load on the machine affects all equally. The
+table has medians over the steps after the first four. `machine_load` is the number of other running processes at the
+start. With more work than cores, sampler and learner have no core to themselves, and there is little to gain.
 """
 
 from __future__ import annotations

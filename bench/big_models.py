@@ -1,14 +1,14 @@
-"""What one GPU of 139 GiB trains: whole GRPO steps, rollouts included, of models that fill it.
+"""Whole GRPO steps, rollouts included, of models that fill one GPU of 139 GiB.
 
 python bench/big_models.py [--only 7B-8bit 7B-offload 32B-lora 32k]
 
-Random weights in bfloat16, 8 prompts of 128 tokens x 8 samples x 256 new tokens, drawn by the native engine from the
-learner's own tensors, then one update.
+Random weights in bfloat16, 8 prompts of 128 tokens x 8 samples x 256 new tokens. The native engine samples from the
+learner's own tensors; then one update follows.
 
   7B-8bit     all weights, moments in 8 bits, layers recomputed
   7B-offload  all weights, AdamW's master weights and moments in host memory (about 85 GiB), layers recomputed
   32B-lora    adapters of rank 32 on all projections, layers recomputed
-  32k         1.5B, all weights, one sequence of 32,768 tokens beside the samples
+  32k         1.5B, all weights, one sequence of 32,768 tokens besides the samples
 """
 
 from __future__ import annotations

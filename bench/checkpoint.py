@@ -1,15 +1,15 @@
-"""What a checkpoint costs the training that goes on: the time it stands still, and how much slower it is meanwhile.
+"""Cost of a checkpoint: how long training is blocked, and how much slower updates are while it is written.
 
     python bench/checkpoint.py [--shape 1.5B] [--updates 6] [--folder /tmp]
 
 A policy with random weights in bfloat16 and AdamW's float32 state (14 bytes a parameter), updated on ragged batches of
-64 sequences; without a GPU one of 24 M parameters in float32 (12 bytes), on one. Rows are ways to save:
+64 sequences. Without a GPU: a policy of 24 M parameters in float32 (12 bytes), updated on one sequence. Rows are ways to save:
 
-  wait          the loop stands still until the files are on disk; nothing is copied
-  background    copied to host memory, written by a thread while updates go on (the first time, memory has to be found)
+  wait          the loop waits until the files are on disk; nothing is copied
+  background    copied to host memory, and written by a thread during updates (the first time, memory must be allocated)
 
-`blocked_s` is how long the loop stood still, `write_s` until the files were on disk, `update_s` an update without and
-`update_meanwhile_s` one while they are written.
+`blocked_s` is how long the loop was blocked, `write_s` the time until the files were on disk, `update_s` the time of an
+update without writing, `update_meanwhile_s` that of an update during writing.
 """
 
 from __future__ import annotations

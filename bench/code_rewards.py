@@ -1,4 +1,4 @@
-"""What running one program in the sandbox costs, beside starting Python; and what hostile neighbours do to harmless programs.
+"""Cost of running one program in the sandbox compared with starting Python, and the effect of hostile programs on harmless ones.
 
 python bench/code_rewards.py
 """

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine's description, and the file its rows go to."""
+"""Functions that all benchmarks share: the machine's description, tables, and the file of results."""
 
 from __future__ import annotations
 

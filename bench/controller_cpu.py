@@ -1,10 +1,10 @@
-"""Two CPU engines of one thread against one, and against the engine in this process: tokens a second.
+"""Tokens per second of two CPU engines of one thread, compared with one engine and with the engine in this process.
 
     python bench/controller_cpu.py [--rounds 7] [--tokens 48]
 
-The model of the default job in float32, 64 prompts with 8 samples each. The three take turns, so that whatever else the machine
-does hits all alike; the median of the rounds is shown. `machine_load` is what else ran, in processes, when it began: with more
-work than cores the second engine has no core to itself, and the ratio says little.
+The model of the default job in float32, 64 prompts with 8 samples each. The three take turns, so that other load on the
+machine affects all equally; the table has the median of the rounds. `machine_load` is the number of other running
+processes at the start. With more work than cores the second engine has no core to itself, and the ratio means little.
 """
 
 from __future__ import annotations

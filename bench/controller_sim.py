@@ -1,16 +1,21 @@
-"""What the controller itself costs with hundreds of workers: driver time, messages and bytes of one RL step.
+"""Cost of the controller with hundreds of workers: driver time, messages and bytes of one RL step.
 
     python bench/controller_sim.py [--workers 1000] [--samples 65536] [--tokens 128] [--steps 9] [--no-ray] [--profile]
 
-Half of the workers train, half sample. All code of the driver is the product's: the group, the split and the join, the engine
-that deals requests and gathers completions, the proxies, the mini-batches, the verification of new weights. The workers are not
-there: a call is answered at the moment it would be, on a clock that is set forward and never waited for, with results of the
-right shape. Processor time is counted, of the median and the quickest of some steps after one that warms up. What Ray's own part of a message and
-of a stored byte costs the driver is measured here, with real actors, and added; `--no-ray` takes the last measured costs instead.
+Half of the workers train, half sample. The driver runs the real code: the group, the split and the join, the engine
+that distributes requests and gathers completions, the proxies, the mini-batches, the verification of new weights. The
+workers are simulated. A call is answered at its simulated time, on a clock that is advanced without waiting, with
+results of the right shape. The table has processor time: median and minimum over some steps after a warm-up step. Ray's
+cost of a message and of a stored byte in the driver is measured here, with real actors, and added. `--no-ray` uses the
+last measured costs instead.
 
-Not in it: what the trainer itself does in the driver between calls (running environments, packing, rewards, advantages,
-metrics), which is the same in one process and grows with samples and not with workers; what Ray does in its other
-processes and threads of other machines; and the time of the workers, which is what a step of `--step-s` seconds consists of.
+Not included:
+
+- the trainer's own work in the driver between calls (environments, packing, rewards, advantages, metrics), which is the
+  same in one process and grows with samples, not with workers
+- Ray's work in its other processes, in threads, and on other machines
+- the time of the workers, which makes up a step of `--step-s` seconds
+
 `--profile` prints where the driver's time goes.
 """
 

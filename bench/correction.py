@@ -1,12 +1,12 @@
-"""What measuring and correcting the gap costs: alone at 8 M tokens, and as a share of real training steps.
+"""Cost of measuring and correcting the mismatch: alone at 8 M tokens, and as a share of real training steps.
 
     python bench/correction.py [--tokens 8000000] [--sequences 4096] [--repeats 5] [--steps 12] [--threads 2] [--only steps]
 
-The first rows time both forms, the symptoms, the profiles and a budget's step on a batch of their own. The rows of a step
-are runs of the trainer: the shape of `grpo_step_cpu.py` without and with a correction, and `recipes/sort_digits.yaml` after
-its warm start. Their `wall_s` is all that a step does about the gap: report, weights, symptoms, profiles, worst tokens with
-their text and file; `step_s` is from one commit to the next. Memory is what that work has in use at most, numpy's
-share added, against the largest sum of tensors in use during the step; the interpreter and its libraries do not count.
+The first rows time both forms, the symptoms, the profiles and a budget's step on a separate batch. The rows of a step
+are runs of the trainer: the shape of `grpo_step_cpu.py` without and with a correction, and `recipes/sort_digits.yaml`
+after its warm start. Their `wall_s` is all work of a step on the mismatch: report, weights, symptoms, profiles, worst
+tokens with their text and file. `step_s` is the time from one commit to the next. Memory is the peak of that work,
+including numpy, compared with the largest sum of tensors in use during the step; interpreter and libraries do not count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The two kernels for Hopper beside what they replace: gate, up and activation in one, and attention by the copy engine.
+"""Time of the two Hopper kernels and of the kernels they replace: gate, up and activation in one, and attention by the copy engine.
 
 python bench/decode_kernels.py
 
-Each is captured many times in one graph, over weights and caches that do not fit into the GPU's own cache together; the median of
-twenty replays. "plain" is torch's product with a Triton kernel for the activation, and the Triton kernel for attention.
+Each kernel is captured many times in one graph, over weights and caches that together exceed the GPU's own cache. The table
+has the median of twenty replays. "plain" is torch's product with a Triton kernel for the activation, and the Triton kernel
+for attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The default job on several seeds: accuracy before and after RL, and the wall time of the whole command.
+"""The default job with several seeds: accuracy before and after RL, and the wall time of the whole command.
 
 python bench/default_job.py [--seeds 0 1 2] [--recipe sort_digits.yaml] [--controls]
 """

@@ -1,9 +1,9 @@
-"""How much of a model a step changes in bfloat16: bytes and seconds of a weight sync, whole and as what changed.
+"""Bytes and seconds of a weight sync in bfloat16, of all values and of the changed values only.
 
     python bench/delta_sync.py --model DIRECTORY [--lr 1e-6] [--updates 4]
 
-The product's AdamW on random tokens, and the product's publication (`inference/weight_sync`): checksums of all tensors are in both. An
-engine takes every publication; that it has the trainer's bits afterwards is checked.
+The library's AdamW updates the model on random tokens, and the library publishes it (`inference/weight_sync`). Both
+variants include the checksums of all tensors. An engine loads every publication, and its bits are compared with the trainer's.
 """
 
 from __future__ import annotations

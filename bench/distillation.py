@@ -1,9 +1,14 @@
-"""Learning from somebody who knows more, beside learning from rewards alone: sampled tokens to an accuracy on the built-in task.
+"""Sampled tokens until an accuracy on the built-in task: learning from a teacher or demonstrations compared with rewards alone.
 
-A small student that has seen mostly wrong answers is taught by a teacher's distributions (on-policy distillation as a reward and
-as a loss; a sample of each of eight times as many prompts, since it needs no group), by right answers inside its groups (LUFFY,
-RL-PLUS), by right answers imitated beside RL, or by nobody (GRPO). All start from the same weights and sample as often in a step;
-a sampled token is one that the student wrote.
+A small student has seen mostly wrong answers. It learns from one of these:
+
+- the distributions of a teacher (on-policy distillation as a reward and as a loss; one sample of each of eight times as
+  many prompts, because no group is needed)
+- correct answers inside its groups (LUFFY, RL-PLUS)
+- correct answers that are imitated besides RL
+- rewards alone (GRPO)
+
+All start from the same weights and draw the same number of samples per step. Sampled tokens are those that the student wrote.
 
 python bench/distillation.py [--systems grpo luffy ...] [--steps 30] [--seeds 0 1]
 """

@@ -1,11 +1,12 @@
-"""DPO beside TRL's DPOTrainer: the same model, pairs and settings, the loss of every step and the time of one.
+"""DPO compared with TRL's DPOTrainer: the same model, pairs and settings; the loss and the time of every step.
 
     python bench/dpo_vs_trl.py --trl-python /path/to/python [--steps 10] [--repeats 2] [--threads 2]
 
 A Qwen2-shaped decoder of 0.8 M parameters in float32; 16 pairs a step with prompts of 24 to 64 tokens and answers of 16 to
 64; AdamW at 1e-3, so that the loss falls far below log 2 within ten steps. Both take the pairs in the order of this run's
-seed. Twice: with the reference's log-probs computed before training, and asked for in every step. The two take turns, so
-that a noisy neighbour hurts both; medians are compared, the first step left out. Losses that differ by more than 1e-4 fail.
+seed. There are two comparisons: the reference's log-probs are computed before training, or in every step. The two systems
+take turns, so that other load affects both. Medians without the first step are compared. The benchmark fails if losses
+differ by more than 1e-4.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Exact mode: does a real run log a gap of exactly 0 on every step, and what does exactness cost?
+"""Exact mode: whether a real run logs a gap of exactly 0 in every step, and what exact mode costs.
 
 python bench/exact.py [--steps 200] [--device cpu]
 
-A GRPO run of the built-in task with `rollout.exact=true` beside the same run without; on a GPU also the engine's rate in both
-modes on R1's work (1.5B shape, 256 x 256 tokens).
+A GRPO run of the built-in task with `rollout.exact=true` and the same run without it. On a GPU also the engine's
+throughput in both modes on the work of R1 (1.5B shape, 256 x 256 tokens).
 """
 
 from __future__ import annotations

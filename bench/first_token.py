@@ -1,10 +1,10 @@
-"""How long it takes from the start of a process to its first token, on a machine that has never run it and again after that.
+"""Time from the start of a process to its first token, with empty caches and again after that.
 
 python bench/first_token.py
 
-The 1.5B shape with random weights in bfloat16, 256 requests of 128 tokens. A process of its own each time; the first one
-finds neither compiled kernels nor Python's bytecode, the second what the first has kept; files that the system has read
-before are in its memory for both. Prints where the seconds go.
+The 1.5B shape with random weights in bfloat16, 256 requests of 128 tokens. Each measurement is a new process. The first
+finds neither compiled kernels nor Python's bytecode; the second finds what the first has cached. Files that the system
+has read before are in its memory for both. Prints where the seconds go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every recipe, shrunk, on the GPU: two steps each through all of its slots, in float32 and bfloat16, with a corrected stale sampler.
+"""Two steps of every recipe, shrunk, on the GPU, through all of its slots, in float32 and bfloat16, with a corrected stale sampler.
 
 python bench/gpu_recipes.py [--dtypes float32 bfloat16] [--only prime spo_tree]
 """

@@ -1,9 +1,9 @@
-"""Does the spine run on a GPU? Engine against learner in float32 and bfloat16, families, and a few learner steps.
+"""Checks that the main path runs on a GPU: engine against learner in float32 and bfloat16, families, and a few learner steps.
 
     python bench/gpu_smoke.py
 
-Prints a table and saves bench/results/gpu_smoke.json. Speed is not the point here: `bench/rollout.py` and `bench/learner.py`
-measure that.
+Prints a table and saves bench/results/gpu_smoke.json. It does not measure speed: `bench/rollout.py` and `bench/learner.py`
+do.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A whole GRPO step of a 1.5B model on one GPU: R1's rollouts in groups of 8, then one update of all weights.
+"""A whole GRPO step of a 1.5B model on one GPU: rollouts of R1 in groups of 8, then one update of all weights.
 
 python bench/grpo_step.py [--steps 4] [--budget 16384] [--trl-python /path/to/python [--trl-vllm]]
 
-Random weights in bfloat16 with float32 master weights and moments, 32 prompts of 128 tokens x 8 samples x 256 new tokens, no
-reference model, one update a batch, so no pass for old log-probs. The engine samples from the learner's own tensors; its
-cache sleeps while the learner works; the samples of a group share the forward and backward of their prompt.
+Random weights in bfloat16 with float32 master weights and moments, 32 prompts of 128 tokens x 8 samples x 256 new tokens,
+no reference model, one update a batch and therefore no pass for old log-probs. The engine samples from the learner's own
+tensors, and its cache is released while the learner works. The samples of a group share the forward and backward of their
+prompt.
 
-TRL runs the same work afterwards in a process of its own (`bench/peers/trl_grpo_step_gpu.py`), where this interpreter or the
-one named has it; `--trl-vllm` lets it generate with vLLM.
+TRL runs the same work afterwards in a separate process (`bench/peers/trl_grpo_step_gpu.py`), if this interpreter or the
+one named has it. With `--trl-vllm` it generates with vLLM.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One GRPO step on two CPU cores, beside TRL's in the same run.
+"""One GRPO step on two CPU cores, compared with TRL's in the same run.
 
     python bench/grpo_step_cpu.py [--steps 12] [--repeats 3] [--trl-python /path/to/python]
 
 A Qwen2-shaped decoder of 0.8 M parameters (hidden 128, 4 layers, 4/2 heads, mlp 384, vocabulary 128), 16 prompts of 13
-tokens x 8 samples x exactly 64 new tokens, float32, two threads, one update a step. The step is the whole of it as the
-trainer runs it: draw, sample, score in worker processes, advantages, forward, backward, AdamW, journal and metrics.
-TRL's interpreter, when given, runs the same model, prompts and reward (`bench/peers/trl_grpo_step.py`). The two take
-turns, so that a noisy neighbour hurts both; medians are compared.
+tokens x 8 samples x exactly 64 new tokens, float32, two threads, one update a step. A step is everything that the trainer
+does: drawing prompts, sampling, scoring in worker processes, advantages, forward, backward, AdamW, journal and metrics.
+If TRL's interpreter is given, it runs the same model, prompts and reward (`bench/peers/trl_grpo_step.py`). The two systems
+take turns, so that other load affects both; medians are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GiGPO beside GRPO in an environment of several turns, from the same warm start: held-out games won as they learn.
+"""GiGPO compared with GRPO in an environment of several turns, from the same warm start: held-out games won during training.
 
 python bench/guess_number.py [--algorithms gigpo grpo] [--seeds 0 1 2] [--steps 100]
 """

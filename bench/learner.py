@@ -1,15 +1,15 @@
-"""The learner on one GPU: how much of its peak training reaches, what log-probs cost, long sequences, shared prompts.
+"""The learner on one GPU: share of the peak throughput, cost of log-probs, long sequences, shared prompts.
 
 python bench/learner.py [--only a b c d e] [--repeats 3]
 
 Random weights of the named shapes in bfloat16, prompts of 64 to 192 tokens and completions of 64 to 448 (384 together on
-average), packed; every update gives the log-prob and the entropy of each completion token. Shares are executed operations
-(`burnish/models/flops.py`) over 790 TFLOP/s, what an H200 reaches in a large product: of the whole update, and of its forward
-and backward passes; `needed` leaves out what is calculated twice to save memory.
+average), packed. Every update gives the log-prob and the entropy of each completion token. Shares are executed operations
+(`burnish/models/flops.py`) over 790 TFLOP/s, the throughput of an H200 in a large product. There is one of the whole
+update, and one of its forward and backward passes. `needed` leaves out what is computed twice to save memory.
 
-  a  1.5B, all weights trained, nothing recomputed but logits; 8 x 1024 tokens like transformers, which runs beside it
+  a  1.5B, all weights trained, only logits recomputed; 8 x 1024 tokens like transformers, which runs for comparison
   b  7B with LoRA of rank 32
-  c  log-prob and entropy of 131,072 tokens over 152k words, forward and backward, beside materialised logits
+  c  log-prob and entropy of 131,072 tokens over 152k words, forward and backward, compared with materialised logits
   d  one sequence of 32,768 tokens, 1.5B, activations kept and recomputed
   e  32 groups of 8 samples, 1.5B, with the prompt computed once and eight times
 """

@@ -2,11 +2,11 @@
 
 python bench/learner_cpu.py [--steps 1] [--repeats 1] [--tokens 32768] [--limit 240]
 
-A Qwen2-shaped decoder of 25 M parameters (hidden 512, 6 layers, 8/4 heads of 64, mlp 1536, vocabulary 12,288, tied), float32,
-all weights trained; a step is one update on 32 k packed tokens of ragged samples, log-probs, entropies and AdamW included. The
-ranks talk through gloo and hold half of every parameter each (FSDP2). An update is some 5.5 TFLOP, 20 s on two quiet cores: a
-minute for one of each system, start included. With more repeats the two take turns, so that a noisy neighbour hurts both, and
-medians are compared. A run that takes longer than `--limit` seconds is ended.
+A Qwen2-shaped decoder of 25 M parameters (hidden 512, 6 layers, 8/4 heads of 64, mlp 1536, vocabulary 12,288, tied),
+float32, all weights trained. A step is one update on 32 k packed tokens of ragged samples, including log-probs, entropies
+and AdamW. The ranks communicate through gloo and hold half of every parameter each (FSDP2). An update is about 5.5 TFLOP,
+20 s on two quiet cores; one of each system takes a minute, start included. With more repeats the two take turns, so that
+other load affects both, and medians are compared. A run that takes longer than `--limit` seconds is ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seven algorithms on the built-in task from the same warm start: held-out accuracy as they learn.
+"""Seven algorithms on the built-in task from the same warm start: held-out accuracy during training.
 
 python bench/learning.py [--algorithms grpo ppo ...] [--steps 120] [--seed 0] [--chart docs/learning.svg]
 """

@@ -1,12 +1,12 @@
-"""What adapters cost on a GPU: each fused projection of a layer, forward and backward, and the engine's rate.
+"""Cost of adapters on a GPU: each fused projection of a layer, forward and backward, and the engine's throughput.
 
 python bench/lora.py [--rank 32] [--tokens 16384] [--repeats 20] [--four-bits]
 
 Random weights in bfloat16. `plain` is a frozen projection (forward, and the gradient of its input), `lora` the same with
-adapters (and their gradients), `floor_ms` what reading and writing activations once more takes at 4.3 TB/s.
+adapters (and their gradients), `floor_ms` the time to read and write activations once more at 4.3 TB/s.
 
-With --four-bits instead: what the frozen weights in 4 bits (`model.lora.base`) cost and save at 7B. Products of few rows by a
-plain matrix and by one made plain for it; then updates and generation over each base, with memory at the peak.
+With --four-bits it measures the cost and savings of frozen weights in 4 bits (`model.lora.base`) at 7B instead. It times
+products of few rows by a plain matrix and by a dequantised one, then updates and generation over each base, with peak memory.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The memory plan against a real GPU: six learners are planned, made with random weights, and measured over two updates.
+"""The memory plan compared with a real GPU: six learners are planned, made with random weights, and measured over two updates.
 
 python bench/memory.py [--only 1.5B-full 1.5B-lora 1.5B-offload 7B-full 7B-lora 7B-offload]
 
-bfloat16, packed sequences of 128 to 640 tokens, two micro-batches that fill the token budget. `planned` is what torch was
-expected to have allocated at the peak of the second update, `measured` what it had; `device` is everything that is gone
-from the GPU then. A learner that does not fit by its plan runs with the levers that the plan names (7B-full does not: it
-needs its optimizer's state in host memory, 85 GiB of it).
+bfloat16, packed sequences of 128 to 640 tokens, two micro-batches that fill the token budget. `planned` is the planned
+peak of torch's allocated memory in the second update, `measured` the real one. `device` is all memory of the GPU that is
+in use then. A learner that does not fit by its plan runs with the settings that the plan names. 7B-full does not fit: it
+needs its optimizer's state in host memory, 85 GiB.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 python bench/mismatch.py [--jobs 2] [--faults stale noise] [--strengths 16] [--seeds 0 1 2] [--only none token_tis]
                          [--steps 150] [--out FILE] [--chart docs/mismatch.svg]
 
-Runs of a seed start from one warm start; one without a fault is what they are held against. A row is saved when its run
-ends and is not run again: a sweep that was stopped goes on, and one that is complete only prints and draws.
+The runs of a seed start from one warm start, and are compared with a run without a fault. A row is saved when its run
+ends and is not run again. So a sweep that was stopped continues, and a complete one only prints and draws.
 """
 
 from __future__ import annotations

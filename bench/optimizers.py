@@ -1,9 +1,9 @@
-"""One update of each optimizer on the parameters of a 1.5B model: time, state, and what it takes beside its state.
+"""One update of each optimizer on the parameters of a 1.5B model: time, state, and memory besides the state.
 
 python bench/optimizers.py [--shape 1.5B] [--repeats 5] [--small]
 
-Parameters in bfloat16 with random gradients summed in float32, as in training; clipping is timed apart. `torch.optim.AdamW`
-(fused) stands beside them on the same shapes in float32. `--small` is a model of 2 M parameters, for a CPU.
+Parameters in bfloat16 with random gradients summed in float32, as in training; clipping is timed separately. For
+comparison `torch.optim.AdamW` (fused) runs on the same shapes in float32. `--small` is a model of 2 M parameters, for a CPU.
 """
 
 from __future__ import annotations

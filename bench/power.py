@@ -1,9 +1,9 @@
-"""What holds the rollout rates: the power and the clock of the GPU while R1 runs on end, and while one product does.
+"""Power and clock of the GPU while R1 runs repeatedly, and while one product does: they limit the rollout throughput.
 
 python bench/power.py
 
-Needs `nvidia-smi`, which is asked every 40 ms. A product is gate and up of a 1.5B for 256 rows, over weights that do not fit into the GPU's
-cache together, for a second.
+Needs `nvidia-smi`, which is queried every 40 ms. The product is gate and up of a 1.5B for 256 rows, repeated for a second
+over weights that together exceed the GPU's cache.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""PRIME beside GRPO on the built-in task, from the same warm start and with the same number of samples a step.
+"""PRIME compared with GRPO on the built-in task, from the same warm start and with the same number of samples per step.
 
-How many tokens does each sample until its held-out accuracy (greedy) is the one GRPO ends with? And does the process reward model
-know right from wrong: on answers to held-out prompts, before and after?
+It measures how many tokens each system samples until its held-out accuracy (greedy) is GRPO's final one. It also measures
+how well the process reward model classifies answers to held-out prompts, before and after training.
 
-    grpo           the recipe as it is
-    prime          PRIME's advantage and its process reward model in the place of GRPO's, everything else as in the recipe
-    outcome alone  the same without the process rewards: what the other half of PRIME's advantage does
-    prime preset   with PRIME's own choice of prompts: four times as many as are used, of middling difficulty
+    grpo           the recipe unchanged
+    prime          PRIME's advantage and its process reward model instead of GRPO's, everything else as in the recipe
+    outcome alone  the same without the process rewards: the effect of the other half of PRIME's advantage
+    prime preset   with PRIME's own choice of prompts: four times as many as are used, of medium difficulty
     slow policy    prime with a tenth of the policy's learning rate, for 40 steps: outcomes stay mixed, and the model can follow
 
 python bench/process_rewards.py [--systems grpo prime ...] [--steps 100] [--seeds 0 1 2]

@@ -1,15 +1,15 @@
-"""What `placement=ray` costs a step of the default job against one process, in the same minute on the same machine.
+"""Overhead of `placement=ray` on a step of the default job compared with one process, at the same time on the same machine.
 
     python bench/ray_overhead.py [--steps 30] [--profile] [key=value ...]
 
-Both runs live in one driver and take turns, step by step, so that whatever else the machine does hits both alike; the one that
-has no turn waits. The recipe is recipes/sort_digits.yaml with a short warm start and without validation. A step is what the
-trainer does in one: rollouts, rewards, learning, new weights; writing metrics and samples is the same for both and left out.
+Both runs are in one driver and take turns, step by step, so that other load on the machine affects both equally; the
+other run waits meanwhile. The recipe is recipes/sort_digits.yaml with a short warm start and without validation. A step
+includes rollouts, rewards, learning and new weights. Writing metrics and samples is the same for both and is left out.
 
-`local` is one process; `ray` one worker and one engine that take turns on the same cores, with as many threads. Medians over
-all steps but the first two, and of the ratio of the two in each step; `computing_s` is what of learning the learner itself says
-it took; `--profile` tells where the driver's time goes in those of
-Ray, waiting for workers included.
+`local` is one process. `ray` is one worker and one engine that take turns on the same cores, with as many threads. The
+table has medians over all steps but the first two, and the median ratio of the two in each step. `computing_s` is the
+part of learning that the learner itself reports. `--profile` prints where the driver's time goes in the steps on Ray,
+including waiting for workers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a run reached and when, as docs/results/<recipe>-<seed>.json; and all of those curves as one chart.
+"""Writes the accuracy and curve of a run to docs/results/<recipe>-<seed>.json, and all such curves to one chart.
 
     python bench/results_of_runs.py runs/gsm8k-seed0 --recipe gsm8k --questions 1319 --base 0.620
     python bench/results_of_runs.py --chart docs/results.svg --recipe gsm8k
 
-The accuracy is the last one that the run measured, with Wilson's interval over the questions; seconds are those since the
-process was started (`time/elapsed_s`), so the start-up counts and so does every validation. A run that was resumed is refused:
-its clock began anew.
+The accuracy is the last that the run measured, with Wilson's interval over the questions. Seconds count from the start of
+the process (`time/elapsed_s`), including start-up and every validation. A resumed run is refused, because its clock
+started again.
 """
 
 from __future__ import annotations

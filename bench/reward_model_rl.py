@@ -1,10 +1,10 @@
-"""RL that never sees the checker: a reward model learns from pairs the checker judged, and a policy learns from the reward model.
+"""RL from a reward model: it learns from pairs that the checker judged, and a policy learns from its score alone.
 
 python bench/reward_model_rl.py [--seeds 0 1 2] [--steps 60] [--updates 800] [--out FILE]
 
-Each seed: supervised training on flawed demonstrations of sort_digits; pairs of the right answer and a spoilt one that the
-checker refuses; a reward model on them, from the supervised model; GRPO with its score as the only reward (the checker is a
-part of weight 0, there to measure). What is told is held-out accuracy before and after, by the checker.
+For each seed: supervised training on flawed demonstrations of sort_digits; pairs of the correct answer and a corrupted one
+that the checker rejects; a reward model trained on them, from the supervised model; GRPO with its score as the only reward
+(the checker has weight 0 and only measures). The result is held-out accuracy before and after, by the checker.
 """
 
 from __future__ import annotations

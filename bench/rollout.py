@@ -1,10 +1,10 @@
-"""Rollout throughput of the native engine on one GPU: the works R1 to R5, and what a group and ragged lengths cost.
+"""Rollout throughput of the native engine on one GPU: the works R1 to R5, and the cost of groups and ragged lengths.
 
 python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--vllm-python PYTHON] [--parts] [--first-token]
 
 Random weights of the named shapes in bfloat16, prompts of 128 random tokens, temperature 1, no stop token, the log-prob
-of every sampled token, prefill included. `--transformers` runs `generate` beside it on R1. vLLM runs beside it on R1 to R5
-where this interpreter has it, or the one that `--vllm-python` names. `--parts` says where the time of every work goes.
+of every sampled token, prefill included. `--transformers` also runs `generate` on R1. vLLM also runs on R1 to R5 if this
+interpreter has it, or the one that `--vllm-python` names. `--parts` prints where the time of every work goes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Run every recipe shrunk, and the default job for ten steps, and compare all their numbers with an earlier run: a refactor changes none.
+"""Runs every recipe shrunk, and the default job for ten steps, and compares all numbers with an earlier run: a refactor changes none.
 
     python bench/same_numbers.py --save before.json         # on the tree before the change
     python bench/same_numbers.py --compare before.json      # on the tree after it, on the same machine
 
-A recipe's numbers are all metrics of all runs it makes, timings aside, and a digest of the weights it ends with. The recipes go through the
-command line, so that the script does not care how the package is laid out inside. Bits differ between machines: both runs must be on one.
+The numbers of a recipe are all metrics of all its runs except timings, and a digest of the final weights. The recipes run
+through the command line, so the script does not depend on the package's internal layout. Bits differ between machines:
+both runs must be on one machine.
 """
 
 from __future__ import annotations

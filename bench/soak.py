@@ -1,10 +1,10 @@
-"""Does a long run keep its size? Updates of a small model on batches whose lengths always change, and the resident size after each.
+"""Checks that memory does not grow: updates of a small model on batches of changing lengths, and the resident size after each.
 
 python bench/soak.py [--updates 200] [--activations keep]
 
-On a CPU, where the resident size of the process tells it all: every learner's tensors, autograd's graphs, Python's objects. The
-slope is that of a straight line through the sizes of the second half, with its standard error: nothing that is made in one
-update may be left by the next, so it is 0 but for the noise of the allocator.
+It runs on a CPU, where the resident size of the process includes everything: the learner's tensors, autograd's graphs,
+Python's objects. The slope is that of a straight line through the sizes of the second half, with its standard error. An
+update must leave nothing behind, so the slope is 0 except for noise of the allocator.
 """
 
 from __future__ import annotations

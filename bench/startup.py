@@ -1,4 +1,4 @@
-"""How long the cheap things take: importing the package, printing help, parsing a recipe.
+"""Time of importing the package, printing help, and parsing a recipe.
 
 python bench/startup.py
 """

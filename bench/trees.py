@@ -1,6 +1,6 @@
-"""SPO-chain and SPO-tree against GRPO: held-out accuracy over sampled tokens, from the same warm start.
+"""SPO-chain and SPO-tree compared with GRPO: held-out accuracy over sampled tokens, from the same warm start.
 
-Every system samples about as many tokens a step: what it takes for values, or for the branches of its trees, it has fewer prompts for.
+Every system samples about the same number of tokens per step. Systems that sample for values or branches have fewer prompts.
 
 python bench/trees.py [--systems grpo spo_chain ...] [--steps 30] [--seeds 0 1 2]
 """

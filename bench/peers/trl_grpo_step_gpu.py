@@ -1,8 +1,8 @@
-"""The GRPO step of `bench/grpo_step.py` in TRL, which runs this with `--trl-python`; prints one JSON line.
+"""The GRPO step of `bench/grpo_step.py` in TRL, run by that script with `--trl-python`; prints one JSON line.
 
 python trl_grpo_step_gpu.py '{"shape": {...}, "prompts": 32, "samples": 8, "prompt_tokens": 128, "new_tokens": 256, "micro_batch": 16, "steps": 4, "vllm": false}'
 
-Random weights of the shape in bfloat16, a tokenizer of as many words, nothing ends a completion early.
+Random weights of the shape in bfloat16, a tokenizer with as many words, no end token, so completions have full length.
 """
 
 import json

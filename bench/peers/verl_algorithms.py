@@ -2,9 +2,9 @@
 
 python verl_algorithms.py WORKLOAD_DIRECTORY THREADS
 
-The folder holds a column a file, packed. The first line written says what is installed; then every line read is a request
-and every line written the seconds it took. A request names a function of `verl.trainer.ppo.core_algos`, its own options
-and those of its config, and the input it is differentiated by; as many results as "save" says are written, packed again.
+The folder holds one packed file per column. The first output line describes the installation. After that every input line
+is a request, and every output line the seconds that it took. A request names a function of `verl.trainer.ppo.core_algos`,
+its options and those of its config, and the input to differentiate by. "save" is the number of results to write, packed.
 """
 
 import inspect
