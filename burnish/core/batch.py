@@ -99,7 +99,7 @@ class Batch:
         return replace(self, sequence={**self.sequence, **columns})
 
     def select(self, index: Tensor) -> Batch:
-        """Return the sequences of `index`, in that order, with repetitions. A contiguous range on the CPU gives views, not copies."""
+        """Return the sequences at `index`, in that order; a repeated index repeats its sequence. A contiguous range on the CPU gives views."""
         index = index.to(self.offsets.device)
         first = _start_of_range(index)  # None if `index` is no contiguous range
         if first == 0 and index.numel() == self.num_sequences:
@@ -189,7 +189,7 @@ def _element_index(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_padded(values: Tensor, offsets: Tensor, fill: float = 0.0) -> Tensor:
-    """Return a packed column [N] as [S, longest], right-padded with `fill`. For tests and for code that expects padding."""
+    """Return a packed column [N] as [S, longest], right-padded with `fill`. Tests and code that expects padding use it."""
     lengths = offsets.diff()
     width = int(lengths.max()) if lengths.numel() else 0
     padded = torch.full((lengths.numel(), width), fill, dtype=values.dtype, device=values.device)

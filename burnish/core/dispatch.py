@@ -1,28 +1,28 @@
-"""How a method of a worker is called on a whole group of workers, and the protocols of such a group.
+"""`@dispatch` declares how a method of one worker is called on a group of workers. Also the protocols of such a group.
 
     class Scorer:
         @dispatch("sequences", "sequences")
         def scores(self, batch: Batch) -> Tensor:
             \"\"\"[N] a score for each token.\"\"\"
 
-A group of such workers also has a method `scores`. It divides every batch among its arguments over the ranks, and returns
+A group of such workers also has a method `scores`. It splits every `Batch` argument over the ranks, and returns
 the columns in the order of the whole batch. The first line of the method's docstring names the call in error messages.
 
 `split` says how arguments reach the ranks:
 
-- `sequences`: every batch is divided into parts of about equal work; all other arguments go to every rank.
+- `sequences`: every `Batch` argument is split into parts of about equal work; all other arguments go to every rank.
 - `broadcast`: every rank gets the same arguments.
 - `each`: every argument is a list with one entry per rank.
 - `first`: only the first rank is called.
 
 `join` says what the caller gets:
 
-- `sequences`: columns in the order of the first batch among the arguments; everything else comes from the first rank.
+- `sequences`: columns are joined in the order of the first `Batch` argument; everything else comes from the first rank.
 - `list`: one result per rank.
 - `first`: the result of the first rank.
-- `nothing`: the call does not wait. A later call raises its error.
+- `nothing`: None, at once. If the call fails, a later call raises its error.
 
-`distributed/worker_group.py` has the groups themselves. Code in lower packages is handed a group and knows these protocols.
+`distributed/worker_group.py` implements the groups. Lower packages receive a group as an argument and use only these protocols.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ Join = Literal["sequences", "list", "first", "nothing"]
 Lane = Literal["work", "side"]
 """A worker runs one call at a time per lane. Calls in `side`, such as writing a checkpoint, do not delay calls in `work`."""
 ATTRIBUTE = "__dispatch__"
+"""Attribute of a marked method, which holds its `Dispatch`."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How a method is called on a group."""
+    """The mark of a method: how it is called on a group. The module's docstring describes the values."""
 
     split: Split = "broadcast"
     join: Join = "first"
@@ -131,10 +132,10 @@ class Workers(Protocol):
         """Call a method on several workers, with separate arguments for each rank."""
 
     def ready(self, handles: Sequence[CallHandle], timeout_s: float) -> list[CallHandle]:
-        """Return the calls that ended, with a result or an error. Waits for at least one, or until the timeout."""
+        """Return the calls that have ended, with a result or an error. Waits for at least one, or until the timeout."""
 
     def wait_all(self, handles: Sequence[CallHandle]) -> None:
-        """Wait until all calls ended or one is past its deadline. `result` does not block afterwards."""
+        """Wait until all calls have ended or one has passed its deadline. `result` does not block afterwards."""
 
     def result(self, handle: CallHandle) -> Any:
         """Wait for a call and return its result. Raises `WorkerLost` if its worker is gone."""

@@ -1,4 +1,4 @@
-"""The `Engine` protocol of everything that samples tokens, and its requests and completions. Token ids in, token ids out.
+"""The `Engine` protocol, which every sampler of tokens implements, with its requests and completions. All text is token ids.
 
 A request carries its own random key, so its tokens do not depend on the other requests in the engine. Requests with
 equal prompts share one prefill.
@@ -50,7 +50,9 @@ class Request:
     key: int
     """Random key of this sample (`burnish.core.random_keys.sample_key`)."""
     generated: int = 0
-    """Number of tokens of this sample that earlier requests generated (earlier turns, an aborted partial). The noise continues there."""
+    """Number of tokens of this sample that earlier requests generated (earlier turns, an aborted request).
+
+    The next token takes its random number from this position of the key."""
     priority: int = 0
     """Waiting requests with a higher priority start first."""
     may_continue: bool = False
@@ -90,7 +92,10 @@ class Engine(Protocol):
         """Stop requests. With `keep`, return their partial completions; otherwise discard them."""
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights. An engine that shares the learner's tensors gets an empty iterable and the version."""
+        """Load new weights.
+
+        Without tensors, an engine that can reach the learner's weights uses those (shares, copies or fetches them), as `version`.
+        """
 
     def sleep(self) -> None:
         """Release memory until `wake`."""

@@ -52,6 +52,7 @@ class _DeadlineSocket:
         return io.BufferedReader(_DeadlineReader(self))
 
     def drop_file(self) -> None:
+        """Count a closed file. The last one closes the socket, if `close` was called before."""
         self._num_files -= 1
         if self._is_closed:
             self.close()
@@ -64,6 +65,8 @@ class _DeadlineSocket:
 
 
 class _DeadlineReader(io.RawIOBase):
+    """The readable file of a `_DeadlineSocket`."""
+
     def __init__(self, owner: _DeadlineSocket) -> None:
         self._owner = owner
 
@@ -119,5 +122,5 @@ class _DeadlineHTTPSHandler(HTTPSHandler):
 
 
 def deadline_opener() -> OpenerDirector:
-    """Return an opener with proxies and redirects, like `urlopen`'s, whose timeout is a deadline for each exchange."""
+    """Return an opener that follows proxies and redirects as `urlopen` does. Its timeout is a deadline for each exchange."""
     return build_opener(_DeadlineHTTPHandler, _DeadlineHTTPSHandler)

@@ -1,8 +1,8 @@
-"""Counter-based random keys: a random number depends on what it is for, never on when it is drawn.
+"""Counter-based random keys: a random number depends on its key and position alone, never on the order of draws.
 
-A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). Each position of a sample takes
-its own number from the key. So a sample's noise does not depend on the batch it is in, on the device or on a restart. The
-mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche.
+A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). The visit is the number of times
+that the run has drawn the prompt before. Each position of a sample takes its own number from the key. A sample's random
+numbers therefore do not depend on the batch it is in, on the device or on a restart. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche.
 Importing this module loads neither torch nor numpy, because commands that only read settings import it.
 """
 
@@ -22,7 +22,7 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 
 STREAMS = {"train": 1, "eval": 2, "baseline": 3}
-"""Number of each stream. Equal prompts in different streams get different noise."""
+"""Number of each stream. Equal prompts in different streams get different random numbers."""
 
 
 def mix(x: int) -> int:
@@ -51,7 +51,7 @@ def hash_text(text: str) -> int:
 
 
 def sample_key(seed: int, stream: str, prompt_id: str, visit: int, sample: int) -> int:
-    """Return the key of one sample. A new visit of a prompt gets new noise; the same visit always gets the same."""
+    """Return the key of one sample. A new visit of a prompt gets a new key; the same visit always gets the same key."""
     return fold(seed, STREAMS[stream], prompt_id, visit, sample)
 
 
@@ -66,7 +66,7 @@ def permutation(size: int, *key: int | str) -> list[int]:
     return sorted(range(size), key=lambda i: (mix((state + (i + 1) * GOLDEN) & MASK_64), i))
 
 
-# The same arithmetic on tensors. int64 multiplication wraps in torch, so every device gives the same bits.
+# The functions below do the same arithmetic on tensors. int64 multiplication wraps in torch, so every device gives the same bits.
 
 
 def to_int64(value: int) -> int:
@@ -79,7 +79,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Return float64 numbers in (0, 1), one for each (key, position). Both inputs are int64."""
     import torch
 
-    if keys.device.type == "cpu":  # the same bits; for a few rows numpy takes a tenth of torch's time
+    if keys.device.type == "cpu":  # numpy gives the same bits, and takes a tenth of torch's time for a few rows
         return torch.from_numpy(_uniforms_numpy(keys.numpy(), positions.numpy()))
     bits = _mix_tensor(keys + (positions + 1) * to_int64(GOLDEN))
     # 52 bits plus the half use all 53 bits of a float64. With one bit more, the half would round the largest number up to 1.

@@ -1,4 +1,4 @@
-"""Segment operations: reductions over ragged data by an id column, where padded code reduces over an axis.
+"""Segment operations: they reduce packed (ragged) data by an id column, where code with padding reduces over an axis.
 
 `ids[k]` is the segment of element k: its sequence, group or trajectory. Ids need not be sorted or contiguous.
 An empty segment has sum 0, mean 0 and maximum -inf. Functions named `contiguous_*` take sorted runs, given by their offsets.

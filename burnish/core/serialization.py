@@ -1,8 +1,8 @@
-"""Batches and tensors as flat numpy arrays, to send them between processes.
+"""`encode` and `decode` turn batches and tensors into flat numpy arrays and back, to send them between processes.
 
 An object store moves a numpy array as one buffer, about ten times faster than a tensor. `encode` replaces every batch and
 tensor inside tuples, lists, dictionaries and dataclasses by `PackedArrays`; `decode` is its inverse. Two things are made
-smaller on the way: token ids travel as int32, and masks that are divided over ranks travel as bits.
+smaller on the way: token ids are sent as int32, and masks that are split over ranks are sent as bits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Arrays = dict[str, np.ndarray]
 DTYPES_WITHOUT_NUMPY = {torch.bfloat16: torch.int16}
 """Dtypes that numpy does not have, and the integer dtype of the same size that carries their bits."""
 TOKEN_WIRE_DTYPE = torch.int32
-"""Dtype that token ids travel in."""
+"""Dtype in which token ids are sent."""
 LEAF_TYPES = frozenset({int, float, str, bool, type(None), bytes, torch.dtype})
 """Types that cannot contain a tensor. Most values in a message have one of these."""
 DTYPE_SEPARATOR = "\0"
 """Separates the name from the dtype in a label. No column name contains it."""
 PACKED_BITS = "bits"
-"""Stands in place of the dtype, followed by the number of values, in the label of a mask that travels as bits."""
+"""In the label of a mask that is sent as bits, this word and the number of values replace the dtype."""
 _fields_by_type: dict[type, tuple[str, ...]] = {}
 
 
@@ -113,12 +113,12 @@ def batch_from_columns(columns: dict[str, Tensor]) -> Batch:
 
 
 def columns_to_arrays(columns: dict[str, Tensor]) -> Arrays:
-    """Convert named tensors to arrays. The label of a dtype that numpy lacks names that dtype."""
+    """Convert named tensors to arrays. If numpy lacks a column's dtype, the label includes the dtype."""
     return {_label(name, column): tensor_to_array(column) for name, column in columns.items()}
 
 
 def arrays_to_columns(arrays: Arrays) -> dict[str, Tensor]:
-    """Inverse of `columns_to_arrays`; also unpacks masks that travelled as bits."""
+    """Inverse of `columns_to_arrays`; also unpacks masks that were sent as bits."""
     columns = {}
     for label, array in arrays.items():
         name, _, dtype = label.partition(DTYPE_SEPARATOR)
@@ -151,7 +151,7 @@ def array_and_dtype(packed: PackedArrays) -> tuple[np.ndarray, torch.dtype | Non
 
 
 def pack_mask(label: str, mask: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return a mask as bits, an eighth of its bytes, and the label that says so."""
+    """Return the label that marks a mask as packed, and the mask as bits (an eighth of its bytes)."""
     return f"{label}{DTYPE_SEPARATOR}{PACKED_BITS}{mask.size}", np.packbits(mask)
 
 

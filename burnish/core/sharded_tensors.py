@@ -1,8 +1,8 @@
 """Shards of a tensor that is distributed over processes, and the copies that turn one sharding into another.
 
 A shard is described by its offset and size in each dimension of the full tensor. This covers uneven row chunks, columns of
-a tensor-parallel layer, both at once, and the full tensor. One local tensor may hold several shards, when the rows that a
-process computes together are not adjacent in the full tensor. To build a tensor from another sharding, copy the overlap
+a tensor-parallel layer, both at once, and the full tensor. A local tensor holds several shards if its rows are not adjacent
+in the full tensor. To build a tensor from another sharding, copy the overlap
 with each stored shard. The functions at the end read the local part of a torch `DTensor`; a plain tensor is its own local part.
 """
 
@@ -25,7 +25,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of a tensor of shape `shape`: in each dimension, `sizes` elements that start at `offsets`."""
+    """A block of a tensor of shape `shape`: in dimension d it has `sizes[d]` elements, and it starts at `offsets[d]`."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -187,7 +187,7 @@ def is_first_copy(tensor: Tensor) -> bool:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this process is not part of the tensor's mesh"
-    if 0 not in mesh.mesh:  # every process holds the tensor, and this mesh is not the one with process 0
+    if 0 not in mesh.mesh:  # another mesh holds the same tensor and contains process 0, which saves it
         return False
     return all(
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()

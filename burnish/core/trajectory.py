@@ -20,6 +20,7 @@ from burnish.core.random_keys import fold, hash_text, to_int64
 from burnish.core.segments import offsets_from_lengths
 
 TrajectoryFinish = Literal["stop", "length", "turns", "aborted", "error"]
+"""Why a trajectory ended: an end token or the environment, too many tokens, too many turns, an abort, or a failed environment."""
 
 # Keys of `Trajectory.metadata`.
 OFF_POLICY = "off-policy"
@@ -29,29 +30,27 @@ NO_LOGP = "no log-probs"
 NUMERIC_METADATA = ("greedy_reward", "budget", "use")
 """Numbers that `pack` turns into sequence columns of the same name."""
 SEGMENT_STARTS = "borders"
-"""For an answer that is cut into segments: the position at which each segment starts."""
+"""Only for an answer that is cut into segments: the position at which each segment starts."""
 SEGMENT_VALUES = "border_values"
 """The estimated value of the state before each segment. Also the name of the ragged column."""
 TREE_NODES = "nodes"
-"""For a path of a tree of answers: names of its nodes, from the root's child to the leaf. Also the name of the ragged column."""
+"""Only for a path of a tree of answers: names of its nodes, from the root's child to the leaf. Also the name of the ragged column."""
 TREE_NODE_ENDS = "ends"
 """The position at which the edge into each node ends."""
 SHARED_TOKENS = "shared_tokens"
-"""Number of tokens of a path that its tree counts with another path."""
+"""Number of tokens of a path that are on edges of an earlier path of its tree, and are counted there."""
 STEP_REWARDS = "step_rewards"
 """(position of the last token, reward) of each step of the last sequence. Also the name of the token column."""
 
 
 @dataclass
 class TokenSequence:
-    """Tokens, with their author, their log-probs under the sampler, and the policy version that sampled them."""
+    """Tokens, with three columns of the same length. Log-probs and versions are 0 and -1 if the model did not write the token."""
 
     tokens: np.ndarray  # int64
-    action_mask: np.ndarray  # bool: the model wrote the token
-    behaviour_logp: (
-        np.ndarray
-    )  # float32: log-prob under the sampling distribution; 0 if the model did not write the token
-    version: np.ndarray  # int32: version of the policy that wrote the token; -1 if the model did not write it
+    action_mask: np.ndarray  # bool: whether the model wrote the token
+    behaviour_logp: np.ndarray  # float32: log-prob under the distribution that the token was sampled from
+    version: np.ndarray  # int32: version of the weights that sampled the token
 
     @property
     def num_actions(self) -> int:
@@ -75,7 +74,9 @@ class Trajectory:
 
     prompt_id: str
     visit: int
+    """How often the run had drawn the prompt before."""
     sample: int
+    """Index among the samples of the draw; negative for greedy and continued answers, which are not trained on."""
     sequences: list[TokenSequence]
     """One sequence; several if the context of an agent was rewritten."""
     finish: TrajectoryFinish
@@ -83,8 +84,9 @@ class Trajectory:
     reward: float | None = None
     """None if the sample is not scored yet, or if scoring failed. Then it is in no loss and in no group statistics."""
     accuracy: float | None = None
-    """1 for a correct answer, 0 for a wrong one; None if the reward does not tell the two apart."""
+    """1 for a correct answer, 0 for a wrong one; None if the reward is graded: a number without a threshold for correct answers."""
     parts: dict[str, float] = field(default_factory=dict)
+    """The value of each part of the reward, by name."""
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     turns: list[TurnSpan] = field(default_factory=list)
@@ -115,7 +117,7 @@ class Trajectory:
 def with_accuracy(trajectories: Iterable[Trajectory]) -> list[tuple[Trajectory, float]]:
     """Return the scored trajectories that have an accuracy, each with its accuracy.
 
-    A reward call that timed out counts as wrong. If only such calls have an accuracy, the reward is graded and the list is empty.
+    A reward call that timed out counts as wrong. If only such calls have an accuracy, the reward is graded, and the list is empty.
     """
     found = [(t, t.accuracy) for t in trajectories if t.reward is not None and t.accuracy is not None]
     return found if any(not t.metadata.get("timed_out") for t, _ in found) else []
@@ -200,8 +202,8 @@ def segment_and_tree_columns(
 def step_reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return `step_rewards` [N], which moves rewards from the last token to the step that earned them; {} if there are no steps.
 
-    A trajectory's reward includes the sum of its step rewards and normally stands on its last token. The column holds each
-    step's reward on the step's last token, and minus their sum on the last token of the sequence.
+    A trajectory's reward includes the sum of its step rewards, and is placed on the last token by default. The column has each
+    step's reward at the step's last token, and minus their sum at the last token of the sequence. Add it to the default.
     """
     if not any(STEP_REWARDS in t.metadata for t in trajectories):
         return {}
