@@ -2,7 +2,9 @@
 
 A key is a 64-bit integer folded from (run seed, stream, prompt id, visit, sample index). The visit is the number of times
 that the run has drawn the prompt before. Each position of a sample takes its own number from the key. A sample's random
-numbers therefore do not depend on the batch it is in, on the device or on a restart. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche.
+numbers therefore do not depend on the batch it is in, on the device or on a restart.
+
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection on 64 bits with full avalanche.
 Importing this module loads neither torch nor numpy, because commands that only read settings import it.
 """
 

@@ -1,1 +1,1 @@
-"""Environments: the protocol, token-exact dialogues, a game, and how to build one from the config."""
+"""Environments answer the model's completions: the protocol, token-exact dialogues, a guessing game, and the factory for the config."""

@@ -1,7 +1,7 @@
-"""Token-exact dialogues: the tokens to append after a completion, so that the model reads the next message and can answer it.
+"""Token-exact dialogues: `Dialogue.reply` returns the tokens that append a message to a completion and open the next assistant turn.
 
 Only the text between two completions is tokenised: the end of the assistant's turn, the message, and the start of the next assistant turn.
-Sampled tokens are never changed. Rendering and tokenising the whole conversation again could change them.
+To render and tokenise the whole conversation again could change sampled tokens.
 """
 
 from __future__ import annotations
@@ -13,64 +13,65 @@ from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
 
 ANSWER_PLACEHOLDER = "ANSWER"
-"""Stands for the assistant's answer when the template is probed."""
+"""The assistant's answer in the short conversations that are rendered to find out what the template writes."""
 
 
 class Dialogue:
-    """The conversation that begins with a prompt, in the prompt's template: the tokenizer's chat template or plain text."""
+    """A conversation that begins with a prompt, in the prompt's format: the tokenizer's chat template or plain text."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
         self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
         if self.is_chat:
             check_template_appends(tokenizer)
         self.opening = self._opening(prompt.text) if prompt.is_chat else ""
-        """What the template writes before an assistant turn; empty where the user's message includes it (`[INST] .. [/INST]`)."""
+        """Text that the template writes before an assistant turn. Some templates write none (`[INST] .. [/INST]`)."""
 
     def _opening(self, prompt: str) -> str:
-        asked = [{"role": "user", "content": "?"}]
-        without = self.tokenizer.chat_text(asked, add_generation_prompt=False)
-        opening = self.tokenizer.chat_text(asked)[len(without) :]
-        mark = opening.strip()
-        if not mark:
+        """Return the end of the prompt from the assistant marker on. It includes what `data.template.kwargs` add after the marker."""
+        messages = [{"role": "user", "content": "?"}]
+        without = self.tokenizer.chat_text(messages, add_generation_prompt=False)
+        opening = self.tokenizer.chat_text(messages)[len(without) :]
+        marker = opening.strip()
+        if not marker:
             return opening
-        at = prompt.rfind(mark)  # the text after it comes from the run's template variables
+        at = prompt.rfind(marker)
         if at < 0:
             raise UserError(
-                f"the chat template opens the assistant's turn with {mark!r}, which this prompt does not contain, so an environment cannot "
+                f"the chat template opens the assistant's turn with {marker!r}, which this prompt does not contain, so an environment cannot "
                 "tell how the next turn begins; leave out data.template.kwargs, or set data.template.kind=plain"
             )
         return prompt[at:]
 
     def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
-        """The tokens of a message after a completion."""
+        """Return the tokens that append a message to a completion."""
         if not self.is_chat:
             return tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
         ending, message = self._rendered(text)
         tokens = self.tokenizer.encode(ending + message + self.opening)
-        # The model has usually sampled the token that ends its turn.
+        # The model has usually sampled the token that ends its turn; it must not appear twice.
         has_ended = bool(completion) and completion[-1] == tokens[0] and self.tokenizer.is_special(tokens[0])
         return tuple(tokens[1:] if has_ended else tokens)
 
     def _rendered(self, text: str) -> tuple[str, str]:
-        """The end of the assistant's turn, and the message after it."""
+        """Return the text that ends the assistant's turn, and the text of the message after it."""
         return _appended_text(self.tokenizer, {"role": self.role, "content": text})
 
 
 @functools.lru_cache(maxsize=8)
 def check_template_appends(tokenizer: Tokenizer) -> None:
-    """Refuse a chat template that changes earlier turns when a message is added, as Qwen3's does."""
+    """Raise if the chat template changes earlier turns when a message is added, as Qwen3's does."""
     _appended_text(tokenizer, {"role": "user", "content": "?"})
 
 
 def _appended_text(tokenizer: Tokenizer, message: dict[str, str]) -> tuple[str, str]:
-    """What the template appends: the end of the assistant's turn, and the message."""
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
-    before = tokenizer.chat_text(said, add_generation_prompt=False)
-    after = tokenizer.chat_text([*said, message], add_generation_prompt=False)
+    """Return what the template writes after an answer: the end of the assistant's turn, and the message."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    before = tokenizer.chat_text(messages, add_generation_prompt=False)
+    after = tokenizer.chat_text([*messages, message], add_generation_prompt=False)
     if not after.startswith(before) or ANSWER_PLACEHOLDER not in before:
         raise UserError(
             "the chat template rewrites earlier text when a message is added (Qwen3's does, with thinking), so an environment of "
-            "several turns cannot go on behind what the model wrote; set data.template.kind=plain, or give the model's directory a "
-            "chat template that only adds"
+            "several turns cannot append to the sampled tokens; set data.template.kind=plain, or give the model's directory a "
+            "chat template that only appends"
         )
     return before[before.rindex(ANSWER_PLACEHOLDER) + len(ANSWER_PLACEHOLDER) :], after[len(before) :]

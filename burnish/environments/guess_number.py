@@ -1,6 +1,6 @@
 """The environment of the task `guess_number`: after every wrong guess it states the remaining range.
 
-Finding the number gives reward 1, everything else 0. The state of a turn is the remaining range, so GiGPO compares guesses that were made
+A trajectory has reward 1 if it finds the number, otherwise 0. The state of a turn is the remaining range, so GiGPO compares guesses that were made
 with the same knowledge.
 """
 
@@ -17,7 +17,7 @@ from burnish.models.tokenizer import Tokenizer
 
 
 class GuessNumber:
-    """One number to guess. The guess is the last number of a completion; a completion without one changes nothing."""
+    """One game. The guess is the last number of a completion; after a completion without a number the range stays the same."""
 
     gives_rewards = True
     correct_at = 1.0
@@ -26,12 +26,13 @@ class GuessNumber:
         row = prompt.row
         if row.extra.get("task") != GUESS_NUMBER:
             raise UserError(
-                f"environment {GUESS_NUMBER}: row {row.id} is not of the task {GUESS_NUMBER}, which has the number to guess"
+                f"environment {GUESS_NUMBER}: row {row.id} has no number to guess; expected a row of the task {GUESS_NUMBER}"
             )
         self.prompt, self.dialogue = prompt, Dialogue(prompt, tokenizer)
         self.secret: int = row.answer
         self.low, self.high = row.extra["low"], row.extra["high"]
         self.words: bool = row.extra["words"]
+        """Whether questions are English sentences, instead of the range alone."""
 
     def start(self) -> Turn:
         return Turn(tuple(self.prompt.tokens), self._state)
@@ -42,8 +43,8 @@ class GuessNumber:
             return Done(1.0)
         if guess is not None:
             self.low, self.high = narrow_range(self.low, self.high, guess, self.secret)
-        asked = guess_question(self.low, self.high, self.words, False)
-        return Turn(self.dialogue.reply(completion, asked), self._state)
+        question = guess_question(self.low, self.high, self.words, is_first=False)
+        return Turn(self.dialogue.reply(completion, question), self._state)
 
     @property
     def _state(self) -> str:
@@ -51,6 +52,6 @@ class GuessNumber:
 
 
 def _last_number(text: str) -> int | None:
-    """The last number of a text; None if it has more than four digits."""
+    """Return the last number of a text; None if there is none or it has more than four digits."""
     found = re.findall(r"\d+", text)
     return int(found[-1]) if found and len(found[-1]) <= 4 else None

@@ -15,7 +15,7 @@ from burnish.models.tokenizer import Tokenizer
 
 
 def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> MakeEnvironment:
-    """A function that builds the environment of a prompt."""
+    """Return a function that builds the environment of a prompt. `base` is the folder of relative plug-in paths."""
     cls = _environment_class(config.name, base)
     check_options(cls, config.options, f"environment {config.name}")
     return lambda prompt: cls(prompt, tokenizer, **config.options)
@@ -24,9 +24,9 @@ def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: A
 def check_template_for_turns(
     config: EnvironmentConfig, tokenizer: Tokenizer, template: Template, base: Any = None
 ) -> None:
-    """Refuse several turns with a chat template that cannot be continued, before anything is sampled.
+    """Raise if an environment of several turns meets a chat template that cannot append messages. Called before anything is sampled.
 
-    Environments that do not use `Dialogue` are not checked: they build their own tokens.
+    Environments whose module does not import `Dialogue` are not checked: they build their own tokens.
     """
     from burnish.environments import dialogue
 
@@ -39,13 +39,13 @@ def check_template_for_turns(
         )
     if template_kind(tokenizer, template) == "plain":
         return
-    known = vars(sys.modules[_environment_class(config.name, base).__module__]).values()
-    if any(value is dialogue or value is dialogue.Dialogue for value in known):
+    module_values = vars(sys.modules[_environment_class(config.name, base).__module__]).values()
+    if any(value is dialogue or value is dialogue.Dialogue for value in module_values):
         dialogue.check_template_appends(tokenizer)
 
 
 def _environment_class(name: str, base: Any) -> Any:
-    from burnish.environments.guess_number import GuessNumber  # imports this package
+    from burnish.environments.guess_number import GuessNumber
 
     built_in = {"single_turn": SingleTurn, "guess_number": GuessNumber}
     if name in built_in:

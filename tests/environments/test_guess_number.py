@@ -73,7 +73,7 @@ def test_the_last_number_is_the_guess(digits: Tokenizer) -> None:
 
 def test_rows_of_another_task_are_refused(digits: Tokenizer) -> None:
     row = Row("rows/0", "17-31?", "rows", 20)
-    with pytest.raises(UserError, match="row rows/0 is not of the task guess_number"):
+    with pytest.raises(UserError, match="row rows/0 has no number to guess"):
         environment_factory(EnvironmentConfig(name="guess_number"), digits)(prompt_of(row, digits))
 
 
