@@ -1,8 +1,8 @@
-"""The source that samples one step ahead: during a step it generates the rollouts of the next one, with the weights before the step.
+"""`AheadSource` samples one step ahead: while a step trains, it generates the rollouts of the next step with the weights before the update.
 
-New weights are loaded only when that round is complete, so every token is exactly one step old (step 1 excepted) and runs are
-reproducible. The round is in the journal before a checkpoint of the new weights is written, because a resumed run could not sample it
-again. Later rounds of a step are sampled when they are asked for, with the current weights.
+New weights are loaded only when that round is complete. Every token is therefore exactly one step old (except in step 1), and runs are
+reproducible. The round is written to the journal before a checkpoint of the new weights, because a resumed run could not sample it again.
+Further rounds of a step (`algorithm.refill`) are sampled inside the step, with the current weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class _CompletedRound:
-    """A complete round."""
+    """A generated and scored round, with its times."""
 
     trajectories: list[Trajectory]
     rollout_s: float = 0.0
@@ -48,7 +48,7 @@ class _CompletedRound:
 
 @dataclass
 class _NextRound:
-    """The first round of the next step, while it is generated and after."""
+    """The first round of the next step, in progress or complete."""
 
     draws: list[PromptSample]
     key: RoundKey
@@ -60,7 +60,7 @@ class _NextRound:
 
 
 class AheadSource(SyncSource):
-    """Samples one step ahead."""
+    """Samples one step ahead of the learner. See the module's docstring."""
 
     overlaps = True
 
@@ -86,7 +86,8 @@ class AheadSource(SyncSource):
         upcoming = self._next
         if upcoming is None or (upcoming.key.step, upcoming.key.round) != (step, round):
             return super().next(step, plan, progress, round)
-        with self.runner.stop_request.allowed():  # incomplete only after a resume, when there is no step to save
+        # The round is incomplete here only after a resume. No step has finished since, so a stop loses none.
+        with self.runner.stop_request.allowed():
             completed = self._complete()
         assert completed is not None
         self._next = None
@@ -101,8 +102,8 @@ class AheadSource(SyncSource):
     def load(self, version: int) -> None:
         """Load new weights once the next round is complete, even if the user asked to stop.
 
-        A checkpoint includes the next round, which cannot be sampled after its weights are replaced. To stop the round would lose
-        all steps since the last checkpoint.
+        A checkpoint includes the next round, which cannot be sampled once its weights are replaced. Stopping here would therefore
+        lose all steps since the last checkpoint.
         """
         self._complete(saves=version)
         super().load(version)
@@ -126,10 +127,10 @@ class AheadSource(SyncSource):
         self.journal.append("drawn", **key._asdict())  # supersedes the records after the checkpoint
         self._start(_NextRound(draws, key), plan)
         if self._next is not None and self._next.recorded is None:
-            self.rounds.recorded.clear()  # later records followed from those rollouts
+            self.rounds.recorded.clear()  # later records depend on those rollouts
             self.note(
-                f"the rollouts of step {step}, made before step {step - 1} was complete, are not in the journal any more, or damaged: "
-                f"they are made again, with the weights of step {step - 1}"
+                f"the rollouts of step {step}, sampled before step {step - 1} was complete, are missing in the journal or damaged: "
+                f"they are sampled again, with the weights of step {step - 1}"
             )
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class AheadSource(SyncSource):
                 self._work.wait(CLOSE_TIMEOUT_S)
 
     def _start(self, upcoming: _NextRound, plan: RolloutPlan) -> None:
-        """Read the round from the journal, or generate it in a background thread. Only the main thread writes to the journal."""
+        """Read the round from the journal, or start to generate it in a background thread. Only the main thread writes to the journal."""
         self._next = upcoming
         recorded = upcoming.recorded = self.rounds.read_round(upcoming.key)
         if recorded is not None and recorded.was_scored and not recorded.unscored:
@@ -167,28 +168,29 @@ class AheadSource(SyncSource):
         self._progress_text = text
 
     def _complete(self, saves: int | None = None) -> _CompletedRound | None:
-        """Wait for the next round and write it to the journal; None if there is none.
+        """Wait for the next round, write it to the journal and return it; None if no round was started.
 
-        `saves` is the step that can be saved afterwards. The wait has no deadline of its own: every request and every score has one.
+        `saves` is the step that is saved afterwards, for the note to a user who waits for a stop. The wait needs no deadline: every
+        request and every score has one.
         """
         upcoming = self._next
         if upcoming is None or upcoming.completed is not None:
             return None if upcoming is None else upcoming.completed
-        started, told, has_noted = time.perf_counter(), "", False
+        started, shown, has_noted = time.perf_counter(), "", False
         while not self._work.wait(POLL_INTERVAL_S):
-            if told != self._progress_text:  # the supervisor reads progress as a sign of life
-                told = self._progress_text
-                self.progress(f"step {upcoming.key.step} ahead: {told}")
+            if shown != self._progress_text:  # the supervisor reads progress as a sign of life
+                shown = self._progress_text
+                self.progress(f"step {upcoming.key.step} ahead: {shown}")
             if saves is not None and self.runner.stop_request.is_requested and not has_noted:
                 has_noted = True
                 self.note(
-                    f"stopping when the rollouts of step {upcoming.key.step} are complete ({told or 'starting'}): step {saves} is saved with "
+                    f"stopping when the rollouts of step {upcoming.key.step} are complete ({shown or 'starting'}): step {saves} is saved with "
                     "them; a stop at once loses the steps since the last checkpoint"
                 )
         return self._collected(upcoming, time.perf_counter() - started)
 
     def _collected(self, upcoming: _NextRound, waited_s: float) -> _CompletedRound:
-        """The round that the background thread generated, written to the journal; after a stop its finished part is written."""
+        """Return the round that the background thread generated, and write it to the journal; after a stop, write its finished part."""
         try:
             completed = upcoming.completed = self._work.collect()
         except RolloutStopped:

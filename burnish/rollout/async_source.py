@@ -1,14 +1,14 @@
-"""The asynchronous source (AReaL, 2505.24298): it samples all the time, and takes new weights in the middle of samples.
+"""`AsyncSource` samples all the time and loads new weights in the middle of samples (AReaL, 2505.24298).
 
-The number of pending groups is enough to keep up with the learner, and small enough that each can be used within `max_staleness` steps
-when steps take the oldest first. New weights pause all samples. They continue with their tokens kept, so a sample may hold tokens of
+Enough groups are pending to keep the engine busy. They are few enough that, if steps take the oldest first, each is used within
+`max_staleness` steps. New weights pause all samples, which then continue after their tokens so far. A sample may therefore hold tokens of
 several versions, each with its log-prob under its own version.
 
-No token is used more than `max_staleness` steps after its version. A step waits for groups that would become too old. After
-`deadline_s` it continues with the complete groups, and groups that are too old then are sampled again. No group is dropped: each stays
-pending until a step uses it.
+No token is used more than `max_staleness` steps after its version. A step waits for groups that would otherwise become too old. After
+`deadline_s` it trains on the groups that are complete. Groups that have become too old are sampled again. No group is dropped: each
+stays pending until a step uses it.
 
-The journal records which groups each step used. A resumed run uses the same ones again; groups that were pending are sampled again.
+The journal records which groups each step used. A resumed run uses the same groups again; groups that were pending are sampled again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A drawn prompt that no step has used yet, with its samples."""
+    """A drawn prompt that no step has used yet, with its samples. It is complete when all samples are scored."""
 
     draw: PromptSample
     plan: RolloutPlan
@@ -87,16 +87,17 @@ class PendingGroup:
         return len(self.scored) == self.plan.n + self.plan.greedy + len(self.demonstrations)
 
     def is_due(self, version: int, max_staleness: int) -> bool:
-        """Whether the step with weights `version` is the last that may use it."""
+        """Whether the step that starts from weights `version` is the last that may use it."""
         return self.oldest is not None and version - self.oldest >= max_staleness
 
 
 def ready_groups(
     groups: Sequence[PendingGroup], wanted: int, version: int, max_staleness: int
 ) -> list[PendingGroup] | None:
-    """The groups for a step, in the order of their draws; None while the step must wait.
+    """Return the groups for a step, in the order of their draws; None while the step must wait.
 
-    Complete groups are taken oldest first. Due groups come before all others, and the step waits for them.
+    Complete groups are taken oldest first. Groups that are due (`PendingGroup.is_due`) come before all others, and the step waits for
+    them.
     """
     due = [group for group in groups if group.is_due(version, max_staleness)][:wanted]
     chosen = completed_groups(groups, wanted, version, max_staleness)
@@ -106,27 +107,30 @@ def ready_groups(
 def completed_groups(
     groups: Sequence[PendingGroup], wanted: int, version: int, max_staleness: int
 ) -> list[PendingGroup]:
-    """At most `wanted` complete groups, due groups first."""
+    """Return at most `wanted` complete groups, preferring due ones, in the order of their draws."""
     found = [group for group in groups if group.is_complete]
     found.sort(key=lambda group: (not group.is_due(version, max_staleness), group.number))
     return sorted(found[:wanted], key=lambda group: group.number)
 
 
 def group_trajectories(groups: Sequence[PendingGroup]) -> list[Trajectory]:
-    """All trajectories of complete groups: greedy answers first, then samples and demonstrations, in order."""
+    """Return all trajectories of complete groups: greedy answers, then samples, then demonstrations."""
     found = [group.finished[sample] for group in groups for sample in group.samples]
     found += [trajectory for group in groups for trajectory in group.demonstrations]
     return sorted(found, key=lambda t: t.sample != GREEDY_SAMPLE)
 
 
 def oldest_version(trajectory: Trajectory) -> int | None:
-    """The oldest version among the sampled tokens; None without any, as in a demonstration."""
+    """Return the oldest version among the sampled tokens; None if there are none, as in a demonstration."""
     versions = _versions(trajectory)
     return int(versions.min()) if versions.size else None
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Age of the sampled tokens with the trainer at `version`: mean, maximum, share of each age, and share of mixed samples."""
+    """Return the age of the sampled tokens when the trainer is at `version`: mean, maximum, share of each age.
+
+    `staleness/mixed` is the share of samples with tokens of several versions.
+    """
     ages = [version - _versions(t) for t in trajectories]
     written = [age for age in ages if age.size]
     if not written:
@@ -146,7 +150,7 @@ def _versions(trajectory: Trajectory) -> np.ndarray:
 
 
 def _attach_baselines(trajectories: Sequence[Trajectory]) -> None:
-    """Give samples the reward of their prompt's greedy answer, if there is active."""
+    """Give samples the reward of their prompt's greedy answer as a baseline, if the plan has greedy answers."""
     if greedy := [t for t in trajectories if t.sample == GREEDY_SAMPLE]:
         attach_greedy_baseline([t for t in trajectories if t.sample != GREEDY_SAMPLE], greedy)
 
@@ -176,7 +180,7 @@ class AsyncSource:
         """Samples that had ended when the run was stopped, by group id and sample index."""
         self.version = 0
         self.groups: dict[str, PendingGroup] = {}
-        """Pending groups by id, oldest first."""
+        """Pending groups by id, in the order of their draws."""
         self.in_flight = InFlightTrajectories(runner)
         self.thread = PausableThread(self._sample, self._has_work, lambda: self.runner.engine.interrupt(), "rollouts")
         self._scoring: dict[str, Trajectory] = {}
@@ -220,7 +224,7 @@ class AsyncSource:
             self._on_finished(trajectory)
         self.runner.engine.load(version, ())
         self.version = version
-        self._drop_old()
+        self._restart_stale_samples()
 
     def stop(self) -> None:
         self.runner.stop_request.request()
@@ -253,15 +257,19 @@ class AsyncSource:
         self.thread.close(CLOSE_TIMEOUT_S)
 
     def _fill(self, step: int, plan: RolloutPlan, round: int) -> None:
-        """Draw enough groups for this step and the next, and no more than `max_staleness` steps will use.
+        """Draw new groups, so that the complete and the new ones are enough for this step and the next.
 
-        Incomplete pending groups do not count, because they may be late. More groups are then pending, and they grow older.
+        Incomplete groups do not count, because they may be late. The number of pending groups is bounded by what this step and the next
+        `max_staleness` steps use: with more, some would become too old.
         """
         later = [self.plans(step + k) for k in range(1, self.max_staleness + 1)]
-        asked = [plan.prompts, *(other.prompts for other in later if other is not None)]
-        late = sum(not group.is_complete for group in self.groups.values())
-        wanted = min(sum(asked), sum(asked[:2]) + late) - len(self.groups)
-        # A repeated round draws as many as before: which groups were late then is not known now.
+        prompts = [
+            plan.prompts,
+            *(other.prompts for other in later if other is not None),
+        ]  # of this step and the later ones
+        num_incomplete = sum(not group.is_complete for group in self.groups.values())
+        wanted = min(sum(prompts), sum(prompts[:2]) + num_incomplete) - len(self.groups)
+        # A round that a resumed run repeats draws as many as before: which groups were incomplete then is not recorded.
         before = self.rounds.recorded.pop(("drawn", step, round), None)
         self.stream.at(step)
         draws = self.stream.draw(max(0, wanted) if before is None else len(before["ids"]))
@@ -277,7 +285,7 @@ class AsyncSource:
             self._start(group)
 
     def _recorded_ids(self) -> set[str]:
-        """Ids of groups that the journal assigns to steps that are repeated."""
+        """Return the ids of groups that the journal assigns to steps that a resumed run repeats."""
         return {name for (event, *_), e in self.rounds.recorded.items() if event == "completed" for name in e["ids"]}
 
     def _start(self, group: PendingGroup) -> None:
@@ -303,7 +311,10 @@ class AsyncSource:
             self._on_finished(failed)
 
     def _read_recorded(self, step: int, round: int) -> tuple[list[PendingGroup], list[Trajectory]]:
-        """The groups that the journal assigns to this round, or nothing. In that case its later records are void."""
+        """Return the groups that the journal assigns to this round, with their trajectories.
+
+        If the journal has no usable record of the round, return nothing and ignore all later records, which depend on it.
+        """
         record = self.rounds.recorded.get(("completed", step, round))
         chosen = [self.groups[name] for name in record["ids"] if name in self.groups] if record is not None else []
         if record is not None and len(chosen) == len(record["ids"]):
@@ -332,17 +343,17 @@ class AsyncSource:
         self.rounds.forget_after_new_scores(key, recorded)
         self.rounds.write_round(key, recorded.trajectories)
 
-    def _drop_old(self) -> None:
-        """Sample again what is too old for any later step, and update the age of the other groups."""
+    def _restart_stale_samples(self) -> None:
+        """Restart samples that are too old for any later step, and update the age of the other groups."""
         running = {(active.draw.prompt.row.id, active.draw.visit, active.sample): active for active in self.in_flight}
-        least = self.version - self.max_staleness
+        oldest_allowed = self.version - self.max_staleness
         for group in self.groups.values():
             known = []
             for sample in group.samples if group.is_started else ():
                 ended = group.finished.get(sample)
                 active = running.get((group.draw.prompt.row.id, group.draw.visit, sample))
                 oldest = oldest_version(ended) if ended is not None else active.oldest if active is not None else None
-                if oldest is None or oldest >= least:
+                if oldest is None or oldest >= oldest_allowed:
                     known += [] if oldest is None else [oldest]
                     continue
                 group.finished.pop(sample, None)
@@ -354,9 +365,12 @@ class AsyncSource:
             group.oldest = min(known, default=None)
 
     def _wait(self, step: int, wanted: int, progress: Progress) -> list[PendingGroup]:
-        """Wait for the groups of a step: all that it wants, or after the deadline those that are complete."""
+        """Wait for `wanted` groups and return them. After the deadline, return the groups that are complete.
+
+        If none is complete at the deadline, reissue all requests once and wait again; then raise.
+        """
         until = self.clock() + self.deadline_s
-        is_second, told = False, ""
+        is_second, shown = False, ""
         while True:
             self._take_scores()
             if self.runner.stop_request.is_requested:
@@ -369,9 +383,9 @@ class AsyncSource:
                 complete = completed_groups(pending, wanted, self.version, self.max_staleness)
                 self.thread.changed.wait(POLL_INTERVAL_S)
             text = f"rollout {len(complete)}/{wanted} groups, {self._num_finished} samples in all"
-            if text != told:  # the supervisor reads progress as a sign of life
+            if text != shown:  # the supervisor reads progress as a sign of life
                 progress(text)
-                told = text
+                shown = text
             if self.clock() < until:
                 continue
             if complete:
@@ -390,14 +404,14 @@ class AsyncSource:
 
     def _note_late(self, step: int, wanted: int, complete: list[PendingGroup], pending: list[PendingGroup]) -> None:
         late = [g for g in pending if g.is_due(self.version, self.max_staleness) and not g.is_complete]
-        again = f" ({len(late)} of them from the beginning, their tokens would be too old)" if late else ""
+        again = f" ({len(late)} of them start over, because their tokens would be too old)" if late else ""
         self.note(
-            f"step {step}: {len(complete)} of {wanted} groups are complete after rollout.source.deadline_s={self.deadline_s:g}; the step goes "
-            f"on with those, the others go on and come later{again}"
+            f"step {step}: {len(complete)} of {wanted} groups are complete after rollout.source.deadline_s={self.deadline_s:g}; the step trains "
+            f"on those, the others continue and are used later{again}"
         )
 
     def _reissue(self) -> None:
-        """Pause and resubmit all requests with their tokens kept, so that they go to the least busy engine."""
+        """Pause and resubmit all requests, so that they go to the least busy engine. Their tokens are kept."""
         self.thread.stop()
         for trajectory in self.in_flight.pause_all():
             self._on_finished(trajectory)
@@ -405,7 +419,7 @@ class AsyncSource:
         self.thread.run()
 
     def _record_finished(self, step: int, plan: RolloutPlan, round: int) -> None:
-        """Stop sampling and record the samples that have ended, scored or not."""
+        """Stop sampling and write the samples that have ended to the journal, scored or not."""
         self.thread.stop()
         for trajectory in self.in_flight.pause_all():
             self._on_finished(trajectory)

@@ -1,8 +1,8 @@
-"""Trajectories in flight: running in an engine, or paused between two requests.
+"""`InFlightTrajectories` holds trajectories that have not ended: running in an engine, or paused between two requests.
 
-A paused trajectory keeps its tokens, each with the version of the weights that sampled it. It continues as a request whose prompt holds
-those tokens and whose random stream goes on at the same position. Multi-turn trajectories continue in the same way, with the environment's
-tokens appended. A trajectory whose environment fails ends with the reason and without a reward.
+A paused trajectory keeps its tokens, each with the version of the weights that sampled it. It continues as a request whose prompt
+includes those tokens, and its random numbers continue at the same position. Multi-turn trajectories continue in the same way, with the
+environment's tokens appended. A trajectory whose environment fails ends with an error text and without a reward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunningTrajectory:
     priority: int = 0
     """Higher numbers are sampled first."""
     context: list[int] = field(default_factory=list)
-    """All tokens so far; the next three lists are aligned with it."""
+    """All tokens so far, prompt included. The next three lists have one entry per token."""
     action_mask: list[bool] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class RunningTrajectory:
     start: tuple[int, ...] = ()
     """Tokens of the prompt."""
     environment: Environment | None = None
-    """None only where its constructor raised."""
+    """None only if its constructor raised."""
     state: str | None = None
     """The environment state in which the current turn begins."""
     turns: list[TurnSpan] = field(default_factory=list)
@@ -61,7 +61,7 @@ class RunningTrajectory:
     """Tokens of the current turn that earlier requests sampled."""
     num_requests: int = 0
     path: tuple[int, ...] = ()
-    """Its path in a tree of answers: the child index at each level."""
+    """Only in a tree of answers: the child index at each level."""
     branch_points: list[int] = field(default_factory=list)
     """Positions in `context` at which its path branched."""
 
@@ -94,7 +94,7 @@ class InFlightTrajectories:
     """The unfinished trajectories of a runner: running in its engine, or paused until `submit_pending`."""
 
     def __init__(self, runner: RolloutRunner, is_continued: bool = False) -> None:
-        """`is_continued`: other answers will be continued from prefixes of these, so the engine should keep their cache."""
+        """`is_continued`: other answers will start from prefixes of these, so the engine should keep their KV cache."""
         self.runner, self.is_continued = runner, is_continued
         self.running: dict[str, RunningTrajectory] = {}
         """By request id."""
@@ -107,9 +107,9 @@ class InFlightTrajectories:
     def add(
         self, draw: PromptSample, sample: int, sampling: SamplingOptions, stream: str, priority: int = 0
     ) -> Trajectory | None:
-        """Add a new, paused trajectory. If its environment fails to start, the failed trajectory is returned instead.
+        """Add a new, paused trajectory and return None. If its environment fails to start, return the failed trajectory instead.
 
-        Sample -1, the greedy answer, has the random key of sample 0 of its stream.
+        The greedy answer (sample -1) has the random key of sample 0 of its stream.
         """
         runner, row = self.runner, draw.prompt.row
         key = sample_key(runner.seed, stream, row.id, draw.visit, max(0, sample))
@@ -122,14 +122,14 @@ class InFlightTrajectories:
         answer = _call_environment(start, "start", row.id)
         if isinstance(answer, str):
             return self._trajectory(active, "error", error=answer)
-        active.start = tuple(self._turn(active, answer, "start"))
-        whole = len(active.start) + sampling.max_tokens
-        if runner.longest is not None and whole > runner.longest:
-            told = f"row {row.id}: the environment's start() gave {len(active.start)} tokens, and max_tokens={sampling.max_tokens} more make {whole}"
+        active.start = tuple(self._checked_tokens(active, answer, "start"))
+        num_tokens = len(active.start) + sampling.max_tokens
+        if runner.longest is not None and num_tokens > runner.longest:
+            problem = f"row {row.id}: the environment's start() gave {len(active.start)} tokens, and max_tokens={sampling.max_tokens} more make {num_tokens}"
             if runner.longest == runner.max_tokens:  # an environment's long prompt fails one sample, not the run
-                told += f", but environment.max_tokens={runner.longest} is for all turns together; raise it, or lower max_tokens"
-                return self._trajectory(active, "error", error=told)
-            raise UserError(f"{told}, but the model is made for {runner.longest} positions; lower max_tokens")
+                problem += f", but environment.max_tokens={runner.longest} is for all turns together; raise it, or lower max_tokens"
+                return self._trajectory(active, "error", error=problem)
+            raise UserError(f"{problem}, but the model is made for {runner.longest} positions; lower max_tokens")
         active.append(active.start)
         active.prompt_length = len(active.context)
         self.paused.append(active)
@@ -163,6 +163,7 @@ class InFlightTrajectories:
         return [finished for completion in ended if (finished := self.take(completion)) is not None]
 
     def _request(self, active: RunningTrajectory) -> Request:
+        """Build the next request of a trajectory and move the trajectory to `running`."""
         again = f"~{active.num_requests}" if active.num_partial else ""
         name = f"{active.draw.prompt.row.id}#{active.draw.visit}.{active.label}/{len(active.turns)}{again}"
         self.running[name] = active
@@ -170,12 +171,12 @@ class InFlightTrajectories:
         sampling = active.sampling
         if active.num_partial:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - active.num_partial)
-        goes_on = self.is_continued or len(active.turns) + 1 < self.runner.max_turns
+        may_continue = self.is_continued or len(active.turns) + 1 < self.runner.max_turns
         tokens = active.start if len(active.context) == active.prompt_length else tuple(active.context)
-        return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, goes_on)
+        return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, may_continue)
 
     def _observe(self, active: RunningTrajectory, completion: Completion) -> Trajectory | None:
-        """Append a completion, ask the environment. Returns the trajectory if it ended."""
+        """Append a completion and call the environment. Returns the trajectory if it ended."""
         self._record(active, completion)
         if completion.finish == "aborted":
             self._drop_partial_stop(active)
@@ -187,14 +188,14 @@ class InFlightTrajectories:
         if completion.finish == "length":
             return self._trajectory(active, "length")
         environment, text = active.environment, self.runner.tokenizer.decode(tokens)
-        assert environment is not None, "it returned the prompt"
+        assert environment is not None, "a running trajectory has an environment"
         answer = _call_environment(lambda: environment.observe(tokens, text), "observe", active.draw.prompt.row.id)
         if isinstance(answer, str):
             return self._trajectory(active, "error", error=answer)
         if isinstance(answer, Done):
             active.turns[-1] = TurnSpan(start, active.turns[-1].state, _checked_reward(answer.reward or 0.0))
             return self._trajectory(active, "stop", is_scored=answer.reward is not None)
-        tokens = list(self._turn(active, answer, "observe"))
+        tokens = list(self._checked_tokens(active, answer, "observe"))
         active.turns[-1] = TurnSpan(start, active.turns[-1].state, _checked_reward(answer.reward))
         longest, most = self.runner.longest, active.sampling.max_tokens
         if longest is not None and len(active.context) + len(tokens) + most > longest:
@@ -205,7 +206,7 @@ class InFlightTrajectories:
         return None
 
     def _record(self, active: RunningTrajectory, completion: Completion) -> None:
-        """Append the sampled tokens."""
+        """Append the sampled tokens of a completion. Raises if a log-prob is not finite."""
         if not np.isfinite(completion.logp).all():
             raise UserError(
                 f"{completion.id}: the model gives log-probs that are not finite, so its weights are broken; "
@@ -217,7 +218,10 @@ class InFlightTrajectories:
         active.num_partial += len(tokens)
 
     def _drop_partial_stop(self, active: RunningTrajectory) -> None:
-        """Remove trailing tokens that may begin a stop string: an engine finds stop strings only in tokens of its own request."""
+        """Remove trailing tokens of an aborted request that may begin a stop string; they are sampled again.
+
+        An engine finds stop strings only in the tokens of its current request.
+        """
         if not active.sampling.stop:
             return
         prefixes = tuple(text[:k] for text in active.sampling.stop for k in range(1, len(text) + 1))
@@ -227,15 +231,15 @@ class InFlightTrajectories:
                 return
             active.drop_last(1)
 
-    def _turn(self, active: RunningTrajectory, answer: object, method: str) -> tuple[int, ...]:
-        """The tokens of an environment's answer, checked: wrong types or tokens would train on garbage or crash later."""
+    def _checked_tokens(self, active: RunningTrajectory, answer: object, method: str) -> tuple[int, ...]:
+        """Check an environment's turn, store its state and return its tokens. Wrong types or tokens would crash later or be trained on."""
         if not isinstance(answer, Turn):
             expected = "Turn" if method == "start" else "Turn or Done"
             raise UserError(f"the environment's {method}() returned {type(answer).__name__}; expected {expected}")
         size = self.runner.tokenizer.vocab_size
-        if strange := [t for t in answer.tokens if not 0 <= t < size]:
+        if unknown := [t for t in answer.tokens if not 0 <= t < size]:
             raise UserError(
-                f"the environment's {method}() gave token {strange[0]}; the tokenizer knows 0 to {size - 1}"
+                f"the environment's {method}() gave token {unknown[0]}; the tokenizer knows 0 to {size - 1}"
             )
         if answer.state is not None and not isinstance(answer.state, str):
             raise UserError(
@@ -251,19 +255,19 @@ class InFlightTrajectories:
     def _trajectory(
         self, active: RunningTrajectory, finish: TrajectoryFinish, is_scored: bool = False, error: str | None = None
     ) -> Trajectory:
-        """The finished trajectory. `is_scored`: the environment gave a reward at the end."""
-        earned = math.fsum(span.reward for span in active.turns)
+        """Return the finished trajectory. `is_scored`: the environment gave a reward at the end."""
+        total_reward = math.fsum(span.reward for span in active.turns)
         is_scored = error is None and (is_scored or getattr(active.environment, "gives_rewards", False))
-        if earned and not is_scored and error is None:
+        if total_reward and not is_scored and error is None:
             raise UserError(
                 f"the environment gave turns of {active.draw.prompt.row.id} a reward and none at the end ({finish}): give Done a reward, and "
                 "for trajectories that are cut off the class `gives_rewards = True`"
             )
-        if wrong := reward_problem(earned):
+        if wrong := reward_problem(total_reward):
             raise UserError(
                 f"the environment's rewards of {active.draw.prompt.row.id}, added up over its turns: {wrong}"
             )
-        reward = earned if is_scored else None
+        reward = total_reward if is_scored else None
         sequence = TokenSequence(
             tokens=np.array(active.context, dtype=np.int64),
             action_mask=np.array(active.action_mask, dtype=bool),
@@ -287,13 +291,13 @@ class InFlightTrajectories:
 
 
 def _accuracy(environment: object, reward: float | None) -> float | None:
-    """Whether a reward counts as success, by the environment's `correct_at`; None without one."""
+    """Return 1 if a reward reaches the environment's `correct_at`, else 0; None if there is no reward or no `correct_at`."""
     threshold = getattr(environment, "correct_at", None)
     return None if reward is None or threshold is None else float(reward >= threshold)
 
 
 def _call_environment(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:
-    """Call an environment. An exception becomes the text of the failure; a `UserError` ends the run."""
+    """Call an environment and return its answer, or an error text if it raised. A `UserError` ends the run."""
     try:
         return ask()
     except UserError:
@@ -303,7 +307,7 @@ def _call_environment(ask: Callable[[], Turn | Done], method: str, row: str) -> 
 
 
 def _checked_reward(value: object) -> float:
-    """A finite reward within range, or an error."""
+    """Return the reward as a float. Raises if it is no finite number within the allowed range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"the environment gave a turn the reward {value!r}; expected a finite number")
     if wrong := reward_problem(float(value)):

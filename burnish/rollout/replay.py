@@ -1,12 +1,18 @@
-"""Replay: a store of groups from earlier steps, and a source that adds some of them to the new rollouts.
+"""`ReplayStore` keeps groups of earlier steps, and `ReplaySource` adds some of them to the new rollouts of a step.
 
     store = ReplayStore(settings, seed)
     source = ReplaySource(inner, store, wanted)     # wraps any source; `wanted(step)` is the number of groups to replay
 
 A replayed group keeps its tokens, behaviour log-probs, versions and rewards. Values, advantages and correction weights are computed again
-with the current policy. A group enters the store when a step had it in its loss. It leaves after `uses` such steps, when its oldest
-token is more than `max_age` steps old, when filters left nothing of it in the loss, or when the store exceeds `capacity`. A tree stays
-or enters while it has edges for later steps, even if filters left none of them this time; that step counts as a use.
+with the current policy. A group enters the store when a step has trained on it. It is removed
+
+- after it was in the loss of `uses` steps;
+- when its oldest token is more than `max_age` steps old;
+- when the filters of a step removed all its samples from the loss;
+- when the store exceeds `capacity` (the oldest entry goes first).
+
+Trees (SPO) differ: a step trains some edges, and a tree enters and stays while it has untrained edges. Each step that draws it counts
+as a use.
 
 The store is in every checkpoint. Steps after a checkpoint are repeated with the same rollouts, so a killed run rebuilds the same store.
 The journal's `used` records show how often each sample was in a loss.
@@ -32,7 +38,7 @@ from burnish.run.checkpoint.snapshot import BytesFile, Content
 
 REPLAY_FILE = "replay.safetensors"
 USE_KEY = "use"
-"""Key of `Trajectory.metadata`: how often the group was in a loss before."""
+"""Key of `Trajectory.metadata`: number of earlier steps that used the group."""
 PICK_LABEL = "replay"
 """Label of the random keys that pick groups."""
 
@@ -45,7 +51,7 @@ class ReplayGroup:
     oldest: int
     """The version of its oldest token."""
     uses: int
-    """Steps that used it."""
+    """Number of steps that used it."""
 
     @property
     def id(self) -> str:
@@ -57,7 +63,7 @@ class ReplayGroup:
 
 
 class ReplayStore:
-    """Groups that may be replayed, in the order in which they entered."""
+    """Stores groups that may be replayed, in the order in which they were added."""
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self.settings, self.seed = settings, seed
@@ -65,7 +71,10 @@ class ReplayStore:
         self._metrics: dict[str, float] = {}
 
     def take(self, step: int, wanted: int) -> list[Trajectory]:
-        """The samples of at most `wanted` groups for a step, each marked with its number of uses. Repeated calls return the same."""
+        """Return the samples of at most `wanted` groups for a step, each with its number of uses in the metadata.
+
+        Repeated calls for a step return the same groups.
+        """
         version = step - 1
         groups = [e for e in self.entries if version - e.oldest <= self.settings.max_age]
         if self.settings.pick == "random":
@@ -84,7 +93,8 @@ class ReplayStore:
     ) -> None:
         """Update the store after a step: count uses, remove groups, add new ones. `used` are the ids of trajectories in the loss.
 
-        With trees, only groups of `unfinished` trajectories stay. The step counts as a use even if none of their tokens was in the loss.
+        With trees, `unfinished` are the ids of trajectories with untrained edges, and only their groups stay. The step counts as a use
+        even if none of their tokens was in the loss.
         """
         ids = list(used)
         in_loss = {group_id_of(name) for name in ids}
@@ -97,7 +107,7 @@ class ReplayStore:
             if entry.id in may_stay:
                 entry.uses += 1
             else:
-                entry.uses = self.settings.uses  # nothing left to learn from
+                entry.uses = self.settings.uses  # removed below: the filters left nothing of it to learn from
             if entry.id in in_loss:
                 ages.append(step - 1 - entry.oldest)
         self.entries += _new_groups(rollouts.trajectories, may_stay)
@@ -111,15 +121,15 @@ class ReplayStore:
         } | ({"replay/age_mean": sum(ages) / len(ages), "replay/age_max": float(max(ages))} if ages else {})
 
     def _is_usable(self, entry: ReplayGroup, step: int) -> bool:
-        """Whether the next step, which begins with weights `step`, may use a group."""
+        """Whether a group is young enough for the next step, which begins with weights `step`."""
         return step - entry.oldest <= self.settings.max_age
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step: stored groups and tokens, replayed groups, their share of the samples in the loss, their age."""
+        """Return the metrics of the last step: stored groups and tokens, replayed groups, their share of the loss, their age."""
         return self._metrics
 
     def contents(self) -> list[Content]:
-        """The checkpoint file of the store."""
+        """Return the store as a checkpoint file."""
         from safetensors.numpy import save
 
         trajectories = [t for e in self.entries for t in e.trajectories]
@@ -156,7 +166,7 @@ class ReplaySource:
         fresh = self.inner.next(step, plan, progress, round)
         for trajectory in fresh.trajectories:
             trajectory.metadata[USE_KEY] = 0
-        if round > 0:  # the first round has the replayed groups
+        if round > 0:  # the first round has added the replayed groups of this step
             return fresh
         return replace(fresh, replayed=self.store.take(step, self.wanted(step)))
 
@@ -195,12 +205,12 @@ class ReplaySource:
 
 
 def group_id_of(trajectory_id: str) -> str:
-    """The group id of a trajectory id."""
+    """Return the group id of a trajectory id."""
     return trajectory_id.rpartition(".")[0]
 
 
 def _new_groups(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[ReplayGroup]:
-    """The new groups that may be replayed, with all samples that count in their statistics."""
+    """Return the new groups that may be replayed, each with all its scored samples, which its group statistics need."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None and group_id_of(trajectory.id) in wanted:

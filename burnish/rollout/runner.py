@@ -1,7 +1,7 @@
-"""The runner plays environments against any engine and yields trajectories as they finish.
+"""`RolloutRunner` runs environments against any engine and yields trajectories as they finish.
 
-Each sample of each prompt has its own environment and random key. Many trajectories are in flight at once. The result depends on keys
-and weights, not on the order of completion.
+Each sample of each prompt has its own environment and random key. All trajectories are in flight at once. Their tokens depend on keys and
+weights, not on the order of completion.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.segment_rollouts import AnswerPrefix, ChainPlan, ContinuedTrajectories, TreePlan, TreeTrajectories
 
 Branching = ChainPlan | TreePlan
-"""How the samples of a prompt share prefixes."""
+"""How the samples of a prompt share prefixes: segments of a chain, or a tree."""
 MAX_EMPTY_STREAMS = 3
-"""Streams in a row that may end without a completion: a late request to stop may interrupt one of them."""
+"""How many streams in a row may end without a completion. A stop request that came late may interrupt a stream; more is a bug."""
 
 
 class RolloutStopped(Exception):
-    """The user asked to stop during sampling or scoring. Finished samples were yielded before."""
+    """Raised when the user asks to stop during sampling or scoring. Finished samples were yielded before."""
 
 
 class StopRequest:
@@ -39,7 +39,7 @@ class StopRequest:
         self._interrupt, self._num_allowed, self._lock = interrupt, 0, threading.Lock()
 
     def request(self) -> None:
-        """End the sampling inside `allowed()`, now or when it begins. May be called repeatedly."""
+        """End the current or the next sampling inside `allowed()`. May be called repeatedly."""
         with self._lock:
             self.is_requested = True
             if self._num_allowed:
@@ -65,12 +65,12 @@ class StopRequest:
 
 
 def max_trajectory_tokens(max_positions: int | None, max_tokens: int | None) -> int | None:
-    """Most tokens of a trajectory that both the model and the environment allow. None: no limit."""
+    """Return the most tokens of a trajectory that both the model and the environment allow; None without a limit."""
     return min((limit for limit in (max_positions, max_tokens) if limit is not None), default=None)
 
 
 class RolloutRunner:
-    """Turns prompts into trajectories."""
+    """Samples trajectories for drawn prompts. It keeps no trajectories between two calls of `run`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RolloutRunner:
         self.longest = max_trajectory_tokens(max_positions, max_tokens)
         self.stop_request = StopRequest(lambda: self.engine.interrupt())
         self.demonstrations: Callable[[PromptSample, int], list[Trajectory]] = no_demonstrations
-        """Returns the demonstrations that join a draw's samples in training, as samples numbered from `first` on."""
+        """Takes a draw and a first sample index; returns the demonstrations that join its samples in training, numbered from there."""
 
     def run(
         self,
@@ -102,8 +102,8 @@ class RolloutRunner:
     ) -> Iterator[Trajectory]:
         """Yield `n` trajectories per draw as they finish, and in training the demonstrations of each draw.
 
-        Samples are left out if (prompt id, sample) is in `done` or (prompt id, visit, sample) is in `resumed`. With a tree plan every
-        path to a leaf is a trajectory; with a chain plan prefixes of the answers will be continued.
+        Samples are left out if (prompt id, sample) is in `done` or (prompt id, visit, sample) is in `resumed`. With a tree plan, every
+        path to a leaf is a trajectory. With a chain plan, the engine keeps KV caches, because `continue_all` will continue the answers.
         """
         in_flight = (
             TreeTrajectories(self, branching)
@@ -154,5 +154,5 @@ class RolloutRunner:
 
 
 def no_demonstrations(draw: PromptSample, first: int) -> list[Trajectory]:
-    """The default: no demonstrations."""
+    """Return no demonstrations. The default of `RolloutRunner.demonstrations`."""
     return []

@@ -1,6 +1,7 @@
-"""Rollouts and their rewards: generation and scoring overlap, and the result has a fixed order.
+"""Generates and scores rollouts. Scoring overlaps with generation, and the result has a fixed order.
 
-Training sources and validation both use this module, so that they score in the same way.
+Training sources and validation both use this module, so that they score in the same way. A draw is a prompt with its visit
+(`PromptSample`); its samples form a group. A round is one call for rollouts; a step has several rounds if filters leave too few groups.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TRAJECTORY_FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "tu
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Scored trajectories in the order of draws and samples."""
+    """The rollouts of a round or a step. `trajectories` are the new samples, in the order of draws and sample indices."""
 
     draws: list[PromptSample]
     trajectories: list[Trajectory]
@@ -58,7 +59,7 @@ class RolloutBatch:
     replayed: list[Trajectory] = field(default_factory=list)
     """Replayed groups of earlier steps, group after group; not part of the step's rollout metrics."""
     continued: list[Trajectory] = field(default_factory=list)
-    """Answers continued from segment borders, for the borders' values; never trained on."""
+    """Answers continued from segment borders. Their mean reward estimates the border's value; never trained on."""
     demonstrations: list[Trajectory] = field(default_factory=list)
     """Demonstrations that join the groups; not part of the step's rollout metrics."""
 
@@ -70,7 +71,7 @@ class RolloutBatch:
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Trajectories with a reward, which a batch is packed from.
+        """Return the trajectories with a reward. A batch is packed from them, and its `trajectory_ids` index this list.
 
         Replayed groups are spread evenly among the new ones, so that every mini-batch has its share.
         """
@@ -79,7 +80,7 @@ class RolloutBatch:
 
     @property
     def grouped(self) -> list[Trajectory]:
-        """The samples of each draw, followed by its demonstrations."""
+        """Return the samples of each draw, followed by its demonstrations."""
         if not self.demonstrations:
             return self.trajectories
         order = {(d.prompt.row.id, d.visit): k for k, d in enumerate(self.draws)}
@@ -87,11 +88,11 @@ class RolloutBatch:
 
     @property
     def failed(self) -> list[Trajectory]:
-        """Trajectories without a reward, because scorer or environment failed. They enter neither loss nor group statistics."""
+        """Return the trajectories without a reward, because scorer or environment failed. Neither loss nor group statistics use them."""
         return [t for t in self.grouped if t.reward is None]
 
     def joined(self, later: RolloutBatch) -> RolloutBatch:
-        """Two rounds of a step as one, in order, with the times added up."""
+        """Return this round and a later round of the step as one, with the times added up."""
         return RolloutBatch(
             draws=self.draws + later.draws,
             trajectories=self.trajectories + later.trajectories,
@@ -122,22 +123,22 @@ class RoundBuilder:
     draws: Sequence[PromptSample]
     progress: Progress
     resumed: Sequence[Trajectory] = ()
-    """Trajectories that were finished before the run was interrupted. They are not sampled again, and scored only if they are not yet."""
+    """Trajectories that ended before the run was interrupted. They are not sampled again, and are scored only if they have no score."""
     finished: list[Trajectory] = field(default_factory=list)
-    """All that have ended so far."""
+    """All trajectories that have ended so far, resumed ones included."""
 
     def generate(
         self, n: int, sampling: SamplingOptions, stream: str, branching: Branching | None = None
     ) -> list[Trajectory]:
-        """All trajectories in order. Each is sent to be scored as soon as it ends."""
-        most = n * (branching.leaves if isinstance(branching, TreePlan) else 1) * len(self.draws)
+        """Return all trajectories in order. Finished ones are sent to the scorers in chunks, while others are still sampled."""
+        total = n * (branching.leaves if isinstance(branching, TreePlan) else 1) * len(self.draws)
         resumed = [t for t in self.resumed if t.sample != GREEDY_SAMPLE]
         names = {(t.prompt_id, t.visit, t.sample) for t in resumed}
         answers = self.runner.run(self.draws, n, sampling, stream, branching=branching, resumed=names)
-        return self._run(answers, most, "rollout", resumed)
+        return self._run(answers, total, "rollout", resumed)
 
     def generate_greedy(self, sampling: SamplingOptions) -> list[Trajectory]:
-        """The greedy answer of each draw (ReMax, 2310.10505), sent to be scored."""
+        """Return the greedy answer of each draw (ReMax, 2310.10505), and send it to the scorers."""
         resumed = [t for t in self.resumed if t.sample == GREEDY_SAMPLE]
         names = {(t.prompt_id, t.visit, 0) for t in resumed}
         answers = self.runner.run(self.draws, 1, replace(sampling, temperature=0.0), "baseline", resumed=names)
@@ -147,7 +148,7 @@ class RoundBuilder:
     def continue_borders(
         self, samples: Sequence[Trajectory], chain: ChainPlan, sampling: SamplingOptions
     ) -> list[Trajectory]:
-        """Cut the samples into segments, and continue answers from the borders. These are sent to be scored."""
+        """Cut the samples into segments, and return answers that continue from the borders. They are sent to the scorers."""
         cut_into_segments(samples, chain)
         starts = border_prefixes(samples, self.draws, chain, self.runner.seed)
         states = {(b.draw.prompt.row.id, b.draw.visit, b.sample): b.state for b in starts}
@@ -157,7 +158,7 @@ class RoundBuilder:
         return found
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Send trajectories to be scored, except those whose environment failed or gave the reward itself."""
+        """Send trajectories to the scorers, except those whose environment failed or gave the reward itself."""
         draws = {(d.prompt.row.id, d.visit): d for d in self.draws}
         unscored = [t for t in trajectories if t.reward is None and t.error is None]
         self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in unscored])
@@ -182,6 +183,7 @@ class RoundBuilder:
     def _run(
         self, answers: Iterable[Trajectory], total: int, what: str, resumed: Sequence[Trajectory] = ()
     ) -> list[Trajectory]:
+        """Iterate over `answers`, send them to the scorers, and return them with the resumed ones in order."""
         order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
         self.finished += resumed
         self.submit(resumed)
@@ -223,17 +225,17 @@ def rollout_and_score(
     stream: str,
     progress: Progress,
 ) -> RolloutBatch:
-    """`n` scored trajectories per draw."""
-    scoring = RoundBuilder(runner, rewards, draws, progress)
+    """Return `n` scored trajectories per draw."""
+    builder = RoundBuilder(runner, rewards, draws, progress)
     started = time.perf_counter()
-    trajectories = scoring.generate(n, sampling, stream)
+    trajectories = builder.generate(n, sampling, stream)
     generated = time.perf_counter()
-    scoring.collect(trajectories)
+    builder.collect(trajectories)
     return RolloutBatch(list(draws), trajectories, generated - started, time.perf_counter() - generated)
 
 
 def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
-    """What a reward reads of a trajectory."""
+    """Return what a reward may read of a trajectory."""
     row = draw.prompt.row
     return ScoreRequest(
         id=trajectory.id,
@@ -267,17 +269,18 @@ def apply_score(trajectory: Trajectory, score: Score) -> None:
 
 
 class GroupDemonstrations:
-    """Demonstrations as trajectories: up to `each` per draw, which join its samples and are scored like them.
+    """Returns demonstrations as trajectories: up to `each` per draw, which join its samples and are scored like them.
 
     Their tokens count as actions, so that they enter the loss and the statistics of their group. Their weight version is -1. Unknown
-    log-probs are 0: LUFFY (2504.14945) treats the author as certain. A prompt with more demonstrations rotates through them.
+    log-probs are 0, as in LUFFY (2504.14945): the author's probability counts as 1. A prompt with more demonstrations than `each` uses
+    the next ones at its next visit.
     """
 
     def __init__(self, traces: PromptDemonstrations, each: int, tokenizer: Tokenizer) -> None:
         self.traces, self.each, self.tokenizer = traces, each, tokenizer
 
     def __call__(self, draw: PromptSample, first: int) -> list[Trajectory]:
-        """The demonstrations of a draw, with sample indices from `first` on."""
+        """Return the demonstrations of a draw, with sample indices from `first` on."""
         found = self.traces.of(draw.prompt.row)
         chosen = [found[(draw.visit * self.each + k) % len(found)] for k in range(min(self.each, len(found)))]
         return [self._trajectory(draw, first + k, traced) for k, traced in enumerate(chosen)]
@@ -303,7 +306,7 @@ class GroupDemonstrations:
 
 
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """All tokens of all sequences packed, and all other fields as JSON."""
+    """Return the tokens of all sequences as packed arrays, and all other fields as JSON."""
     sequences = [s for t in trajectories for s in t.sequences]
     arrays = {name: np.concatenate([getattr(s, name) for s in sequences]) for name in TOKEN_COLUMNS}
     arrays["lengths"] = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
@@ -313,7 +316,7 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
-    """The inverse of `to_arrays`."""
+    """Inverse of `to_arrays`."""
     stops = np.cumsum(arrays["lengths"])
     bounds = zip((stops - arrays["lengths"]).tolist(), stops.tolist(), strict=True)
     sequences = [TokenSequence(*(arrays[name][a:b].copy() for name in TOKEN_COLUMNS)) for a, b in bounds]
@@ -326,7 +329,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
 
 
 def scores_to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """The fields that scoring writes."""
+    """Return the fields that scoring writes, as JSON in an array."""
     return {"scores": _to_bytes([{name: getattr(t, name) for name in SCORE_FIELDS} for t in trajectories])}
 
 
@@ -338,7 +341,7 @@ def restore_scores(trajectories: Sequence[Trajectory], arrays: dict[str, np.ndar
 
 
 def copy_score(scored: Trajectory, trajectory: Trajectory) -> None:
-    """Copy the score of one copy of a trajectory to another."""
+    """Copy the score from one object of a trajectory to another object of the same trajectory."""
     for name in SCORE_FIELDS:
         setattr(trajectory, name, getattr(scored, name))
 

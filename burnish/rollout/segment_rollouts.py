@@ -1,13 +1,14 @@
-"""Answers with shared prefixes: chains of segments and trees (SPO, 2505.23564).
+"""Samples answers with shared prefixes, for SPO (2505.23564): chains of segments, and trees.
 
-Chain: an answer is cut where the policy was unsure (`algorithms/advantages/spo.py`). Answers are continued from every segment border
-and scored like any other; their mean reward is the value of the border. Samples with a common prefix share the continued answers. Their
-random keys follow from the border state (the answer's tokens so far) and an index, not from the sample that led there.
+Chain: an answer is cut into segments where the policy was unsure (`algorithms/advantages/spo.py`). A border is the start of a segment.
+New answers continue from every border and are scored like any other; their mean reward is the value of the border. Samples with a
+common prefix share these answers. The random keys depend on the border state (a hash of the answer so far) and an index, not on
+the sample.
 
 Tree: a prompt has n children of `segment` tokens. Each unfinished child has `branches[0]` children of its own, and so on; the last level
-runs to the end of the answer. An answer that ends early is a leaf. The result is every path from the prompt to a leaf, as a trajectory
-whose metadata lists its nodes (`core/trajectory.py`). Children of a node are submitted together with equal prompts, so that an engine
-computes their prefix once. The random key of an edge is folded from its parent's key and its index among the siblings.
+runs to the end of the answer. An answer that ends early is a leaf. Every path from the prompt to a leaf is a trajectory, whose metadata
+lists its nodes (`core/trajectory.py`). Children of a node are submitted together with equal prompts, so that an engine computes their
+prefix once. The random key of an edge is folded from its parent's key and its index among the siblings.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ if TYPE_CHECKING:
 BORDER_STATES, BORDER_STATE = "border_states", "state"
 """Metadata keys: the states before a sample's segments, and the state that a continued answer starts from."""
 FIRST_CONTINUED_SAMPLE = -2
-"""Sample index of the first continued answer. The next ones count down, so that none equals a sample's or the greedy one's."""
+"""Sample index of the first continued answer. The next ones count down, so that none equals the index of a sample or greedy answer."""
 COPIED_LISTS = ("context", "action_mask", "logp", "version", "turns", "branch_points")
 """Fields of a trajectory that every child copies."""
 
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """How answers are cut into segments, and how many answers value each border."""
+    """How answers are cut into segments, and how many continued answers estimate the value of a border."""
 
     below: float
     """Tokens sampled with a smaller probability are cut points."""
@@ -90,7 +91,7 @@ def cut_into_segments(samples: Sequence[Trajectory], chain: ChainPlan) -> None:
 
 
 def _border_states(sample: Trajectory, places: Sequence[int]) -> list[str]:
-    """A hash of the answer up to each of the positions; equal tokens give equal hashes."""
+    """Return a hash of the answer up to each of the positions. Equal tokens give equal hashes."""
     tokens, at, digest = sample.sequences[-1].tokens, sample.metadata["prompt_length"], hashlib.blake2b(digest_size=8)
     names = []
     for place in places:
@@ -103,7 +104,7 @@ def _border_states(sample: Trajectory, places: Sequence[int]) -> list[str]:
 def border_prefixes(
     samples: Sequence[Trajectory], draws: Sequence[PromptSample], chain: ChainPlan, seed: int
 ) -> list[AnswerPrefix]:
-    """The prefixes to continue for the values of all borders, each state of a prompt once."""
+    """Return the prefixes to continue, `chain.rollouts` for each border. Borders of a prompt with equal states are listed once."""
     of_draw = {(draw.prompt.row.id, draw.visit): draw for draw in draws}
     found: list[AnswerPrefix] = []
     seen: dict[tuple[str, int], dict[str, None]] = {}
@@ -122,22 +123,22 @@ def border_prefixes(
 
 
 class ContinuedTrajectories(InFlightTrajectories):
-    """Unfinished answers whose first tokens are given."""
+    """Unfinished answers that start after given prefixes."""
 
     def add_prefix(self, prefix: AnswerPrefix, sampling: SamplingOptions) -> None:
-        """Add a paused answer that continues a prefix. `sampling` is that of a whole answer."""
+        """Add a paused answer that continues a prefix. `sampling.max_tokens` includes the prefix."""
         failed = self.add(prefix.draw, prefix.sample, sampling, "baseline")
-        assert failed is None, "the environment has started for the sample already"
+        assert failed is None, "the environment started without an error for the sample itself"
         active = self.paused[-1]
         active.key = prefix.key
-        active.append(prefix.tokens)  # as context, so that only the tokens it adds count as actions
+        active.append(prefix.tokens)  # without log-probs: only the tokens that follow count as actions
         active.num_sampled = active.num_partial = len(prefix.tokens)
 
 
 def attach_border_values(samples: Sequence[Trajectory], continued: Sequence[Trajectory]) -> None:
-    """Write the values of its borders into each sample: the mean rewards of the answers continued from there.
+    """Write the value of each border into the samples: the mean reward of the answers continued from it.
 
-    If no answer of a border could be scored, the sample fails too.
+    If a border has no scored answer, its samples fail too.
     """
     rewards: dict[tuple[str, int, str], list[float]] = {}
     for answer in continued:
@@ -164,19 +165,19 @@ class TreePlan:
     """Tokens of an edge, except at the last level."""
 
     def leaf(self, sample: int, path: tuple[int, ...]) -> int:
-        """The index of the leaf at the end of a path. An answer that ends early has the index of its first would-be descendant."""
+        """Return the index of the leaf at the end of a path. An answer that ends early has the index that its first descendant would have."""
         for level, width in enumerate(self.branches):
             sample = sample * width + (path[level] if level < len(path) else 0)
         return sample
 
     @property
     def leaves(self) -> int:
-        """Most answers per sample of a prompt."""
+        """Return the largest number of answers per sample of a prompt."""
         return prod(self.branches)
 
 
 class TreeTrajectories(InFlightTrajectories):
-    """Unfinished answers that branch."""
+    """Unfinished answers that branch after each segment."""
 
     def __init__(self, runner: RolloutRunner, tree: TreePlan) -> None:
         super().__init__(runner)
@@ -198,17 +199,17 @@ class TreeTrajectories(InFlightTrajectories):
 
     def _request(self, active: RunningTrajectory) -> Request:
         request = super()._request(active)
-        goes_on = len(active.path) < len(self.tree.branches)
-        if goes_on and self.tree.segment < request.sampling.max_tokens:
+        will_branch = len(active.path) < len(self.tree.branches)
+        if will_branch and self.tree.segment < request.sampling.max_tokens:
             request = replace(request, sampling=replace(request.sampling, max_tokens=self.tree.segment))
-        return replace(request, may_continue=goes_on)
+        return replace(request, may_continue=will_branch)
 
     def _trajectory(
         self, active: RunningTrajectory, finish: TrajectoryFinish, *args: Any, **options: Any
     ) -> Trajectory:
         trajectory = super()._trajectory(active, finish, *args, **options)
         starts, ends = [active.prompt_length, *active.branch_points], [*active.branch_points, len(active.context)]
-        # Tokens that siblings share count for the first of them only.
+        # An edge is counted in the first path through it only: the path with child index 0 at all later levels.
         shared = [end - start for k, (start, end) in enumerate(zip(starts, ends, strict=True)) if any(active.path[k:])]
         trajectory.sample = self.tree.leaf(active.sample, active.path)
         trajectory.metadata |= {

@@ -1,7 +1,7 @@
-"""Sources of scored rollouts: the protocol, their records in the journal, and the synchronous source.
+"""The `RolloutSource` protocol, its records in the journal, and the synchronous source.
 
-A source draws prompts, has them answered and scored, and returns the result, for as many rounds per step as the trainer asks for. The
-sources differ in when they sample and with which weights:
+A source draws prompts, samples answers, scores them and returns the result. The trainer asks for one or more rounds per step. Sources
+differ in when they sample and with which weights:
 
     SyncSource     in the step, with the current weights                           (this file)
     AheadSource    during the step before, with weights one step old               (`ahead_source.py`)
@@ -45,7 +45,7 @@ PendingDraw = list[Any]
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """One round that the trainer asks for. It may differ from step to step."""
+    """The settings of one round of rollouts. They may differ from step to step."""
 
     prompts: int
     n: int
@@ -62,24 +62,24 @@ PlanForStep = Callable[[int], RolloutPlan | None]
 
 
 class RolloutSource(Protocol):
-    """The trainer's interface to a source."""
+    """What the trainer calls. `SyncSource`, `AheadSource`, `AsyncSource` and the wrapper `ReplaySource` implement it."""
 
     overlaps: bool
     """Whether it samples while the learner trains."""
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
-        """The scored rollouts of one round of a step. Rounds count from 0, in order; each draws new prompts."""
+        """Return the scored rollouts of one round of a step. Rounds count from 0, in order; each draws new prompts."""
 
     def start_next(self, step: int) -> None:
-        """Called when the step before has all its rollouts: sampling for this step may begin."""
+        """Allow sampling for `step`. Called when the step before it has all its rollouts."""
 
     def after_step(
         self, step: int, rollouts: RolloutBatch, batch: Batch | None, unfinished: Sequence[int] | None = None
     ) -> None:
         """Called after the updates of a step. `batch` is what was in its loss, or None.
 
-        `unfinished` are indices of usable trajectories whose groups have parts for later steps; only those groups may be replayed.
-        None: any group may.
+        `unfinished` are indices into `rollouts.usable` of trajectories with untrained tree edges; only their groups may be replayed.
+        With None, any group may be replayed.
         """
 
     def load(self, version: int) -> None:
@@ -92,13 +92,13 @@ class RolloutSource(Protocol):
         """
 
     def pause(self) -> None:
-        """Stop using engine and rewards until `next`, for validation. Called after `load`."""
+        """Stop using engine and rewards until `next`, so that validation can use them. Called after `load`."""
 
     def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
-        """Metrics of a step, from its rollouts and the version of its weights."""
+        """Return the metrics of a step, from its rollouts and the version of its weights."""
 
     def pending_draws(self) -> list[PendingDraw]:
-        """Drawn prompts that no step has used yet, for a checkpoint."""
+        """Return the drawn prompts that no step has used yet, for a checkpoint."""
 
     def restore(self, pending: Sequence[PendingDraw], version: int) -> None:
         """Resume from a checkpoint with these pending draws. The engine has weights `version`."""
@@ -115,12 +115,12 @@ class RoundKey(NamedTuple):
     ids: list[str]
 
     def file(self, event: str) -> str:
-        """The name of an attached file."""
+        """Return the name of the file that holds the arrays of an event."""
         return f"{event}-{self.step:06d}" + (f"-r{self.round}" if self.round else "")
 
 
 def group_id(draw: PromptSample) -> str:
-    """The id of a draw's group in the journal."""
+    """Return the id of a draw's group in the journal."""
     return f"{draw.prompt.row.id}#{draw.visit}"
 
 
@@ -140,14 +140,16 @@ class RolloutJournal:
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        # Records before the checkpoint are never read.
+        # A resumed run reads only records after its checkpoint, because it repeats only those steps.
         self.recorded: dict[tuple[str, int, int], dict[str, Any]] = {}
         for event in journal.events:
             kind = event["event"]
             if kind not in ("drawn", "partial", "completed", "scored"):
                 continue
             key = kind, event["step"], event.get("round", 0)
-            if kind == "completed":  # a round that was made again invalidates the later records of the first attempt
+            if (
+                kind == "completed"
+            ):  # if the round was sampled before, its new rollouts invalidate all later records of that attempt
                 drawn = "drawn", *key[1:]
                 self.recorded = {k: e for k, e in self.recorded.items() if k[1:] < key[1:] or k == drawn}
             self.recorded[key] = event
@@ -157,14 +159,14 @@ class RolloutJournal:
         self.journal.append(event, **key._asdict(), file=self.journal.attach(key.file(event), arrays))
 
     def read(self, event: str, key: RoundKey) -> dict[str, Any] | None:
-        """The arrays of a round; None if missing, damaged, or of other prompts."""
+        """Remove the record of a round and return its arrays; None if they are missing, damaged, or of other prompts."""
         record = self.recorded.pop((event, key.step, key.round), None)
         if record is None or record["ids"] != key.ids:
             return None
         return self.journal.attachment(record["file"])
 
     def read_round(self, key: RoundKey) -> RecordedRound | None:
-        """A round as far as it was recorded; None if its trajectories are missing or damaged. Scores alone are of no use."""
+        """Return a round with the scores that were recorded; None if its trajectories are missing or damaged."""
         saved, scores = (self.read(event, key) for event in ("completed", "scored"))
         if saved is None:
             return None
@@ -179,31 +181,31 @@ class RolloutJournal:
         return RecordedRound(trajectories, clear_failed_scores(trajectories), was_scored=False)
 
     def read_partial(self, key: RoundKey) -> list[Trajectory]:
-        """The trajectories of a round that had ended when the run was stopped, with the scores they had."""
+        """Return the trajectories of a round that had ended when the run was stopped, with the scores they had."""
         saved = self.read("partial", key)
         trajectories = [] if saved is None else from_arrays(saved)
         clear_failed_scores(trajectories)
         return trajectories
 
     def read_last_partial(self) -> list[Trajectory]:
-        """`read_partial` of the round that was stopped last."""
+        """Return `read_partial` of the round that was stopped last."""
         keys = [RoundKey(e["step"], e["round"], e["ids"]) for key, e in self.recorded.items() if key[0] == "partial"]
         return [t for key in keys[-1:] for t in self.read_partial(key)]
 
     def write_partial(self, key: RoundKey, plan: RolloutPlan, found: Sequence[Trajectory]) -> None:
-        """Write the finished trajectories of a stopped round. Answers with shared prefixes are not kept: all are sampled again."""
+        """Write the finished trajectories of a stopped round. Rounds with shared prefixes are not written: all answers are sampled again."""
         ended = [t for t in found if not t.is_demonstration]
         if ended and plan.branching is None:
             self.write("partial", key, to_arrays(ended))
 
     def forget(self, step: int) -> None:
-        """Ignore the records of this and later steps: they do not follow from what the run does now."""
+        """Ignore the records of this and later steps, because the weights will differ from those of the recorded run."""
         if any(key[1] >= step for key in self.recorded):
             self.journal.forget(step)
             self.recorded = {key: event for key, event in self.recorded.items() if key[1] < step}
 
     def forget_after_new_scores(self, key: RoundKey, recorded: RecordedRound) -> None:
-        """Forget later steps if samples got their score only now: the recorded policy had not learned from them."""
+        """Forget later steps if samples got their score only now: the recorded run did not train on them."""
         if recorded.was_scored and any(t.reward is not None for t in recorded.unscored):
             self.forget(key.step + 1)
 
@@ -214,7 +216,7 @@ class RolloutJournal:
 
 
 def clear_failed_scores(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Clear the failed scores and return their trajectories, so that a reward that was mended meanwhile is tried again.
+    """Clear the failed scores and return their trajectories, so that they are scored again: the user may have fixed the reward.
 
     Trajectories whose environment failed stay as they are: there is no answer to score.
     """
@@ -227,7 +229,7 @@ def clear_failed_scores(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 def split_by_kind(
     draws: Sequence[PromptSample], found: Sequence[Trajectory], rollout_s: float, reward_s: float
 ) -> RolloutBatch:
-    """A round as a `RolloutBatch`: samples, greedy answers, continued answers and demonstrations."""
+    """Sort the trajectories of a round into a `RolloutBatch`: samples, greedy answers, continued answers and demonstrations."""
     continued = [t for t in found if t.sample <= FIRST_CONTINUED_SAMPLE]
     samples, greedy, shown = list[Trajectory](), list[Trajectory](), list[Trajectory]()
     for t in found:
@@ -239,7 +241,7 @@ def split_by_kind(
 class SyncSource:
     """Samples in the step itself, with the current weights.
 
-    A round that a kill interrupted is sampled again with the same tokens, because random keys belong to samples.
+    If a kill interrupts a round, the resumed run samples the same tokens again, because each sample has its own random key.
     """
 
     overlaps = False
@@ -272,7 +274,7 @@ class SyncSource:
     def _score(
         self, builder: RoundBuilder, key: RoundKey, trajectories: list[Trajectory], recorded: RecordedRound | None
     ) -> None:
-        """Wait for the scores of a round and record them; of a recorded round only the missing ones."""
+        """Wait for the scores of a round and record them. Of a recorded round, only missing scores are computed."""
         if recorded is not None:
             builder.finished += trajectories
             if recorded.was_scored and not recorded.unscored:

@@ -1,4 +1,4 @@
-"""Validation: scored completions of held-out prompts, and their metrics."""
+"""Validation: it samples and scores completions of held-out prompts, and computes their metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from burnish.rollout.scoring import Progress, RolloutBatch, rollout_and_score
 
 
 def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOptions:
-    """The engine's options from a sampling section of the config. The model's end tokens always end a completion."""
+    """Convert a sampling section of the config to the engine's options. The model's end tokens always end a completion."""
     return SamplingOptions(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -36,9 +36,9 @@ def held_out_rollouts(
     progress: Progress,
     step: int = 0,
 ) -> RolloutBatch:
-    """`n` scored completions per prompt. The random stream `eval` is the same at every step of a run.
+    """Return `n` scored completions per prompt. The random numbers are the same at every step of a run.
 
-    `step` is the next training step, which rewards with a schedule read.
+    `step` is the next training step; rewards with a schedule read it.
     """
     return rollout_and_score(
         runner, rewards, [PromptSample(p, 0, step=step) for p in prompts], n, sampling, "eval", progress
@@ -46,10 +46,10 @@ def held_out_rollouts(
 
 
 def validation_metrics(rollouts: RolloutBatch, by: str | None = None) -> dict[str, float]:
-    """accuracy, reward_mean, length_mean, truncated, failed; turns_mean with several turns.
+    """Return accuracy, reward_mean, length_mean, truncated and failed; with several turns also turns_mean.
 
-    The accuracy is the mean over the samples that have one; a graded reward gives none. With `by`, the accuracy (or else the mean
-    reward) is also given per value of a column, as `accuracy/<by>=<value>` or `reward_mean/<by>=<value>`.
+    The accuracy is the mean over the samples that have one; a graded reward gives none. With `by`, the accuracy is also given per value
+    of a column, as `accuracy/<by>=<value>`. A graded reward gives `reward_mean/<by>=<value>` instead.
     """
     trajectories = [t for t in rollouts.trajectories if t.reward is not None]
     values = {"failed": float(len(rollouts.trajectories) - len(trajectories))}
@@ -65,9 +65,9 @@ def validation_metrics(rollouts: RolloutBatch, by: str | None = None) -> dict[st
         values["turns_mean"] = _mean([len(t.turns) for t in trajectories])
     if by is not None:
         column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in rollouts.draws}
-        graded = [(t, float(t.reward or 0.0)) for t in trajectories]
+        rewards = [(t, float(t.reward or 0.0)) for t in trajectories]
         parts = defaultdict(list)
-        for t, figure in verdicts or graded:
+        for t, figure in verdicts or rewards:
             parts[column[t.prompt_id]].append(figure)
         name = "accuracy" if verdicts else "reward_mean"
         values.update({f"{name}/{by}={value}": _mean(parts[value]) for value in sorted(parts, key=str)})

@@ -174,7 +174,7 @@ def test_a_batch_that_the_journal_has_lost_is_made_again_and_said(tmp_path: Path
     (tmp_path / "journal" / "completed-000002.safetensors").unlink()
     second = Life(tmp_path)
     second.restored(1, saved)
-    assert "are not in the journal any more" in second.notes[0]
+    assert "are missing in the journal" in second.notes[0]
     scored = second.step(2)
     assert ages(scored, 2) == {0}
     assert [t.id for t in scored.trajectories] == [t.id for t in first.source.next(2, PLAN, lambda text: None).trajectories]  # fmt: skip

@@ -255,8 +255,8 @@ def test_a_straggler_costs_a_step_its_deadline_and_comes_later(tmp_path: Path, c
     assert [d.prompt.row.id for d in first.draws] == [f"sort_digits/train/{k}" for k in (0, 2, 3)]
     second = life.step(2)  # the last one that the straggler's group can be in with the tokens it has
     assert "sort_digits/train/1" not in {d.prompt.row.id for d in second.draws}
-    assert "go on and come later" in life.notes[0]
-    assert "1 of them from the beginning" in life.notes[0]
+    assert "continue and are used later" in life.notes[0]
+    assert "1 of them start over" in life.notes[0]
     held["is"] = False
     later = [life.step(step) for step in (3, 4)]  # the groups of the third may be complete before the straggler moves
     assert "sort_digits/train/1" in {d.prompt.row.id for scored in later for d in scored.draws}
