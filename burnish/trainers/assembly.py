@@ -216,18 +216,20 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
     if built.process is not None and config.algorithm.process is not None:
         process = ProcessRewards(built.process, config.algorithm.process)
 
-    def judge(rollouts: RolloutBatch) -> dict[str, float]:
+    def process_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         if process is None:
             return {}
         if built.learner.device.type == "cuda" and not source.overlaps:
             built.engine.sleep()  # frees the KV cache for the process reward model
         return process.held_out_metrics(rollouts)
 
-    measure_all = build_validation(config, run, policy, parts.runner, parts.rewards, parts.held_out, judge=judge)
+    validate_modes = build_validation(
+        config, run, policy, parts.runner, parts.rewards, parts.held_out, extra_metrics=process_metrics
+    )
 
     def validate(step: int) -> dict[str, float]:
         source.pause()
-        return measure_all(step)
+        return validate_modes(step)
 
     return TrainContext(
         config=config,
@@ -271,7 +273,7 @@ def _build_roles(parts: RunParts, run: Run) -> Roles:
 
 
 def diagnosis_facts(config: TrainConfig) -> HealthContext:
-    """Facts of the config that a mismatch diagnosis may name."""
+    """Return the settings that a diagnosis of the gap between engine and trainer may name."""
     rollout, dtype = config.rollout, config.model.dtype
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
@@ -284,7 +286,7 @@ def diagnosis_facts(config: TrainConfig) -> HealthContext:
 
 
 def rollout_plan(config: TrainConfig, eos_ids: tuple[int, ...], step: int) -> RolloutPlan:
-    """What one round of a step asks the source for."""
+    """Return the plan of each round of a step: prompts, samples per prompt, sampling options."""
     settings = config.rollout.at(step)
     return RolloutPlan(
         prompts=settings.prompts * config.algorithm.refill.oversample,
@@ -395,11 +397,11 @@ def build_validation(
     rewards: Rewards,
     prompts: list[Prompt],
     kind: str = "validation-",
-    judge: Callable[[RolloutBatch], dict[str, float]] = lambda rollouts: {},
+    extra_metrics: Callable[[RolloutBatch], dict[str, float]] = lambda rollouts: {},
 ) -> Validate:
-    """A function that measures every validation mode at a step and writes its samples to tables named `kind` + mode.
+    """Return a function that measures every validation mode at a step and writes its samples to tables named `kind` + mode.
 
-    `judge` adds further metrics of a mode's samples.
+    `extra_metrics` returns further metrics of a mode's samples.
     """
     if not prompts:
         return lambda step: {}
@@ -415,9 +417,9 @@ def build_validation(
             if rollouts.failed:
                 text = f"{len(rollouts.failed)} of {len(rollouts.trajectories)} held-out samples could not be scored"
                 if step == 0 and len(rollouts.failed) == len(rollouts.trajectories):
-                    raise UserError(f"before the first step {text}; mend the reward. First: {rollouts.failed[0].error}")
+                    raise UserError(f"before the first step {text}; fix the reward. First: {rollouts.failed[0].error}")
                 run.display.note(f"step {step}: {text} and do not count; first: {rollouts.failed[0].error}")
-            found = validation_metrics(rollouts, config.validation.by) | judge(rollouts)
+            found = validation_metrics(rollouts, config.validation.by) | extra_metrics(rollouts)
             if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, rollouts)):
                 run.display.note(hint)
             values |= {f"validation/{name}/{k}": v for k, v in found.items()}
@@ -441,7 +443,7 @@ def load_warm_start_examples(
 
 
 def warm_start(parts: RunParts, config: Sft, run: Run, path: Path) -> None:
-    """Train the policy on demonstrations in place, and save it at `path`. A run does this once."""
+    """Train the policy on demonstrations in place, and save it at `path`. A run does this once, unless the folder is damaged later."""
     seed, policy = parts.config.seed, parts.policy
     for k, source in enumerate(config.data):
         if source.task is not None:  # write them where the user can look at them

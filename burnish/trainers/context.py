@@ -85,10 +85,10 @@ class TrainContext:
 
 @dataclass
 class StepResult:
-    """What a step did with its rollouts."""
+    """The batch, updates and metrics of one training step."""
 
     batch: Batch | None = None
-    """The batch in the loss; None without one."""
+    """The batch in the loss; None if there was nothing to learn from."""
     updates: list[Update] = field(default_factory=list)
     critic_updates: list[Update] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -96,11 +96,11 @@ class StepResult:
     budget: BudgetState | None = None
     """The next state of a mismatch budget."""
     unfinished: Sequence[int] | None = None
-    """Trajectories that later steps may learn other parts of, as indices into the packed trajectories. None: no trees."""
+    """Indices into the packed trajectories of those with untrained tree edges; None if answers are no trees."""
     mismatch: GapReport = field(default_factory=GapReport)
-    """The distance between sampler and trainer."""
+    """The gap between sampler and trainer."""
     trainer_logp: Tensor | None = None
-    """[N] the trainer's log-probs of the batch before its first update, nan where unknown; None where all are unknown."""
+    """[N] the trainer's log-probs of the batch before the first update, nan if unknown; None if all are unknown."""
     num_sampled: int = 0
     """Sequences that the policy sampled, before the sample filters."""
     reward_mean: float | None = None

@@ -93,10 +93,10 @@ def often_repeated_rows(config: TrainConfig, sizes: list[int | None]) -> list[st
 
 def _row_repeats(config: TrainConfig, sizes: list[int | None]) -> list[tuple[str, float]]:
     steps, rollout = config.training.steps, config.rollout
-    changing = (
+    prompts_per_step = (
         [rollout.at(step).prompts for step in range(1, steps + 1)] if rollout.stages else [rollout.prompts] * steps
     )
-    draws = sum(changing)
+    draws = sum(prompts_per_step)
     weights = [source.weight for source in config.data.train]
     found = []
     for source, weight, size in zip(config.data.train, weights, sizes, strict=True):
@@ -202,7 +202,9 @@ def record_inputs(
     training = plugin_files({k: v for k, v in resolved.items() if k != "reward"}, base)
     if training.keys() & set(changed_files):
         forget()
-    atomic_write(path, json.dumps(now, indent=1) + "\n")  # last, so that a run killed before it finds the change again
+    atomic_write(
+        path, json.dumps(now, indent=1) + "\n"
+    )  # last: a run that is killed before this line detects the change again when it resumes
     notes = [f"{name} has changed since the run began: from here on the new code counts" for name in changed_files]
     if before is None and any((folder / "checkpoints").glob("step-*")):
         notes.append(

@@ -1,4 +1,4 @@
-"""What an update receives: mini-batches with their loss weights, and the loss record. Also the lookup of slot functions.
+"""Builds what an update receives: mini-batches with their loss weights, and the `PolicyLoss`. Also looks up slot functions.
 
 Loss weights are computed on a whole mini-batch, before the learner splits it. The gradient is then the same for any micro-batch split.
 """
@@ -25,7 +25,7 @@ from burnish.core.segments import compact_ids
 def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, horizon: int) -> Iterator[Batch]:
     """Yield `num` parts of nearly equal group count, `epochs` times. A group is never split.
 
-    `horizon` divides seq-mean-token-sum-norm where the config names none.
+    `horizon` is the divisor of the aggregation seq-mean-token-sum-norm if the config sets none.
     """
     groups, num_groups = compact_ids(batch.sequence["group_ids"])
     num = min(num, num_groups)
@@ -36,7 +36,7 @@ def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, hori
 
 
 def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
-    """The mini-batch with the weights of its policy loss, and of the imitation of its correct answers."""
+    """Return the mini-batch with the weights of its policy loss, and of the NLL term on its correct answers if there is one."""
     aggregation = algorithm.aggregation
     others = {name: column for name, column in mini.token.items() if name != "weight"}
     weights = sequence_aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon)
@@ -50,7 +50,7 @@ def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
 
 
 def slot_function(slot: Slot, table: dict[str, Callable[..., Any]], base: Path | None) -> Callable[..., Any]:
-    """The function of a slot: a built-in one from the table, or the user's."""
+    """Return the function of a slot: a built-in one from the table, or a plug-in."""
     if not isinstance(slot, Plugin):
         return table[slot.name]
     function = load_plugin(slot.name, base)
@@ -64,7 +64,7 @@ def filter_function(slot: Slot, base: Path | None) -> Callable[..., Any]:
 
 
 def build_policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
-    """The loss record of an algorithm."""
+    """Return the policy loss of an algorithm."""
     custom = isinstance(algorithm.loss, Plugin)
     scope = "token" if custom else scope_of(algorithm.ratio, algorithm.clip, algorithm.loss)
     correction = algorithm.correction

@@ -1,4 +1,7 @@
-"""The gap between the sampling and the trained policy: its correction before the advantages, and its report after the updates."""
+"""Corrects the gap between sampler and trainer before the advantages, and reports it after the updates.
+
+The gap of a token is its log-prob under the trainer minus its log-prob under the engine that sampled it.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +102,8 @@ def apply_correction(batch: Batch, correction: Slot, budget: BudgetState | None)
 def apply_to_replayed(batch: Batch, correction: Slot, budget: BudgetState | None) -> CorrectedBatch:
     """`apply_correction` for a batch with replayed groups.
 
-    All groups are corrected, but metrics and budget follow from new groups only. Replayed groups are known to come from an older policy,
-    which is no fault of the engine.
+    All groups are corrected, but metrics and budget are computed from new groups only: replayed groups come from an older policy, so their
+    gap says nothing about the engine.
     """
     new = without_replayed(batch)
     metrics: dict[str, float] = {}
@@ -148,7 +151,7 @@ def _with_correction(batch: Batch, result: CorrectionResult) -> Batch:
 
 @torch.inference_mode()  # makes hundreds of small operations faster; only numbers leave
 def gap_report(whole: Batch, batch: Batch, learner: Tensor | None, correction: Slot, version: int) -> GapReport:
-    """The distance between sampler and trainer. Demonstrations and replayed groups are left out.
+    """Return the gap between sampler and trainer. Demonstrations and replayed groups are left out.
 
     `learner` [N] are the trainer's log-probs at the tokens in the loss of `batch`. With None they are read from `old_logp`, which covers
     every sampled token. Profiles, symptoms and worst tokens then cover all of `whole`, the batch before the sample filters, because

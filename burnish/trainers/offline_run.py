@@ -1,4 +1,4 @@
-"""What all runs on a fixed data set share: run directory, updates in order, checkpoints, resuming.
+"""The code that all runs on a fixed data set share: run directory, updates in order, checkpoints, resuming.
 
 `burnish sft`, `burnish prefer` and `burnish reward-model` pass in a loop that makes updates and calls back after each. This module commits
 them, saves checkpoints, and stops when the user asks.

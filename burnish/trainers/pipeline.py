@@ -1,4 +1,4 @@
-"""The steps between rollouts and losses, as lists that are built once from the algorithm.
+"""`AlgorithmPipeline` holds the steps between rollouts and losses, as lists that are built once from the algorithm.
 
     shape      reward shapers
     select     group filters: dynamic sampling, difficulty band
@@ -6,7 +6,7 @@
     trim       sample filters: overlong, pruning, resampling
 
 A step is a named function `run(batch, context) -> batch`. It reads models and trainer state from the `StepContext` and adds its metrics
-and notes to it. Every option adds its own step: plain GRPO with one update per batch has only `token_rewards` and `advantages`.
+and notes to it. The anchor is the policy in the denominator of the importance ratio; its log-probs are `old_logp` (`ref_logp` for anchored losses). Every option adds its own step: plain GRPO with one update per batch has only `token_rewards` and `advantages`.
 `burnish/trainers/rl.py` calls the four methods of `AlgorithmPipeline` in this order.
 """
 
@@ -81,14 +81,14 @@ class StepContext:
     state: TrainerState = field(default_factory=TrainerState)
     """Read: the KL coefficient, the mean reward of earlier steps, the mismatch budget."""
     is_critic_warmup: bool = False
-    """Whether only the critic is trained. It then learns Monte-Carlo returns, whatever its lambda."""
+    """Whether only the critic is trained. Its targets are then Monte-Carlo returns: lambda is 1, not the configured value."""
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """Sentences for the user."""
     budget: BudgetState | None = None
     """The next state of a mismatch budget."""
     unfinished: list[int] | None = None
-    """Trajectories with tree edges for later steps, as indices into the packed trajectories. None: no trees."""
+    """Indices into the packed trajectories of those with untrained tree edges; None if answers are no trees."""
 
     def __post_init__(self) -> None:
         self.budget = self.state.budget
@@ -110,7 +110,7 @@ class SlotFunction(NamedTuple):
 
 
 class AlgorithmPipeline:
-    """An algorithm as lists of steps, with its loss record."""
+    """An algorithm as lists of steps, with its `PolicyLoss`."""
 
     def __init__(
         self,
@@ -193,10 +193,10 @@ class AlgorithmPipeline:
         return None
 
     def mismatch(self, whole: Batch, batch: Batch, updates: Sequence[Update], version: int) -> GapReport:
-        """The distance between sampler and trainer, in the prepared batch `whole` and in the trimmed `batch`.
+        """Report the gap between sampler and trainer, in the prepared batch `whole` and in the trimmed `batch`.
 
-        `version` is the trainer's. The report is empty where the trainer's log-probs before the first update are unknown: bypass with
-        several updates per batch.
+        `version` is that of the trainer's weights. The report is empty for `bypass` with several updates per batch: the trainer's
+        log-probs before the first update are then unknown.
         """
         if not self.has_trainer_logp and len(updates) != 1:
             return GapReport()
@@ -214,7 +214,7 @@ def _run(steps: Sequence[Step], batch: Batch, context: StepContext) -> Batch:
 
 
 def needs_old_logp(algorithm: Algorithm, num_updates: int) -> bool:
-    """Whether anything reads `old_logp`. With one update per batch the policy is its own anchor."""
+    """Whether anything reads `old_logp`. With one update per batch the current policy is the anchor, and the ratio is 1."""
     is_own_anchor = num_updates == 1 and algorithm.replay is None
     return not is_own_anchor or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
 
@@ -240,7 +240,7 @@ def preparation_steps(
         steps.append(Step("old_logprobs", partial(old_logprobs_of_new_groups, needs_reference=needs_reference)))
     elif needs_sum_p2 or (needs_old and not bypasses):
         columns = frozenset({"sum_p2"}) if needs_sum_p2 else frozenset[str]()
-        # `old_logp` will belong to other policies then, but `sum_p2` belongs to this one.
+        # A later step replaces `old_logp` by log-probs of other policies; `sum_p2` needs those of the current policy.
         keeps_policy_logp = needs_sum_p2 and (bypasses or replays)
         steps.append(Step("old_logprobs", partial(old_logprobs, columns=columns, keeps_policy_logp=keeps_policy_logp)))
     if bypasses:
@@ -258,7 +258,7 @@ def preparation_steps(
         steps.append(Step("process_rewards", process_rewards))
     if loss.loss_options.get("weight") == "author":
         steps.append(Step("author_logprobs", author_logprobs))
-    # A user's advantage function may read the column in any case.
+    # An advantage function of a plug-in may read the column, so it must exist.
     always = algorithm.kl.reward.coef > 0 or isinstance(algorithm.advantage, Plugin)
     steps.append(Step("token_rewards", partial(token_rewards, always=always)))
     if algorithm.kl.reward.coef > 0:
@@ -271,7 +271,7 @@ def sample_filter_steps(filters: Sequence[SlotFunction], replays: bool) -> list[
     steps: list[Step] = []
     for name, function, options in filters:
         if name == "tree_edges" and replays:
-            # Read before any filter: a tree may have edges for later steps although the filters leave none for this one.
+            # Runs before all filters: a tree may have untrained edges even if the filters remove all its edges from this step.
             steps.insert(0, Step("unfinished_trees", partial(record_unfinished_trees, options=options)))
         if name == "pairs":
             steps.append(Step("pair_counts", log_pair_counts))
@@ -354,9 +354,9 @@ def old_logprobs(
 
 
 def old_logprobs_of_new_groups(batch: Batch, context: StepContext, needs_reference: bool) -> Batch:
-    """`old_logp` of new groups only. Replayed groups are anchored on the policy that wrote them.
+    """Compute `old_logp` of new groups only. Replayed groups get the log-probs of the policy that sampled them.
 
-    A reference that is the policy itself needs the log-probs of all groups, from the same pass.
+    If the reference is the policy itself, all groups are computed, because `ref_logp` reuses this pass.
     """
     new = without_replayed(batch)
     if new is batch or (needs_reference and context.reference is not None and context.reference.is_policy):
@@ -368,17 +368,17 @@ def old_logprobs_of_new_groups(batch: Batch, context: StepContext, needs_referen
 
 
 def anchor_on_behaviour(batch: Batch, context: StepContext) -> Batch:
-    """Correction bypass: the engine's policy is the anchor of the ratio."""
+    """Use the engine's log-probs as `old_logp` (correction `bypass`)."""
     return batch.with_token(old_logp=batch.token["behaviour_logp"])
 
 
 def anchor_replayed_on_behaviour(batch: Batch, context: StepContext) -> Batch:
-    """Anchor replayed groups on the policy that wrote them, unless a correction weight already covers the steps since then."""
+    """Use the behaviour log-probs of replayed groups as `old_logp`, unless `rollout_weight` already corrects for their age."""
     return batch if "rollout_weight" in batch.token else batch.with_token(old_logp=replay_anchor_logp(batch))
 
 
 def reference_logprobs(batch: Batch, context: StepContext, reuses_old: bool) -> Batch:
-    """`ref_logp`. Where the reference is the current policy, one pass serves both columns."""
+    """Add `ref_logp`. If the reference is the current policy, `old_logp` is reused."""
     assert context.reference is not None
     if reuses_old and context.reference.is_policy:
         return batch.with_token(ref_logp=batch.token["old_logp"])
@@ -400,7 +400,7 @@ def critic_values(batch: Batch, context: StepContext) -> Batch:
 
 
 def process_rewards(batch: Batch, context: StepContext) -> Batch:
-    """`process_rewards`: those of the process reward model, which also learns from the batch."""
+    """Add `process_rewards` of the process reward model, which also trains on the batch."""
     assert context.process is not None
     rewards, metrics, notes = context.process(batch)
     context.metrics |= metrics
@@ -462,7 +462,7 @@ def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:
 
 
 def record_unfinished_trees(batch: Batch, context: StepContext, options: dict[str, Any]) -> Batch:
-    """Note which trajectories have tree edges for later steps, so that replay keeps them."""
+    """Record which trajectories have untrained tree edges, so that replay keeps them."""
     context.unfinished = batch.sequence["trajectory_ids"][has_untrained_edges(batch, **options)].tolist()
     return batch
 

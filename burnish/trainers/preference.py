@@ -1,7 +1,7 @@
 """Preference training (`burnish prefer`): a loss on pairs of answers, or on answers labelled good or bad.
 
 A training example is an `AnswerPair`: chosen and rejected answer, or for KTO a labelled answer and a mismatched one. The mismatched answer
-belongs to another prompt; on it KTO estimates how far the policy has moved. Either way an example is two sequences.
+belongs to another prompt; KTO estimates from it the KL between policy and reference. In both cases an example is two sequences.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ REFERENCE_FOLDER = "reference"
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """Two answers to one prompt: chosen and rejected, or a labelled and a mismatched one."""
+    """Two answers after one prompt: chosen and rejected, or a labelled and a mismatched one."""
 
     id: str
     first: Example

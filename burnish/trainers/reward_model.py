@@ -138,12 +138,12 @@ def measure(
         values = learner.outputs(batch, frozenset({"value"}))["value"][batch.loss_mask]
         found.append(values.double().view(-1, 2).cpu())
     scores = torch.cat(found)  # [P, 2] chosen, rejected
-    ahead = scores[:, 0] - scores[:, 1]
+    differences = scores[:, 0] - scores[:, 1]
     margins = torch.tensor([pair.margin + config.margin for pair in pairs], dtype=torch.float64)
     terms = bradley_terry(scores[:, 0], scores[:, 1], margins)
     return PairMeasurements(
-        accuracy=float((ahead > 0).double().mean()),
-        margin=float(ahead.mean()),
+        accuracy=float((differences > 0).double().mean()),
+        margin=float(differences.mean()),
         loss=float((terms + config.centre * scores.sum(1).square()).mean()),
         mean=float(scores.mean()),
         std=math.sqrt(float(scores.var(correction=0))),

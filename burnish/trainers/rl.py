@@ -1,11 +1,12 @@
 """The RL loop. Every algorithm, every placement and every source of rollouts runs through these functions.
 
-    rollouts = collect_rollouts(...)    sample prompts, generate, score, filter groups; again while too few groups are left
-    batch = pipeline.prepare(...)       old and reference log-probs, values, process rewards, KL, advantages
-    batch = pipeline.trim(...)          sample filters
-    for mini_batch in ...:              epochs and mini-batches
-        learner.update(...)             critic first, then the policy: exactly one optimizer step of the policy
-    commit_step(...)                    metrics, journal, samples, checkpoint
+    rollouts, batch = collect_rollouts(...)   draw prompts, sample, score, filter groups; repeat while too few groups are left
+    batch = pipeline.prepare(...)             old and reference log-probs, values, process rewards, KL, advantages
+    batch = pipeline.trim(...)                sample filters
+    for mini_batch in ...:                    epochs and mini-batches
+        learner.update(...)                   critic first, then one optimizer step of the policy
+    after_step(...)                           load the new weights into the engine, advance controllers
+    commit_step(...)                          metrics, journal, samples, validation, checkpoint
 
 `trainers/pipeline.py` holds the steps of an algorithm, `trainers/step_commit.py` what happens around a step.
 `examples/one_file_grpo.py` is the same loop in one plain file.
@@ -84,7 +85,7 @@ def train_step(context: TrainContext, step: int, unscored: UnscoredSteps, stop: 
 
 
 def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Batch | None]:
-    """The rollouts of a step and the batch that the group filters leave, sampled again while that is too small.
+    """Return the rollouts of a step and the batch of groups that the filters keep. Too few groups cause another round of sampling.
 
     The batch is None when there is nothing to learn from; a note says why.
     """
@@ -110,7 +111,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
         # Environments may have failed by chance, so only failed rewards end the run.
         if step == 1 and all(t.finish != "error" for t in rollouts.failed):
             raise UserError(
-                f"step 1: not one of {len(rollouts.trajectories)} samples could be scored; mend the reward and run the same command again. "
+                f"step 1: not one of {len(rollouts.trajectories)} samples could be scored; fix the reward and run the same command again. "
                 f"First: {next((t.error for t in rollouts.failed), None)}"
             )
         note(context, step, f"no update, not one of {len(rollouts.trajectories)} samples could be scored")
@@ -128,25 +129,27 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
 
 
 def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
-    """Train critic and policy on a batch. A note says why whenever no update is made."""
+    """Train critic and policy on a batch. If an update is not made, a note gives the reason."""
     config, pipeline, state, learner = context.config, context.pipeline, context.state, context.learner
     training, critic = config.training, config.algorithm.critic
     context.run.display.phase("learning")
     if learner.device.type == "cuda" and not context.source.overlaps:
         context.engine.sleep()  # frees the KV cache for the learner; the next request wakes the engine
     is_warmup = critic is not None and step <= critic.warmup_steps
-    prepared = StepContext(learner, context.reference, context.critic, context.process, state, is_warmup)
+    step_context = StepContext(learner, context.reference, context.critic, context.process, state, is_warmup)
     try:
-        whole = pipeline.prepare(batch, prepared)
+        prepared = pipeline.prepare(batch, step_context)
     except BudgetError as error:
         raise mismatch_budget_error(context, step, error) from error
-    for text in prepared.notes:
+    for text in step_context.notes:
         note(context, step, text)
-    batch = pipeline.trim(whole, prepared)
+    batch = pipeline.trim(prepared, step_context)
     if batch.num_sequences == 0:
-        note(context, step, f"no update, {step_metrics.nothing_left_text(whole)}")
-    result = StepResult(batch, metrics=prepared.metrics, budget=prepared.budget, unfinished=prepared.unfinished)
-    sampled = sampled_sequences(whole)
+        note(context, step, f"no update, {step_metrics.nothing_left_text(prepared)}")
+    result = StepResult(
+        batch, metrics=step_context.metrics, budget=step_context.budget, unfinished=step_context.unfinished
+    )
+    sampled = sampled_sequences(prepared)
     result.num_sampled = sampled.num_sequences
     rewards = without_replayed(sampled).sequence["reward"]
     result.reward_mean = float(rewards.mean()) if rewards.numel() else None
@@ -169,7 +172,7 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
             note(context, step, f"no update, {update.skipped}")
         elif context.reference is not None:
             context.reference.after_update(learner.model)
-    result.mismatch = pipeline.mismatch(whole, batch, result.updates, state.step)
+    result.mismatch = pipeline.mismatch(prepared, batch, result.updates, state.step)
     result.trainer_logp = pipeline.trainer_logp(batch, result.updates)
     return result
 

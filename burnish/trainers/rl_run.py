@@ -60,24 +60,24 @@ Rows = list[dict[str, str]]
 def checked_run(
     config: TrainConfig, resolved: dict[str, Any], base: Path, name: str, replaced: FolderId | None = None
 ) -> Iterator[tuple[RunParts, Run]]:
-    """The parts of a run and its directory, which is created only after all checks have passed.
+    """Build and check the parts of a run, then create or open its directory, and yield both.
 
     `replaced` is the folder of an old run of this name, which is then moved to another name.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
-    place = _run_location(config, name)
-    elsewhere = has_remote_rewards(config.placement)
+    location = _run_location(config, name)
+    rewards_are_remote = has_remote_rewards(config.placement)
     with (
-        RunDirectory.claim(*place, partial(add_missing_defaults, TrainConfig), replaced) as directory,
-        Rewards(config.reward, base, elsewhere, config.training.steps) as rewards,
+        RunDirectory.claim(*location, partial(add_missing_defaults, TrainConfig), replaced) as directory,
+        Rewards(config.reward, base, rewards_are_remote, config.training.steps) as rewards,
     ):
         check_placement(config.placement)
         rows = read_checked_rows(config, base, rewards)
         sources = [*config.data.train, *config.data.validation]
-        is_here = config.placement.name == "local"
-        memory = plan_run(config, base) if is_here else None
+        is_local = config.placement.name == "local"
+        memory = plan_run(config, base) if is_local else None
         notes = [memory.text, *memory.check()] if memory is not None else []
         warm = warm_start_folder(directory)
         has_warm = warm.is_dir() and not directory.is_replaced
@@ -85,9 +85,9 @@ def checked_run(
         needs_warm_start = config.warm_start is not None and (damage is not None or not has_warm)
         notes += [f"{warm}: {damage}; the warm start is made again"] if damage is not None else []
         # If other processes train, this one needs the weights on a device only for a warm start.
-        model = config.model if is_here or needs_warm_start else config.model.model_copy(update={"device": "cpu"})
+        model = config.model if is_local or needs_warm_start else config.model.model_copy(update={"device": "cpu"})
         policy = build_policy(model, sources, config.seed, base)
-        kinds = (JUDGE,) if elsewhere else (MODEL, JUDGE)
+        kinds = (JUDGE,) if rewards_are_remote else (MODEL, JUDGE)
         scorers = build_scorers(config.reward, policy.tokenizer, base, kinds)
         rewards.attach_scorers(scorers)
         notes += [scorer.note for scorer in scorers.values() if isinstance(scorer, EngineJudge)]
@@ -101,7 +101,7 @@ def checked_run(
             )
             parts.notes += [note] if note is not None else []
         with open_cluster(config) as parts.cluster:
-            directory.begin(place[2])
+            directory.begin(location[2])
             parts.notes += record_inputs(directory.path, config, resolved, base, directory.forget_rollouts)
             with Run(directory, config.run, resolved) as run:
                 yield parts, run

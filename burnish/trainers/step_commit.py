@@ -71,7 +71,7 @@ def commit_step(
     is_stopping = stop.requested
     is_measured_best = config.run.keep_best and score is not None
     is_due = is_stopping or is_last or is_measured_best or step % config.run.save_every == 0
-    # After an unscored step the last scored one is kept as the newest, so that a run with a mended reward resumes there.
+    # A step without scores is not saved: once the reward is fixed, the run resumes from the last step with scores.
     if is_due and has_scored_sample(rollouts):
         run.checkpoint(step, lambda stage: snapshot(context, stage), *(score or (None, None)))
     if is_stopping or is_last:
@@ -151,7 +151,7 @@ class UnscoredSteps:
         self.num_steps = 0
 
     def count(self, context: TrainContext, step: int, rollouts: RolloutBatch) -> None:
-        """Count a step. The first unscored one saves the step before it, from which a run with a mended reward resumes."""
+        """Count a step. At the first unscored one, save the step before it: once the reward is fixed, the run resumes there."""
         if has_scored_sample(rollouts):
             self.num_steps = 0
             return
@@ -161,7 +161,7 @@ class UnscoredSteps:
         if self.num_steps >= MAX_UNSCORED_STEPS or step == context.config.training.steps:
             steps = f"{self.num_steps} steps in a row" if self.num_steps > 1 else "this step"
             raise UserError(
-                f"step {step}: not one sample could be scored in {steps}, so the run stops here; mend the reward and run "
+                f"step {step}: not one sample could be scored in {steps}, so the run stops here; fix the reward and run "
                 f"the same command again: failed scores are computed anew. First: {next((t.error for t in rollouts.failed), None)}"
             )
 
@@ -191,7 +191,8 @@ def was_accuracy_measured(run: Run) -> bool:
 def best_metric(context: TrainContext) -> str:
     """The metric that chooses the best checkpoint: `run.best_by`, or the first mode's accuracy, or its mean reward if rewards are graded.
 
-    It never depends on a single validation. One in which every call timed out has no accuracy, and its mean reward must not be compared.
+    It does not change between validations. If every reward call of a validation times out, there is no accuracy; its mean reward must not
+    be compared with the accuracy of others.
     """
     mode = next(iter(context.config.validation.modes))
     figure = "accuracy" if context.has_accuracy else "reward_mean"

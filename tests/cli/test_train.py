@@ -101,8 +101,8 @@ def test_samples_whose_reward_raises_leave_the_loss_and_are_shown(capsys: pytest
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "before the first step 9 of 9 held-out samples could not be scored; mend the reward. First: "),
-        (["data.validation=[]"], "step 1: not one of 16 samples could be scored; mend the reward and run the same command again. First: "),
+        ([], "before the first step 9 of 9 held-out samples could not be scored; fix the reward. First: "),
+        (["data.validation=[]"], "step 1: not one of 16 samples could be scored; fix the reward and run the same command again. First: "),
     ],
 )  # fmt: skip
 def test_a_reward_that_always_raises_ends_the_run_at_once(

@@ -141,7 +141,7 @@ def test_a_run_whose_samples_are_never_scored_ends_and_goes_on_when_the_reward_i
     assert [row["step"] for row in metrics()] == [1, 2, 3, 4]
     said = "".join(capsys.readouterr())
     assert (
-        "step 5: not one sample could be scored in 3 steps in a row, so the run stops here; mend the reward and run the same"
+        "step 5: not one sample could be scored in 3 steps in a row, so the run stops here; fix the reward and run the same"
         in said
     )
     steps = [line for line in said.splitlines() if line.startswith("step ")]
@@ -170,7 +170,7 @@ def test_a_last_step_without_a_score_is_an_error_and_what_came_before_it_is_save
 def test_a_mended_reward_goes_on_under_the_same_name(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text("def judge(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
     assert train("new.yaml", "reward.parts=mine.py:judge") == 2
-    assert "mend the reward and run the same command again. First: " in capsys.readouterr().err
+    assert "fix the reward and run the same command again. First: " in capsys.readouterr().err
     Path("mine.py").write_text("def judge(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n")
     assert train("new.yaml", "reward.parts=mine.py:judge") == 0
     assert "ZeroDivisionError" not in "".join(capsys.readouterr())
