@@ -6,7 +6,10 @@
     trim       sample filters: overlong, pruning, resampling
 
 A step is a named function `run(batch, context) -> batch`. It reads models and trainer state from the `StepContext` and adds its metrics
-and notes to it. The anchor is the policy in the denominator of the importance ratio; its log-probs are `old_logp` (`ref_logp` for anchored losses). Every option adds its own step: plain GRPO with one update per batch has only `token_rewards` and `advantages`.
+and notes to it. Every option adds its own step: GRPO with one update per batch prepares only `reference_logprobs` (for its KL term),
+`token_rewards` and `advantages`. The anchor is the policy in the denominator of the importance ratio. Its log-probs are `old_logp`, or
+`ref_logp` if the loss is anchored on the reference.
+
 `burnish/trainers/rl.py` calls the four methods of `AlgorithmPipeline` in this order.
 """
 
