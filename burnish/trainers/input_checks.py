@@ -70,7 +70,7 @@ def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) 
 
 
 def check_rows(config: TrainConfig, rows: list[Row], rewards: Rewards, answer_key: str) -> None:
-    """Refuse a row that its reward cannot score or that asks for tools. Multi-turn environments may provide both themselves."""
+    """Raise for a row that its reward cannot score or that asks for tools. Only `single_turn` is checked: others may provide both."""
     if config.environment.name != SINGLE_TURN:
         return
     for row in rows:
@@ -124,7 +124,7 @@ def _times_text(times: float) -> str:
 def check_positions(
     config: TrainConfig, positions: int | None, longest: int, held_out: list[Prompt], model: str = "the model"
 ) -> int:
-    """Refuse prompts that leave no room for a completion, before the engine finds out in the middle of a run.
+    """Raise if a prompt with its completion exceeds the model's positions or `environment.max_tokens`.
 
     Past its last position a model computes silently on untrained position embeddings. Returns the tokens of the longest sequence.
     """

@@ -1,10 +1,10 @@
-"""Process rewards: an implicit process reward model learns from outcomes online, and rewards tokens (PRIME, 2502.01456).
+"""`ProcessRewards` trains an implicit process reward model online on outcomes, and rewards tokens with it (PRIME, 2502.01456).
 
-    prior = log-probs under the model's frozen start
+    prior = log-probs under a frozen copy of the model's initial weights
     update on the outcomes           one optimizer step per mini-batch
     process_rewards = beta (log-probs - prior)
 
-By default the update comes first, so that the rewards come from the newest model. `update: after` swaps the two.
+By default the update comes first, so that the rewards come from the updated model. With `update: after` the rewards come first.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from burnish.training.optimizers.update_rules import describe_lr
 from burnish.training.profiler import step_to_profile
 
 MORE_DEMONSTRATIONS, MORE_UPDATES = 10, 4
-"""Factors of the control runs."""
+"""How many times the demonstrations of the warm start one control has, and the updates that both make."""
 Rows = list[dict[str, str]]
 
 
@@ -161,9 +161,9 @@ def _run_location(config: TrainConfig, name: str) -> tuple[Path, str, str]:
 
 # --- Control runs ---------------------------------------------------------------------------------------------------------
 #
-# Two supervised runs show whether imitation alone reaches the result of RL on a generated task. Both start from scratch like the RL run
-# and make four times its supervised updates. One imitates ten times as many of the same flawed demonstrations, the other only the correct
-# demonstrations of the run. (Ten times as many *correct* ones would be a perfect teacher: on sort_digits it reaches 99.7% by itself.)
+# Two supervised runs show whether imitation alone reaches the result of RL on a generated task. Both start from scratch, as the RL run
+# does, and make four times the updates of its warm start. One trains on ten times as many demonstrations, flawed like those of the run.
+# The other trains only on the run's correct demonstrations. (Ten times as many *correct* ones would be a perfect teacher: on sort_digits it reaches 99.7% by itself.)
 
 
 def check_controls(config: TrainConfig) -> tuple[Sft, Source]:

@@ -1,4 +1,4 @@
-"""Stages: several commands in a row as one run. Which stages are left, what each needs, and what a changed recipe means.
+"""`Stages` runs several commands in a row as one run. It records which stages are done, and checks their inputs and changed settings.
 
     with Stages.open(folder, plan, recipe_text, start_from) as stages:
         for stage in stages.left():
@@ -92,7 +92,7 @@ class Stages:
             self._check_product(name, stage.name)
         folder = self.folder / stage.name
         if stage.name not in self.index.entries and folder.exists():
-            remove(folder)  # left from a stage that `--from` undid
+            remove(folder)  # `--from` reset this stage and was killed before it removed the folder
         self.index.begin(stage.name, stage.asked, time.time())
 
     def end(self, stage: PlannedStage) -> bool:
@@ -102,7 +102,7 @@ class Stages:
         return outcome is not None
 
     def made(self) -> dict[str, str]:
-        """The values of references: products and run folders of finished stages."""
+        """Return what the references `stage:NAME` and `run:NAME` of a recipe stand for: products and run folders of finished stages."""
         found = {}
         for name, entry in self.index.entries.items():
             if entry.outcome is not None:
@@ -123,7 +123,7 @@ class Stages:
         self.close()
 
     def _record_finished(self) -> None:
-        """Record stages that finished while the parent process was killed."""
+        """Record stages whose command finished after the parent process was killed."""
         for name, entry in self.index.entries.items():
             if entry.outcome is None and (outcome := read_outcome(self.folder / name)) is not None:
                 done = (self.folder / name / OUTCOME_FILE).stat().st_mtime
@@ -159,7 +159,7 @@ class Stages:
         )
 
     def _forget(self, start_from: str) -> None:
-        """Undo a stage and all later ones. The index is written before folders are removed: a folder that it lacks is a leftover."""
+        """Reset a stage and all later ones. The index is written first, so that after a kill a folder without an entry is removed."""
         names = [stage.name for stage in self.plan]
         if start_from not in names:
             raise unknown_name_error("stage", start_from, names)

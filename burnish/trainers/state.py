@@ -1,4 +1,4 @@
-"""The trainer state: everything that changes in a run besides weights and optimizers, and its update after a step."""
+"""`TrainerState`: everything that a run changes besides weights and optimizers. `advance` updates it after a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REWARD_MEAN_DECAY = 0.9
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Saved as JSON in every checkpoint."""
+    """State of the trainer, saved as JSON in every checkpoint."""
 
     step: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def initial_state(algorithm: Algorithm) -> TrainerState:
 
 
 def advance(state: TrainerState, algorithm: Algorithm, stats: Mapping[str, float], num_sequences: int) -> TrainerState:
-    """The state after a step. `stats` has its mean KL, entropy and reward; what the step did not measure stays."""
+    """The state after a step. `stats` has its mean KL, entropy and reward. A value that the step did not measure leaves its controller unchanged."""
     state = replace(state, step=state.step + 1)
     if "reward" in stats:
         earlier = stats["reward"] if state.reward_mean is None else state.reward_mean

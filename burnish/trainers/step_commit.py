@@ -1,4 +1,4 @@
-"""What happens around a step of the RL loop: validation, metrics, samples, journal, checkpoints, and the errors that end a run."""
+"""Functions around a step of the RL loop: validation, metrics, samples, journal, checkpoints, and the errors that end a run."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def reward_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def binary_reward_hint(config: TrainConfig, scored: RolloutBatch) -> str | None:
-    """A hint if a user's reward gives only 0 and 1 to held-out samples but does not declare that 1 is correct."""
+    """Return a hint if a plug-in's reward gives only 0 and 1 to held-out samples but `correct_at` is not set."""
     own = [i for i, part in enumerate(config.reward.parts) if is_plugin(part.name) and part.correct_at is None]
     rewards = {t.reward for t in scored.trajectories if t.reward is not None}
     if not own or with_accuracy(scored.trajectories) or rewards != {0.0, 1.0}:
@@ -131,7 +131,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def no_signal_text(batch: Batch) -> str:
-    """Why the group filters left nothing, in one line."""
+    """Explain in one line why the group filters removed all groups."""
     groups, num = compact_ids(batch.sequence["group_ids"])
     rewards = batch.sequence["reward"]
     high, low = segment_max(rewards, groups, num), segment_min(rewards, groups, num)
@@ -143,7 +143,7 @@ def no_signal_text(batch: Batch) -> str:
 
 
 def nothing_left_text(batch: Batch) -> str:
-    """Why the sample filters left nothing, in one line."""
+    """Explain in one line why the sample filters removed all sequences."""
     truncated = int(batch.sequence["truncated"].sum())
     return f"the filters took all {batch.num_sequences} sequences out of the loss ({truncated} of them truncated)"
 
@@ -297,7 +297,7 @@ def token_values(
         written = part.action_mask[span]
         sequence = usable[owners[index]].sequences[-1]
         if part.tokens[span].tolist() != sequence.tokens.tolist():
-            continue  # an earlier context of an agent, which the table does not show
+            continue  # not the last sequence of the trajectory, which is the one in the table
 
         def of(column: Tensor, span: slice = span, written: Tensor = written) -> OptionalFloats:
             return [value if math.isfinite(value) else None for value in column[span][written].tolist()]
