@@ -36,7 +36,7 @@ training: {steps: 10, mini_batches: 2, optimizer: {lr: 1.0e-3, schedule: linear}
 validation: {every: 4, limit: 8}
 run: {save_every: 3, samples_every: 5, threads: 1}
 """
-NUM_KILLS, PARTS = 20, 2
+NUM_KILLS, PARTS = 12, 2
 
 
 def run_child(folder: Path) -> None:
