@@ -128,7 +128,7 @@ def test_rows_without_an_answer_are_refused_before_the_model_is_loaded(
         (
             {"prompt": "1", "answer": ""},
             (),
-            "(its columns: answer), leave the row out, or use a reward that needs no answer",
+            "(the row has: answer), leave the row out, or use a reward that needs no answer",
         ),
         (
             {"prompt": "1", "verifier": "math"},

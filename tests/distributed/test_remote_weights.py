@@ -84,7 +84,7 @@ def synced(folder: Path, backend: type[HereBackend], *overrides: str) -> None:
         (OneBitWrong, r"engine 1, version 1: tensor head\.weight is not what the trainer has \(1 of"),
         (
             OtherWeightsInUse,
-            "engine 1, version 1: token [12] of the probe has log-prob .* though all tensors are the same",
+            "engine 1, version 1: token [12] of the probe has log-prob .* though all tensors are equal",
         ),
     ],
 )
