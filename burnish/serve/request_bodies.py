@@ -35,6 +35,8 @@ CLOSE_HEADER = {"Connection": "close"}
 """For an error before the end of the body, whose rest is not read."""
 TOKENS_PER_POSITION = 2
 """A text is refused if a prefix has more tokens than this times the number of positions."""
+UNKNOWN_TOKEN_SIZE = 256
+"""Assumed size of the longest token where it cannot be read from the tokenizer."""
 PREFIX_GROWTH = (2, 8)
 """Least and largest growth factor of the next prefix."""
 MAX_NFC_RATIO = 4
@@ -186,7 +188,8 @@ class TextLimit:
         size = limit
         while size < len(text):
             num = len(self.tokenizer.encode(text[:size]))
-            if num > limit:
+            # A prefix that ends inside a token, such as half of `<pad>`, may have more tokens there than the whole text.
+            if num > limit + (UNKNOWN_TOKEN_SIZE if self._longest is None else self._longest.size):
                 raise self._refusal(text, self.max_positions + 1, param)
             least_growth, most_growth = PREFIX_GROWTH
             size = int(size * max(least_growth, min(most_growth, 1.2 * limit / max(1, num))))

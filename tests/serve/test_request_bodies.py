@@ -78,6 +78,7 @@ def test_a_text_has_at_least_the_tokens_that_its_length_says(tokenizer: Tokenize
 
 
 @given(TEXTS)
+@example("<pad>")
 def test_a_text_that_fits_is_never_refused_for_its_length(tokenizer: Tokenizer, text: str) -> None:
     num = len(tokenizer.encode(text))
     TextLimit(tokenizer, max(1, num)).check(text, "prompt")
