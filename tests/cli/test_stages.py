@@ -375,7 +375,7 @@ def test_killed_at_random_moments_again_and_again_it_ends_as_one_that_was_not(
         process = subprocess.Popen(
             command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        left, seen = int(math.exp(dice.uniform(0.0, 6.5))), size(Path("runs"))
+        left, seen = int(math.exp(dice.uniform(0.0, 4.5))), size(Path("runs"))
         while process.poll() is None and left:
             time.sleep(0.005)
             left, seen = left - (size(Path("runs")) != seen), size(Path("runs"))

@@ -126,7 +126,7 @@ def test_older_weights_that_are_corrected_for_need_no_word(correction: str) -> N
 @pytest.mark.parametrize(
     "overrides",
     [["algorithm.replay={}", "training.mini_batches=1"], ["algorithm=online_dpo", "rollout.source=ahead"]],
-    ids=["a ratio to those who wrote what comes back", "pairs whoever wrote them"],
+    ids=["a ratio to those who wrote what comes back", "pairs of any policy"],
 )
 def test_what_does_act_is_not_said_to_do_nothing(overrides: list[str]) -> None:
     assert said(*overrides) == []

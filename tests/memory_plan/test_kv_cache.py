@@ -70,7 +70,7 @@ def test_buckets(rows: int, most: int, size: int) -> None:
 def test_rows_are_cut_where_they_are_few_or_where_one_is_much_longer_than_most() -> None:
     assert num_splits(256, 2, [384] * 256) == 1
     assert num_splits(256, 2, [384] * 255 + [2048]) == 4
-    assert num_splits(256, 2, [2048] * 256) == 1, "all are as long: there is nobody to wait for"
+    assert num_splits(256, 2, [2048] * 256) == 1, "rows of equal length need no split"
     assert num_splits(8, 2, [100] * 8) == 32
     assert num_splits(128, 2, [300] * 128) == 2
     assert num_splits(256, 2, [100] * 255 + [40_000]) == 32

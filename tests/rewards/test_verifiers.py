@@ -277,7 +277,7 @@ def test_a_share_is_a_share_for_any_text(text, target):
 
 
 @pytest.mark.parametrize("part", [r"\(", r"\[", r"\begin{", r"\boxed{"])
-def test_openings_that_nobody_closes_cost_one_pass(part):
+def test_unclosed_openings_cost_one_pass(part):
     assert language(part * 30000, None, {}, target="zh") == 1.0
 
 
