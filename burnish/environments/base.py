@@ -1,21 +1,157 @@
-"""The `Environment` protocol: it answers the completions of one trajectory, turn by turn. Each trajectory has its own object.
+"""The contract of environments: one object plays one episode with the model, turn by turn.
 
-`start()` returns the prompt. After every completion, `observe` returns `Turn`, with tokens to append after the completion, or `Done`.
-The model does not write these tokens, so they are not trained. Environments work with token ids: sampled
-tokens are never tokenised again, so training sees exactly what was sampled.
+An environment speaks in messages; the runner turns them into tokens and keeps the sampled tokens exactly. `start` opens the episode, each
+`step` takes the model's answer and returns the next observation or the end, and `close` frees what the object holds.
 
-An environment runs in the main process, between two steps of the engine, so a slow one delays all samples. An exception ends its
-sample, which then has no reward and is not trained on (metric `rollout/environment_errors`). A `UserError` ends the run.
+What the model causes (a wrong move, a bad tool call) is an observation, and is trained on. What the machinery causes (an exception, a hang,
+a dead process) fails the episode: it is tried again with the same seed, and then leaves the loss and the group statistics.
+
+An older contract on token ids, `TokenEnvironment`, also works. It runs between two steps of the engine, so it must be fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
 from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Message
 from burnish.models.tokenizer import Tokenizer
+
+RunsIn = Literal["runner", "loop", "worker"]
+"""Where the methods of an object run.
+
+- `runner`: between two steps of the engine, without a deadline. Only for built-in code that takes microseconds and never waits.
+- `loop`: in the event loop of the runner's process. Only for built-in code that waits (for tools, for a server) and computes little.
+- `worker`: in a worker process, with a deadline for each call and a memory limit. All code of users runs there.
+"""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an environment knows about its episode. All values are plain data, because it may be sent to another process."""
+
+    id: str
+    """`<row id>#<visit>.<sample>`"""
+    seed: int
+    """The column `seed` of the row if it has one; otherwise derived from the run's seed, the row and the visit. All samples of a group
+    have the same seed. The episode must be a function of options, row and seed."""
+    prompt: str | list[Message]
+    """The prompt of the row."""
+    answer: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    """All other columns of the row."""
+    data_source: str = ""
+    sample: int = 0
+    """Index among the samples of the group."""
+    is_training: bool = True
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion of the model, as text."""
+
+    text: str
+    """The text without control tokens."""
+    raw_text: str
+    """The text with control tokens such as `[TOOL_CALLS]` or `<|python_tag|>`, without the token that ended the turn."""
+    finish: Literal["stop", "length"] = "stop"
+    """`length`: the answer was cut off at `max_tokens`. Only environments with `takes_truncated` see such answers."""
+    num_tokens: int = 0
+    turn: int = 0
+    """Index of the turn, from 0."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the model reads next. Give `messages`, or `text`, or at the start neither (the model then reads the row's prompt)."""
+
+    messages: tuple[Message, ...] | None = None
+    """Messages to append. At the start: the whole conversation up to the model's first turn."""
+    text: str | None = None
+    """Text to append behind the answer inside the same assistant turn, as `<information>` of Search-R1 is."""
+    reward: float = 0.0
+    """Reward of the answer before this observation."""
+    state: str | None = None
+    """The state before the model's next answer. GiGPO compares turns of a group that begin in equal states, so the text must not contain
+    counters. Report it in every turn or in none."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    """Only at the start: JSON schemas of the tools, for the chat template."""
+    stop: tuple[str, ...] | None = None
+    """Only at the start: strings that end an answer, in addition to `rollout.stop`."""
+    new_conversation: bool = False
+    """`messages` are a conversation of their own: the model does not see earlier turns (MemAgent). The trajectory gets another root."""
+    role: str | None = None
+    """Who answers next, in a game of several players. Each role has a conversation and a trajectory of its own."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to add to the episode's metrics."""
+    events: tuple[Event, ...] = ()
+    """What went wrong before this observation, to be counted and reported."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of an episode."""
+
+    reward: float | None = None
+    """Reward of the last answer. The reward of the episode is the sum over its turns. None: the configured reward scores the episode, and
+    no turn may have had a reward."""
+    success: bool | None = None
+    """Whether the episode counts as correct in accuracy, pass@k and filters. None: compare the reward with `correct_at`."""
+    rewards: Mapping[str, float] | None = None
+    """Only in a game of several players: the reward of each role for its last answer."""
+    text: str | None = None
+    """What the environment said last. Shown in samples and report; the model does not read it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that went wrong in an episode. The report shows an example of each kind."""
+
+    kind: str
+    """Such as `tool_raised`, `tool_timed_out`, `tool_unknown`, `tool_malformed`, `tool_cut`, `reset_failed`, `step_failed`,
+    `step_timed_out`, `worker_died`, `no_reply`, `bad_reply`."""
+    what: str
+    """The tool or method that failed."""
+    message: str
+    traceback: str = ""
+
+
+class Environment:
+    """Base class of environments. `__init__` takes the options of the config; one object plays one episode.
+
+    With `is_reusable`, an object is started again for another episode after `close`; `start` must then reset everything.
+    """
+
+    runs_in: ClassVar[RunsIn] = "worker"
+    is_reusable: ClassVar[bool] = False
+    takes_truncated: ClassVar[bool] = False
+    """Whether `step` also gets answers that were cut off at `max_tokens`. Otherwise such an answer ends the episode."""
+    roles: ClassVar[tuple[str, ...]] = ()
+    """The roles of a game of several players, each of which the model plays."""
+    correct_at: ClassVar[float | None] = None
+    """An episode with at least this reward counts as correct. None: episodes have no accuracy, unless `End.success` says so."""
+
+    async def start(self, episode: Episode) -> Observation:
+        """Begin an episode and return what the model reads first."""
+        raise NotImplementedError
+
+    async def step(self, answer: Answer) -> Observation | End:
+        """Take the model's answer."""
+        raise NotImplementedError
+
+    async def end(self, reason: Literal["turns", "length"]) -> End:
+        """The runner ends the episode: turns are spent, or no further answer fits. By default the configured reward scores it."""
+        return End()
+
+    async def close(self) -> None:
+        """Free what the object holds. Called once after each episode, whatever happened."""
+
+
+# --- The contract on token ids ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -24,8 +160,7 @@ class Turn:
 
     tokens: tuple[int, ...]
     state: str | None = None
-    """The state before the model's next completion, as text. GiGPO compares turns of a group that begin in equal states, so the text
-    must not contain counters. Report it in every turn or in none."""
+    """The state before the model's next completion, as `Observation.state`."""
     reward: float = 0.0
     """Reward of the completion before this turn."""
 
@@ -40,8 +175,8 @@ class Done:
     With None the configured reward scores the trajectory. An earlier turn with a reward is then an error."""
 
 
-class Environment(Protocol):
-    """Responds to the completions of one trajectory.
+class TokenEnvironment(Protocol):
+    """Responds to the completions of one trajectory in tokens, synchronously, in the runner's process.
 
     A class may have two more attributes:
 
@@ -71,5 +206,5 @@ class SingleTurn:
         return Done()
 
 
-MakeEnvironment = Callable[[Prompt], Environment]
+MakeEnvironment = Callable[[Prompt], TokenEnvironment]
 """Builds the environment of one trajectory of a prompt."""

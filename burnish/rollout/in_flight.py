@@ -20,7 +20,7 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import sample_key
 from burnish.core.trajectory import TokenSequence, Trajectory, TrajectoryFinish, TurnSpan
 from burnish.data.prompt_stream import PromptSample
-from burnish.environments.base import Done, Environment, Turn
+from burnish.environments.base import Done, TokenEnvironment, Turn
 from burnish.rewards.score_types import reward_problem
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RunningTrajectory:
     prompt_length: int = 0
     start: tuple[int, ...] = ()
     """Tokens of the prompt."""
-    environment: Environment | None = None
+    environment: TokenEnvironment | None = None
     """None only if its constructor raised."""
     state: str | None = None
     """The environment state in which the current turn begins."""

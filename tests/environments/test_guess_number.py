@@ -16,7 +16,7 @@ from burnish.data.supervised import encode_example
 from burnish.data.tasks.guess_number import GuessNumberTask, narrow_range
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.template import render, render_text, template_kind
-from burnish.environments.base import Done, Environment, Turn
+from burnish.environments.base import Done, TokenEnvironment, Turn
 from burnish.environments.dialogue import Dialogue
 from burnish.environments.registry import check_template_for_turns, environment_factory
 from burnish.models.tokenizer import Tokenizer
@@ -34,7 +34,9 @@ def prompt_of(row: Row, tokenizer: Tokenizer, **template: Any) -> Prompt:
     return Prompt(row, render_text(row, tokenizer, made), render(row, tokenizer, made), is_chat=is_chat)
 
 
-def game(tokenizer: Tokenizer, secret: int = 20, low: int = 17, high: int = 31, words: bool = False) -> Environment:
+def game(
+    tokenizer: Tokenizer, secret: int = 20, low: int = 17, high: int = 31, words: bool = False
+) -> TokenEnvironment:
     extra = {"task": "guess_number", "low": low, "high": high, "words": words}
     row = Row("guess_number/train/0", f"{low:02}-{high:02}?", "guess_number", secret, extra)
     return environment_factory(EnvironmentConfig(name="guess_number"), tokenizer)(prompt_of(row, tokenizer))
@@ -120,7 +122,7 @@ def test_demonstrations_are_games_that_the_environment_would_play(
     assert least < won / len(rows) < most, "found before the last guess"
 
 
-def replayed(one: Environment, said: list[dict[str, str]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def replayed(one: TokenEnvironment, said: list[dict[str, str]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """The tokens of a game in which the model says what the demonstration says."""
     turn: Any = one.start()
     tokens, mask = list(turn.tokens), [False] * len(turn.tokens)

@@ -1,0 +1,1 @@
+"""Tools that a model may call: the contract, built-in tools, and the formats in which models write calls."""
