@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,12 +49,23 @@ class EngineStats:
     """Plan of the current paged cache."""
 
 
-def check_requests(requests: Sequence[Request], known: Set[str], check: Callable[[Request], None]) -> set[str]:
-    """Return the ids of the requests. Raise if `check` refuses one, or if an id occurs twice or is `known`."""
+def enqueue_by_priority(waiting: deque[Request], requests: Iterable[Request]) -> None:
+    """Insert requests behind the waiting ones of the same or a higher priority. The cost does not grow with the queue, but for a search."""
+    for request in requests:
+        if not waiting or waiting[-1].priority >= request.priority:
+            waiting.append(request)
+        else:
+            waiting.insert(bisect_right(waiting, -request.priority, key=lambda r: -r.priority), request)
+
+
+def check_requests(
+    requests: Sequence[Request], known: Sequence[Container[str]], check: Callable[[Request], None]
+) -> set[str]:
+    """Return the ids of the requests. Raise if `check` refuses one, or if an id occurs twice or in one of the containers `known`."""
     fresh = set[str]()
     for request in requests:
         check(request)
-        if request.id in known:
+        if any(request.id in ids for ids in known):
             raise ValueError(f"request {request.id} is already running")
         if request.id in fresh:
             raise ValueError(f"two of the requests are called {request.id}")

@@ -25,6 +25,7 @@ from burnish.inference.engine_common import (
     check_requests,
     copy_weights,
     empty_completion,
+    enqueue_by_priority,
     has_stop_string,
 )
 from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache, DensePrefillAttention, RunningRows
@@ -80,10 +81,10 @@ class DenseEngine:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known = self._ids | {completion.id for completion in self.ready}
+        known = self._ids, {completion.id for completion in self.ready}
         fresh = check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
         self.waiting_by_prompt.update(request.tokens for request in requests)
-        self.waiting = deque(sorted([*self.waiting, *requests], key=lambda r: -r.priority))
+        enqueue_by_priority(self.waiting, requests)
         self._ids |= fresh
 
     def stream(self) -> Iterator[Completion]:

@@ -12,6 +12,7 @@ again later. On a CPU the same code runs without CUDA graphs.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
@@ -81,7 +82,8 @@ class PagedEngine:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known = self._states.keys() | {completion.id for completion in self.ready}
+        undelivered = {completion.id for completion in self.ready}
+        known = self._states, undelivered
         check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
         if self.exact and (biased := [r.id for r in requests if r.sampling.logit_bias]):
             raise UserError(
@@ -358,10 +360,14 @@ class PagedEngine:
 
     def _enqueue(self, state: RequestState) -> None:
         """Insert a request behind those of its priority, and behind all preempted ones."""
-        at, waiting, priority = len(self.waiting), self.waiting, state.request.priority
-        while at and waiting[at - 1].request.priority < priority and waiting[at - 1].admission < 0:
-            at -= 1
-        waiting.insert(at, state)
+        at = bisect_right(self.waiting, _queue_order(state), key=_queue_order)
+        self.waiting.insert(at, state)
+
+
+def _queue_order(state: RequestState) -> tuple[bool, int]:
+    """Sort key of the waiting queue: preempted requests first, then by priority."""
+    is_new = state.admission < 0
+    return is_new, -state.request.priority if is_new else 0
 
 
 def _kv_token_bytes(model: Decoder, quantised: bool) -> int:

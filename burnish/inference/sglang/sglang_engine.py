@@ -32,7 +32,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.inference.engine_common import check_requests
+from burnish.inference.engine_common import check_requests, enqueue_by_priority
 from burnish.inference.server_client import ServerError, write_weight_files
 from burnish.inference.sglang.sglang_requests import ABORT_TIMEOUT_S, InFlightRequest, RequestSender
 from burnish.inference.sglang.sglang_servers import (
@@ -90,6 +90,7 @@ class SglangEngine:
         else:
             self._root = Path(weights_dir).absolute()
         self._waiting: deque[Request] = deque()
+        self._waiting_ids: set[str] = set()
         self._running: dict[str, InFlightRequest] = {}
         self._ready: deque[EndedRequest] = deque()
         self._interrupted = False
@@ -109,12 +110,14 @@ class SglangEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         with self._changed:
             check = partial(check_request, servers=self.servers, vocab_size=self.vocab_size)
-            check_requests(requests, self._known(), check)
+            undelivered = {flight.request.id for flight, _ in self._ready}
+            check_requests(requests, (self._waiting_ids, self._running, undelivered), check)
         if self._label is None and self._weights is not None:
             self.load(self.version, ())
         self.wake()
         with self._changed:
-            self._waiting = deque(sorted([*self._waiting, *requests], key=lambda r: -r.priority))
+            enqueue_by_priority(self._waiting, requests)
+            self._waiting_ids.update(request.id for request in requests)
             self._start()
 
     def stream(self) -> Iterator[Completion]:
@@ -137,6 +140,7 @@ class SglangEngine:
                 raise KeyError(f"cannot abort requests that are not running: {sorted(unknown)[:3]}")
             stopped = [InFlightRequest(r, self.version, None) for r in self._waiting if r.id in wanted]
             self._waiting = deque(r for r in self._waiting if r.id not in wanted)
+            self._waiting_ids -= wanted
             running = [flight for name, flight in self._running.items() if name in wanted]
         for flight in running:
             flight.aborted.set()
@@ -185,7 +189,7 @@ class SglangEngine:
 
     def _known(self) -> set[str]:
         ended = {flight.request.id for flight, _ in self._ready}
-        return {r.id for r in self._waiting} | self._running.keys() | ended
+        return self._waiting_ids | self._running.keys() | ended
 
     def _still_running(self, flights: list[InFlightRequest]) -> list[InFlightRequest]:
         return [flight for flight in flights if self._running.get(flight.request.id) is flight]
@@ -199,6 +203,7 @@ class SglangEngine:
         """Start waiting requests up to `max_rows`. The caller holds the lock."""
         while self._waiting and len(self._running) < self.max_rows:
             request = self._waiting.popleft()
+            self._waiting_ids.discard(request.id)
             flight = InFlightRequest(request, self.version, self._label)
             self._running[request.id] = flight
             threading.Thread(target=self._run, args=(flight,), name=f"sglang {request.id}", daemon=True).start()

@@ -272,7 +272,7 @@ class VllmEngine:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        known = self._requests.keys() | {completion.id for completion in self.ready}
+        known = self._requests, {completion.id for completion in self.ready}
         check = partial(check_vllm_request, vocab_size=self.vocab_size, max_positions=self.max_positions)
         check_requests(requests, known, check)
         if not self._closing.alive:

@@ -28,7 +28,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.config.rollout import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
-from burnish.inference.engine_common import check_requests, needs_scoring
+from burnish.inference.engine_common import check_requests, enqueue_by_priority, needs_scoring
 from burnish.inference.server_client import ServerError, write_weight_files
 from burnish.inference.vllm import vllm_requests
 from burnish.inference.vllm.vllm_requests import (
@@ -70,6 +70,7 @@ class VllmServer:
         self._num_calls = self._num_loads = 0
         self._label: str | None = None
         self._waiting: deque[Request] = deque()
+        self._waiting_ids: set[str] = set()
         self._running: dict[str, _RequestThread] = {}
         self._ended: queue.SimpleQueue[_RequestThread | None] = (
             queue.SimpleQueue()
@@ -80,7 +81,8 @@ class VllmServer:
 
     def submit(self, requests: Sequence[Request]) -> None:
         check = partial(check_vllm_request, vocab_size=self.vocab_size, max_positions=self.info.max_positions)
-        check_requests(requests, self._known(), check)
+        undelivered = {completion.id for completion in self.ready}
+        check_requests(requests, (self._waiting_ids, self._running, undelivered), check)
         for request in requests:
             if large := [token for token, value in request.sampling.logit_bias if abs(value) > MAX_LOGIT_BIAS]:
                 raise UserError(
@@ -93,7 +95,8 @@ class VllmServer:
         if not self._has_weights:
             self.load(self.version, ())
         self.wake()
-        self._waiting = deque(sorted([*self._waiting, *requests], key=lambda r: -r.priority))
+        enqueue_by_priority(self._waiting, requests)
+        self._waiting_ids.update(request.id for request in requests)
 
     def stream(self) -> Iterator[Completion]:
         """Yield completions. A failed request raises once; the others continue in the next stream."""
@@ -132,6 +135,7 @@ class VllmServer:
             self._collect(thread)
         self.ready.extend(PartialCompletion(r).completion(self.version) for r in self._waiting if r.id in wanted)
         self._waiting = deque(r for r in self._waiting if r.id not in wanted)
+        self._waiting_ids.difference_update(wanted)
         kept = [completion for completion in self.ready if completion.id in wanted]
         self.ready = deque(completion for completion in self.ready if completion.id not in wanted)
         return kept if keep else []
@@ -182,13 +186,15 @@ class VllmServer:
     # --- requests ------------------------------------------------------------------------------------------------------
 
     def _known(self) -> set[str]:
-        return self._running.keys() | {r.id for r in self._waiting} | {completion.id for completion in self.ready}
+        return self._running.keys() | self._waiting_ids | {completion.id for completion in self.ready}
 
     def _start(self) -> None:
         """Start waiting requests up to `max_rows`."""
         while self._waiting and len(self._running) < self.max_rows:
             self._num_calls += 1
-            thread = _RequestThread(self, self._waiting.popleft(), f"{self._name}-{self._num_calls}")
+            request = self._waiting.popleft()
+            self._waiting_ids.discard(request.id)
+            thread = _RequestThread(self, request, f"{self._name}-{self._num_calls}")
             self._running[thread.state.request.id] = thread
             thread.start()
 
