@@ -2,12 +2,18 @@
 
 The rollout driver creates a trajectory, the reward completes it, and `pack` is called once per step. All token data are
 numpy arrays, so that a trajectory can be sent to another process or stored in a file without torch.
+
+The tokens of a trajectory are a forest of nodes. A plain answer is a chain of two nodes: the prompt and the answer. A context that
+was rewritten forks behind the last node that both versions share, or is a root of its own. A learner reads whole sequences, so each
+path from a root to a leaf is a sequence. Paths share nodes, but each sampled token is an action in one of them only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.config.errors import UserError
 from burnish.core.batch import Batch, Ragged
 from burnish.core.random_keys import fold, hash_text, to_int64
 from burnish.core.segments import offsets_from_lengths
@@ -40,15 +47,42 @@ TREE_NODE_ENDS = "ends"
 SHARED_TOKENS = "shared_tokens"
 """Number of tokens of a path that are on edges of an earlier path of its tree, and are counted there."""
 STEP_REWARDS = "step_rewards"
-"""(position of the last token, reward) of each step of the last sequence. Also the name of the token column."""
+"""(position of the last token, reward) of each step of the only sequence. Also the name of the token column."""
+ROLE = "role"
+"""Only in a game of several players: the player whose trajectory it is. Samples of one prompt are compared within a role."""
+EVENTS = "events"
+"""What went wrong in the episode: a list of {kind, what, message, traceback}."""
+LAST_WORDS = "last_words"
+"""What the environment said at the end. The model did not read it."""
+EPISODE_METRICS = "episode_metrics"
+"""Numbers that the environment measured, by name."""
+
+
+@dataclass(slots=True)
+class TokenNode:
+    """A run of tokens that the model sampled in one turn, or that it only read. Forks happen between nodes."""
+
+    parent: int
+    """Index of the node before it, which is smaller than its own; -1 for a root."""
+    tokens: np.ndarray  # int64
+    logp: np.ndarray | None = (
+        None  # float32: log-probs under the sampling distribution; None if the model did not sample the node
+    )
+    version: np.ndarray | None = (
+        None  # int32: version of the weights that sampled each token; None if the model did not
+    )
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.logp is not None
 
 
 @dataclass
 class TokenSequence:
-    """Tokens, with three columns of the same length. Log-probs and versions are 0 and -1 if the model did not write the token."""
+    """Tokens, with three columns of the same length. Log-probs and versions are 0 and -1 if a token is no action."""
 
     tokens: np.ndarray  # int64
-    action_mask: np.ndarray  # bool: whether the model wrote the token
+    action_mask: np.ndarray  # bool: whether the model wrote the token, and no earlier sequence of the trajectory has it
     behaviour_logp: np.ndarray  # float32: log-prob under the distribution that the token was sampled from
     version: np.ndarray  # int32: version of the weights that sampled the token
 
@@ -58,14 +92,23 @@ class TokenSequence:
 
 
 class TurnSpan(NamedTuple):
-    """One turn of the model: the tokens it wrote from `start` to the next turn or the end."""
+    """One turn of the model."""
 
-    start: int
-    """Position in the sequence of the first token."""
+    node: int
+    """Index of the node that holds its tokens."""
     state: str | None = None
     """The state that the environment reported before the turn; None if it reports no states."""
     reward: float = 0.0
     """The environment's reward for the turn."""
+
+
+class NodePlace(NamedTuple):
+    """Where a node is in the sequences of its trajectory."""
+
+    sequence: int
+    """Index of the first sequence through the node."""
+    start: int
+    """Position of its first token in that sequence."""
 
 
 @dataclass
@@ -77,8 +120,8 @@ class Trajectory:
     """How often the run had drawn the prompt before."""
     sample: int
     """Index among the samples of the draw; negative for greedy and continued answers, which are not trained on."""
-    sequences: list[TokenSequence]
-    """One sequence; several if the context of an agent was rewritten."""
+    nodes: list[TokenNode]
+    """All tokens. A parent comes before its children. Do not change the list once `sequences` was read."""
     finish: TrajectoryFinish
     completion: str
     reward: float | None = None
@@ -90,11 +133,26 @@ class Trajectory:
     error: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     turns: list[TurnSpan] = field(default_factory=list)
-    """The turns of the last sequence, in order; empty if they were not recorded."""
+    """The turns of all branches, in the order in which they were played; empty if they were not recorded."""
 
     @property
     def id(self) -> str:
-        return f"{self.prompt_id}#{self.visit}.{self.sample}"
+        return f"{self.group_id}.{self.sample}"
+
+    @property
+    def group_id(self) -> str:
+        """Name of the samples that it is compared with: equal prompt and visit, and in a game of several players equal role."""
+        name = f"{self.prompt_id}#{self.visit}"
+        return f"{name}/{self.role}" if self.role is not None else name
+
+    @property
+    def place_in_draw(self) -> tuple[str, int]:
+        """Sort key among the trajectories of one draw. It keeps groups together."""
+        return self.role or "", self.sample
+
+    @property
+    def role(self) -> str | None:
+        return self.metadata.get(ROLE)
 
     @property
     def is_demonstration(self) -> bool:
@@ -111,7 +169,85 @@ class Trajectory:
 
     @property
     def num_actions(self) -> int:
-        return sum(s.num_actions for s in self.sequences)
+        return sum(len(node.tokens) for node in self.nodes if node.is_sampled)
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """The nodes of each sequence, from a root to a leaf, in the order of the leaves.
+
+        A path whose sampled nodes are all in earlier paths is left out. If no node was sampled, the first path stays.
+        """
+        if empty := [k for k, node in enumerate(self.nodes) if node.is_sampled and not len(node.tokens)]:
+            raise ValueError(f"{self.id}: node {empty[0]} was sampled but has no tokens; leave such nodes out")
+        inner = {node.parent for node in self.nodes}
+        every = [self._path(leaf) for leaf in range(len(self.nodes)) if leaf not in inner]
+        owned, kept = set[int](), list[list[int]]()
+        for path in every:
+            new = {index for index in path if self.nodes[index].is_sampled} - owned
+            owned |= new
+            kept += [path] if new else []
+        return kept or every[:1] or [[]]
+
+    @cached_property
+    def node_places(self) -> dict[int, NodePlace]:
+        """The first place of each node that is in a sequence. Every sampled node is in one."""
+        places: dict[int, NodePlace] = {}
+        for number, path in enumerate(self.paths):
+            ends = accumulate((len(self.nodes[index].tokens) for index in path), initial=0)
+            for index, start in zip(path, ends, strict=False):
+                places.setdefault(index, NodePlace(number, start))
+        return places
+
+    @cached_property
+    def sequences(self) -> list[TokenSequence]:
+        """One sequence for each of `paths`. A sampled token is an action in the first path through it, and context in later ones."""
+        return [self._sequence(number, path) for number, path in enumerate(self.paths)]
+
+    @property
+    def turn_places(self) -> list[NodePlace]:
+        """Where each turn begins."""
+        return [self.node_places[span.node] for span in self.turns]
+
+    def _path(self, leaf: int) -> list[int]:
+        path = [leaf]
+        while (parent := self.nodes[path[-1]].parent) >= 0:
+            if parent >= path[-1]:
+                raise ValueError(f"{self.id}: node {path[-1]} has the parent {parent}, which does not come before it")
+            path.append(parent)
+        return path[::-1]
+
+    def _sequence(self, number: int, path: Sequence[int]) -> TokenSequence:
+        nodes = [self.nodes[index] for index in path]
+        tokens = _concatenate([node.tokens for node in nodes], np.int64)
+        action_mask = np.zeros(len(tokens), dtype=bool)
+        logp, version = np.zeros(len(tokens), dtype=np.float32), np.full(len(tokens), -1, dtype=np.int32)
+        start = 0
+        for index, node in zip(path, nodes, strict=True):
+            span = slice(start, start := start + len(node.tokens))
+            if node.logp is not None and self.node_places[index].sequence == number:
+                action_mask[span], logp[span] = True, node.logp
+                version[span] = -1 if node.version is None else node.version
+        return TokenSequence(tokens, action_mask, logp, version)
+
+
+def chain_nodes(
+    tokens: np.ndarray,
+    action_mask: np.ndarray,
+    behaviour_logp: np.ndarray,
+    version: np.ndarray,
+    starts: Iterable[int] = (),
+) -> list[TokenNode]:
+    """Return one sequence as a chain of nodes: runs of sampled and of other tokens, in turn. A new node also begins at each of `starts`."""
+    changes = (np.flatnonzero(action_mask[1:] != action_mask[:-1]) + 1).tolist()
+    borders = sorted({0, len(tokens), *changes, *(start for start in starts if 0 < start < len(tokens))})
+    nodes: list[TokenNode] = []
+    for start, end in zip(borders, borders[1:], strict=False):
+        node = TokenNode(len(nodes) - 1, np.asarray(tokens[start:end], dtype=np.int64))
+        if action_mask[start]:
+            node.logp = np.asarray(behaviour_logp[start:end], dtype=np.float32)
+            node.version = np.asarray(version[start:end], dtype=np.int32)
+        nodes.append(node)
+    return nodes
 
 
 def with_accuracy(trajectories: Iterable[Trajectory]) -> list[tuple[Trajectory, float]]:
@@ -128,7 +264,8 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
 
     Sequence columns:
 
-    - `group_ids` (equal prompt and visit), `trajectory_ids` (index into `trajectories`);
+    - `group_ids` (equal prompt and visit, and in a game of several players equal role);
+    - `trajectory_ids` (index into `trajectories`): the sequences of one trajectory have its reward in common, which counts once;
     - `key`: a random key that depends on the run's seed and the sample, not on the other sequences of the batch;
     - `reward`, `accuracy`, `truncated`, and `part/<name>` for each part of a reward;
     - `greedy_reward` (reward of the prompt's greedy answer), `budget` (number of tokens the prompt asked for) and `use`
@@ -137,19 +274,18 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
 
     A missing number is nan. Token columns: `action_mask`, `loss_mask`, `behaviour_logp`, `version`. If the environment reports
     states or rewards turns before the last, there are ragged columns `turn_start` (position in the sequence), `turn_state` (equal
-    numbers for equal states) and `turn_reward`. `segment_and_tree_columns` and `step_reward_columns` add theirs.
+    numbers for equal states) and `turn_reward`. A turn is in the sequence in which its tokens are actions.
+    `segment_and_tree_columns` and `step_reward_columns` add theirs.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
     if unscored:
         raise ValueError(f"{len(unscored)} trajectories have no reward and cannot be packed, first {unscored[0]}")
     owners = [t for t in trajectories for _ in t.sequences]  # [S]
     trajectory_ids = [index for index, t in enumerate(trajectories) for _ in t.sequences]
-    keys = [
-        to_int64(fold(seed, t.prompt_id, t.visit, t.sample, k)) for t in trajectories for k in range(len(t.sequences))
-    ]
+    keys = [to_int64(_sequence_key(seed, t, k)) for t in trajectories for k in range(len(t.sequences))]
     sequences = [s for t in trajectories for s in t.sequences]
-    groups: dict[tuple[str, int], int] = {}
-    group_ids = [groups.setdefault((t.prompt_id, t.visit), len(groups)) for t in owners]
+    groups: dict[str, int] = {}
+    group_ids = [groups.setdefault(t.group_id, len(groups)) for t in owners]
 
     def token_column(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
@@ -185,13 +321,15 @@ def segment_and_tree_columns(
 ) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
     """Return the token and ragged columns of segmented answers, or of answers that are paths of a tree; else none.
 
-    Each trajectory has one sequence.
+    Each trajectory must have one sequence.
 
     - Segments: the token column `segment_ids` is -1 outside of all segments. The ragged column is `SEGMENT_VALUES`.
     - Trees: the ragged column `TREE_NODES` has equal numbers for equal nodes. Paths with the same beginning share edges, and
       each edge is trained once: `segment_ids` is the edge's index in `TREE_NODES` in the first sequence that has the edge.
       In all other sequences it is -1, and `loss_mask` is False there: the tokens are context only.
     """
+    if any(TREE_NODES in t.metadata or SEGMENT_STARTS in t.metadata for t in trajectories):
+        _require_one_sequence(trajectories, "advantages of segments and trees (SPO)")
     if any(TREE_NODES in t.metadata for t in trajectories):
         return _tree_columns(trajectories, group_ids)
     if any(SEGMENT_STARTS in t.metadata for t in trajectories):
@@ -207,14 +345,15 @@ def step_reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]
     """
     if not any(STEP_REWARDS in t.metadata for t in trajectories):
         return {}
+    _require_one_sequence([t for t in trajectories if STEP_REWARDS in t.metadata], "rewards of steps")
     moved = []
     for t in trajectories:
-        steps = t.metadata.get(STEP_REWARDS, ())
         columns = [np.zeros(len(s.tokens)) for s in t.sequences]
-        for sequence, column in zip(t.sequences, columns, strict=True):
+        if steps := t.metadata.get(STEP_REWARDS):
+            (sequence,), (column,) = t.sequences, columns
             column[np.flatnonzero(sequence.action_mask)[-1:]] -= sum(value for _, value in steps)
-        for position, value in steps:
-            columns[-1][position] += value
+            for position, value in steps:
+                column[position] += value
         moved += columns
     return {STEP_REWARDS: torch.from_numpy(np.concatenate(moved))}
 
@@ -238,20 +377,40 @@ def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, Ragged]:
     """Return the turns of every sequence; {} if there are neither states nor rewards before the last turn."""
-    spans = [span for t in trajectories for span in t.turns]
-    has_states = bool(spans) and all(span.state is not None for span in spans)
+    has_states = all(span.state is not None for t in trajectories for span in t.turns)
+    has_states = has_states and any(t.turns for t in trajectories)
     has_rewards = any(span.reward for t in trajectories for span in t.turns[:-1])
     if not has_states and not has_rewards:
         return {}
-    lengths = [count for t in trajectories for count in [0] * (len(t.sequences) - 1) + [len(t.turns)]]
+    spans, starts, lengths = list[TurnSpan](), list[int](), list[int]()
+    for t in trajectories:
+        placed = sorted(zip(t.turn_places, t.turns, strict=True), key=lambda one: one[0])
+        starts += [place.start for place, _ in placed]
+        spans += [span for _, span in placed]
+        counts = Counter(place.sequence for place, _ in placed)
+        lengths += [counts[k] for k in range(len(t.sequences))]
     offsets = offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64))
-    columns = {"turn_start": torch.tensor([span.start for span in spans], dtype=torch.int64)}
+    columns = {"turn_start": torch.tensor(starts, dtype=torch.int64)}
     if has_rewards:
         columns["turn_reward"] = torch.tensor([span.reward for span in spans], dtype=torch.float64)
     if has_states:
         states = [to_int64(hash_text(str(span.state))) for span in spans]
         columns["turn_state"] = torch.tensor(states, dtype=torch.int64)
     return {name: Ragged(values, offsets) for name, values in columns.items()}
+
+
+def _sequence_key(seed: int, trajectory: Trajectory, number: int) -> int:
+    t, role = trajectory, trajectory.role
+    return fold(seed, t.prompt_id, t.visit, t.sample, number, *(() if role is None else (role,)))
+
+
+def _require_one_sequence(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Raise if a trajectory has several sequences, because the positions of `what` would be ambiguous."""
+    if several := [t for t in trajectories if len(t.sequences) > 1]:
+        raise UserError(
+            f"{what} need trajectories of one sequence, but the context of {several[0].id} was rewritten and it has "
+            f"{len(several[0].sequences)}; choose another advantage or reward, or environment.history=keep"
+        )
 
 
 def _segment_columns(trajectories: Sequence[Trajectory]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
@@ -286,6 +445,10 @@ def _segment_ids(trajectory: Trajectory, starts: Sequence[int]) -> np.ndarray:
     (sequence,) = trajectory.sequences
     ids = np.searchsorted(np.array(starts, dtype=np.int64), np.arange(len(sequence.tokens)), side="right") - 1
     return np.where(sequence.action_mask, ids, -1)
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
 
 
 def _nan_if_none(value: float | None) -> float:

@@ -146,7 +146,9 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:
-    return np.concatenate([s.version[s.action_mask & (s.version >= 0)] for s in trajectory.sequences])
+    """Return the versions of its sampled tokens. Those of a demonstration are unknown (-1) and left out."""
+    every = np.concatenate([s.version for s in trajectory.sequences])
+    return every[every >= 0]
 
 
 def _attach_baselines(trajectories: Sequence[Trajectory]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import sample_key
-from burnish.core.trajectory import TokenSequence, Trajectory, TrajectoryFinish, TurnSpan
+from burnish.core.trajectory import Trajectory, TrajectoryFinish, TurnSpan, chain_nodes
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import Done, TokenEnvironment, Turn
 from burnish.rewards.score_types import reward_problem
@@ -54,7 +54,7 @@ class RunningTrajectory:
     state: str | None = None
     """The environment state in which the current turn begins."""
     turns: list[TurnSpan] = field(default_factory=list)
-    """Complete turns."""
+    """Complete turns. Until the trajectory ends, `node` is the position of the turn's first token."""
     num_sampled: int = 0
     """Tokens that the model sampled, in all turns."""
     num_partial: int = 0
@@ -268,17 +268,19 @@ class InFlightTrajectories:
                 f"the environment's rewards of {active.draw.prompt.row.id}, added up over its turns: {wrong}"
             )
         reward = total_reward if is_scored else None
-        sequence = TokenSequence(
+        nodes = chain_nodes(
             tokens=np.array(active.context, dtype=np.int64),
             action_mask=np.array(active.action_mask, dtype=bool),
             behaviour_logp=np.array(active.logp, dtype=np.float32),
             version=np.array(active.version, dtype=np.int32),
+            starts=[span.node for span in active.turns],
         )
+        sampled = [index for index, node in enumerate(nodes) if node.is_sampled]
         return Trajectory(
             prompt_id=active.draw.prompt.row.id,
             visit=active.draw.visit,
             sample=active.sample,
-            sequences=[sequence],
+            nodes=nodes,
             finish=finish,
             completion=self.runner.tokenizer.decode(active.context[active.prompt_length :]),
             reward=reward,
@@ -286,7 +288,7 @@ class InFlightTrajectories:
             parts={} if reward is None else {"environment": reward},
             error=error,
             metadata={"prompt_length": active.prompt_length},
-            turns=active.turns,
+            turns=[span._replace(node=index) for index, span in zip(sampled, active.turns, strict=True)],
         )
 
 

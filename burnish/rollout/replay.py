@@ -55,11 +55,11 @@ class ReplayGroup:
 
     @property
     def id(self) -> str:
-        return group_id_of(self.trajectories[0].id)
+        return self.trajectories[0].group_id
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) for t in self.trajectories for s in t.sequences)
+        return sum(len(node.tokens) for t in self.trajectories for node in t.nodes)
 
 
 class ReplayStore:
@@ -99,7 +99,7 @@ class ReplayStore:
         ids = list(used)
         in_loss = {group_id_of(name) for name in ids}
         may_stay = in_loss if unfinished is None else {group_id_of(name) for name in unfinished}
-        replayed = {group_id_of(t.id) for t in rollouts.replayed}
+        replayed = {t.group_id for t in rollouts.replayed}
         ages = []
         for entry in self.entries:
             if entry.id not in replayed:
@@ -213,8 +213,8 @@ def _new_groups(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[Re
     """Return the new groups that may be replayed, each with all its scored samples, which its group statistics need."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        if trajectory.reward is not None and group_id_of(trajectory.id) in wanted:
-            groups.setdefault(group_id_of(trajectory.id), []).append(trajectory)
+        if trajectory.reward is not None and trajectory.group_id in wanted:
+            groups.setdefault(trajectory.group_id, []).append(trajectory)
     found = []
     for samples in groups.values():
         versions = [v for v in map(oldest_version, samples) if v is not None]

@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import (
     NO_LOGP,
     OFF_POLICY,
     SHARED_TOKENS,
     STEP_REWARDS,
-    TokenSequence,
+    TokenNode,
     Trajectory,
     TurnSpan,
+    chain_nodes,
 )
 from burnish.data.demonstrations import DemonstrationTokens, PromptDemonstrations
 from burnish.data.prompt_stream import PromptSample
@@ -40,7 +42,6 @@ POLL_INTERVAL_S = 0.2
 """How often a wait for scores checks whether the user asked to stop."""
 GREEDY_SAMPLE = -1
 """Sample index of a prompt's greedy answer, so that its id differs from those of the samples."""
-TOKEN_COLUMNS = ("tokens", "action_mask", "behaviour_logp", "version")
 SCORE_FIELDS = ("reward", "accuracy", "parts", "error", "metadata")
 TRAJECTORY_FIELDS = ("prompt_id", "visit", "sample", "finish", "completion", "turns", *SCORE_FIELDS)
 
@@ -84,7 +85,9 @@ class RolloutBatch:
         if not self.demonstrations:
             return self.trajectories
         order = {(d.prompt.row.id, d.visit): k for k, d in enumerate(self.draws)}
-        return sorted([*self.trajectories, *self.demonstrations], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+        return sorted(
+            [*self.trajectories, *self.demonstrations], key=lambda t: (order[t.prompt_id, t.visit], t.place_in_draw)
+        )
 
     @property
     def failed(self) -> list[Trajectory]:
@@ -109,7 +112,7 @@ def interleave_groups(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory
     """Merge two lists of whole groups: each keeps its order, and the second is spread evenly over the first."""
     placed = []
     for kind, trajectories in enumerate((fresh, replayed)):
-        groups = [list(g) for _, g in groupby(trajectories, lambda t: (t.prompt_id, t.visit))]
+        groups = [list(g) for _, g in groupby(trajectories, lambda t: t.group_id)]
         placed += [((k + 0.5) / len(groups), kind, group) for k, group in enumerate(groups)]
     return [t for *_, group in sorted(placed, key=lambda one: one[:2]) for t in group]
 
@@ -198,7 +201,7 @@ class RoundBuilder:
                 self.submit(found[-SUBMIT_CHUNK:])
             self.progress(f"{what} {len(resumed) + len(found)}/{total}")
         self.submit(found[len(found) - len(found) % SUBMIT_CHUNK :])
-        return sorted([*resumed, *found], key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+        return sorted([*resumed, *found], key=lambda t: (order[t.prompt_id, t.visit], t.place_in_draw))
 
 
 def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
@@ -206,9 +209,9 @@ def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Traje
 
     If the greedy answer could not be scored, its samples have no baseline and fail too.
     """
-    by_draw = {(t.prompt_id, t.visit): t for t in greedy}
+    by_group = {t.group_id: t for t in greedy}
     for sample in samples:
-        baseline = by_draw[sample.prompt_id, sample.visit]
+        baseline = by_group[sample.group_id]
         if baseline.reward is not None:
             sample.metadata["greedy_reward"] = baseline.reward
         elif sample.reward is not None:
@@ -295,7 +298,7 @@ class GroupDemonstrations:
             prompt_id=draw.prompt.row.id,
             visit=draw.visit,
             sample=sample,
-            sequences=[TokenSequence(tokens, written, logp, np.full(len(tokens), -1, dtype=np.int32))],
+            nodes=chain_nodes(tokens, written, logp, np.full(len(tokens), -1, dtype=np.int32)),
             finish="stop",
             completion=self.tokenizer.decode(tokens[start:].tolist()),
             metadata={"prompt_length": start, OFF_POLICY: True} | ({NO_LOGP: True} if traced.logp is None else {}),
@@ -306,26 +309,55 @@ class GroupDemonstrations:
 
 
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """Return the tokens of all sequences as packed arrays, and all other fields as JSON."""
-    sequences = [s for t in trajectories for s in t.sequences]
-    arrays = {name: np.concatenate([getattr(s, name) for s in sequences]) for name in TOKEN_COLUMNS}
-    arrays["lengths"] = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
-    arrays["sequences"] = np.array([len(t.sequences) for t in trajectories], dtype=np.int64)
-    arrays["records"] = _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories])
-    return arrays
+    """Return the nodes of all trajectories as packed arrays, each token once, and all other fields as JSON.
+
+    `logp` and `versions` have the sampled tokens only.
+    """
+    nodes = [node for t in trajectories for node in t.nodes]
+    return {
+        "tokens": _packed([node.tokens for node in nodes], np.int64),
+        "logp": _packed([node.logp for node in nodes if node.logp is not None], np.float32),
+        "versions": _packed([_versions(node) for node in nodes if node.is_sampled], np.int32),
+        "parents": np.array([node.parent for node in nodes], dtype=np.int64),
+        "lengths": np.array([len(node.tokens) for node in nodes], dtype=np.int64),
+        "sampled": np.array([node.is_sampled for node in nodes], dtype=bool),
+        "nodes": np.array([len(t.nodes) for t in trajectories], dtype=np.int64),
+        "records": _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories]),
+    }
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
-    """Inverse of `to_arrays`."""
-    stops = np.cumsum(arrays["lengths"])
-    bounds = zip((stops - arrays["lengths"]).tolist(), stops.tolist(), strict=True)
-    sequences = [TokenSequence(*(arrays[name][a:b].copy() for name in TOKEN_COLUMNS)) for a, b in bounds]
+    """Inverse of `to_arrays`. All arrays of the trajectories are copies."""
+    if "parents" not in arrays:
+        raise UserError(
+            "the rollouts of this run were saved by an older version of burnish, which this one cannot read; start a new run from "
+            "its checkpoint (model.path)"
+        )
+    lengths, sampled = arrays["lengths"], arrays["sampled"]
+    tokens = np.split(arrays["tokens"], np.cumsum(lengths)[:-1]) if len(lengths) else []
+    bounds = np.cumsum(lengths[sampled])
+    of_sampled = zip(np.split(arrays["logp"], bounds), np.split(arrays["versions"], bounds), strict=True)
+    nodes = []
+    for parent, own, is_sampled in zip(arrays["parents"].tolist(), tokens, sampled.tolist(), strict=True):
+        node = TokenNode(parent, own.copy())
+        if is_sampled:
+            logp, version = next(of_sampled)
+            node.logp, node.version = logp.copy(), version.copy()
+        nodes.append(node)
     result, at = [], 0
-    for record, count in zip(_from_bytes(arrays["records"]), arrays["sequences"].tolist(), strict=True):
-        record["turns"] = [TurnSpan(*span) for span in record.get("turns", ())]
-        result.append(Trajectory(sequences=sequences[at : at + count], **record))
+    for record, count in zip(_from_bytes(arrays["records"]), arrays["nodes"].tolist(), strict=True):
+        record["turns"] = [TurnSpan(*span) for span in record["turns"]]
+        result.append(Trajectory(nodes=nodes[at : at + count], **record))
         at += count
     return result
+
+
+def _versions(node: TokenNode) -> np.ndarray:
+    return np.full(len(node.tokens), -1, dtype=np.int32) if node.version is None else node.version
+
+
+def _packed(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
 def scores_to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:

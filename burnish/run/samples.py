@@ -2,8 +2,9 @@
 
 There is one parquet file per step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`). All have the same
 columns, so that any tool can read them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each
-token the model wrote, in the last sequence if an agent's context was rewritten. `turns` is JSON of an environment's dialogue:
-speaker, text, state and reward. `extra` is JSON of what reward functions log beside a sample, by part and column. A missing
+token the model wrote, in the order of the branches if an agent's context was rewritten. `turns` is JSON of an environment's dialogue:
+speaker, text, state, reward, and where a branch begins (`trainers/episode_rows.py`). `events` is JSON of what went wrong in it, and
+`last_words` is what the environment said at the end. `role` is the player in a game of several. `extra` is JSON of what reward functions log beside a sample, by part and column. A missing
 value is null, never a number: the advantage of a validation sample, advantages of tokens that equal their sample's, the
 reward if scoring failed.
 
@@ -51,6 +52,9 @@ SAMPLE_COLUMNS = {
     "advantages": "floats",
     "gap": "floats",
     "turns": "string",
+    "role": "string",
+    "last_words": "string",
+    "events": "string",
     "details": "string",
     "extra": "string",
     "error": "string",

@@ -18,12 +18,14 @@ from burnish.config.plugins import is_plugin
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids, segment_max, segment_min
-from burnish.core.trajectory import Trajectory, with_accuracy
+from burnish.core.trajectory import TokenSequence, Trajectory, with_accuracy
 from burnish.data.row import Row
 from burnish.models.tokenizer import Tokenizer
+from burnish.rollout.episode_metrics import episode_metrics, turn_metrics
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.run import PromptVisit
 from burnish.trainers.context import StepResult
+from burnish.trainers.episode_rows import episode_columns
 from burnish.trainers.mismatch import WorstToken
 from burnish.training.learner import Update
 
@@ -117,17 +119,19 @@ def mean_reward(rollouts: RolloutBatch) -> float | None:
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Sampled tokens (baselines included), lengths, truncation, and the share of groups with equal rewards."""
     lengths = [t.num_actions for t in rollouts.trajectories]
-    groups: dict[tuple[str, int], set[float]] = {}
+    groups: dict[str, set[float]] = {}
     for t in rollouts.trajectories:
         if t.reward is not None:
-            groups.setdefault((t.prompt_id, t.visit), set()).add(t.reward)
-    return {
+            groups.setdefault(t.group_id, set()).add(t.reward)
+    values = {
         "rollout/tokens": float(rollouts.num_tokens),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated": sum(t.truncated and t.finish != "turns" for t in rollouts.trajectories) / len(lengths),
         "rollout/zero_signal": sum(len(g) == 1 for g in groups.values()) / max(1, len(groups)),
-    } | turn_metrics(rollouts.trajectories)
+    }
+    values |= {f"rollout/{name}": value for name, value in turn_metrics(rollouts.trajectories).items()}
+    return values | {f"environment/{name}": value for name, value in episode_metrics(rollouts.trajectories).items()}
 
 
 def no_signal_text(batch: Batch) -> str:
@@ -170,20 +174,6 @@ def prompt_visits(rollouts: RolloutBatch) -> list[PromptVisit]:
     return found
 
 
-def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns per trajectory, share of trajectories that ran out of turns, environment errors. Empty for single-turn rollouts."""
-    counts, errors = [len(t.turns) for t in trajectories], sum(t.finish == "error" for t in trajectories)
-    cut = sum(t.finish == "turns" for t in trajectories)
-    if max(counts, default=0) < 2 and not errors and not cut:
-        return {}
-    return {
-        "rollout/turns_mean": sum(counts) / len(counts),
-        "rollout/turns_max": float(max(counts)),
-        "rollout/out_of_turns": cut / len(counts),
-        "rollout/environment_errors": float(errors),
-    }
-
-
 def demonstration_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Number of demonstrations in the groups, their tokens, mean reward and accuracy, and prompts without any."""
     found = rollouts.demonstrations
@@ -217,11 +207,10 @@ def sample_rows(
     rows = {(d.prompt.row.id, d.visit): d.prompt for d in rollouts.draws}
     table = []
     for t in trajectories:
-        prompt, sequence = rows[t.prompt_id, t.visit], t.sequences[-1]
-        written = sequence.tokens[sequence.action_mask].tolist()
+        prompt, sampled = rows[t.prompt_id, t.visit], sampled_tokens(t)
         table.append(
             {
-                "group": f"{t.prompt_id}#{t.visit}",
+                "group": t.group_id,
                 "sample": t.sample,
                 "data_source": prompt.row.data_source,
                 "prompt": prompt.text,
@@ -234,10 +223,10 @@ def sample_rows(
                 "truncated": t.truncated,
                 "finish": "demonstration" if t.is_demonstration else t.finish,
                 "length": t.num_actions,
-                "pieces": tokenizer.pieces(written),
-                "logp": sequence.behaviour_logp[sequence.action_mask].tolist() if t.has_logp else None,
+                "pieces": tokenizer.pieces([token for token, _ in sampled]),
+                "logp": [logp for _, logp in sampled] if t.has_logp else None,
                 **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
-                "turns": turns_json(t, tokenizer),
+                **episode_columns(t, tokenizer),
                 "details": t.metadata.get("details"),
                 "extra": t.metadata.get("extra"),
                 "error": t.error,
@@ -246,27 +235,16 @@ def sample_rows(
     return table
 
 
-def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
-    """The turns after the prompt as JSON: speaker (model or environment), text, and the state and reward of model turns.
-
-    None for a single turn without a state, where the completion is enough.
-    """
-    turns = trajectory.turns
-    if len(turns) < 2 and all(span.state is None for span in turns):
-        return None
-    sequence, said = trajectory.sequences[-1], list[dict[str, Any]]()
-    ends = [span.start for span in turns[1:]] + [len(sequence.tokens)]
-    for span, end in zip(turns, ends, strict=True):
-        tokens, written = sequence.tokens[span.start : end], sequence.action_mask[span.start : end]
-        own = {"who": "model", "text": tokenizer.decode(tokens[written].tolist()), "reward": span.reward}
-        said.append(own | ({} if span.state is None else {"state": span.state}))
-        if not written.all():
-            said.append({"who": "environment", "text": tokenizer.decode(tokens[~written].tolist())})
-    return json.dumps(said, ensure_ascii=False)
+def sampled_tokens(trajectory: Trajectory) -> list[tuple[int, float]]:
+    """Each sampled token with its log-prob, sequence after sequence."""
+    found: list[tuple[int, float]] = []
+    for s in trajectory.sequences:
+        found += zip(s.tokens[s.action_mask].tolist(), s.behaviour_logp[s.action_mask].tolist(), strict=True)
+    return found
 
 
 class TokenValues(NamedTuple):
-    """Values of each sampled token in the last sequence of a sample; None where unknown."""
+    """Values of each sampled token of a sample, sequence after sequence; None where unknown."""
 
     advantages: OptionalFloats | None
     """None if all tokens of a sample share its advantage."""
@@ -291,22 +269,34 @@ def token_values(
     chosen = [k for k, owner in enumerate(owners) if usable[owner].id in shown]
     part = batch.with_token(**({} if trainer_logp is None else {"trainer_logp": trainer_logp}))
     part = part.select(torch.tensor(chosen, dtype=torch.int64)).to(torch.device("cpu"))
-    found = {}
+    gap = None if trainer_logp is None else part.token["trainer_logp"] - part.token["behaviour_logp"]
+    of_trajectory: dict[int, list[slice]] = {}
     for k, index in enumerate(chosen):
-        span = slice(int(part.offsets[k]), int(part.offsets[k + 1]))
-        written = part.action_mask[span]
-        sequence = usable[owners[index]].sequences[-1]
-        if part.tokens[span].tolist() != sequence.tokens.tolist():
-            continue  # not the last sequence of the trajectory, which is the one in the table
+        of_trajectory.setdefault(owners[index], []).append(slice(int(part.offsets[k]), int(part.offsets[k + 1])))
+    found = {}
+    for owner, spans in of_trajectory.items():
+        t = usable[owner]
+        places = [_place_in_batch(sequence, part, spans) for sequence in t.sequences]
+        advantages = None if per_token is None else _sampled_values(t, part.token["advantages"], places)
+        gaps = None if gap is None or t.is_demonstration else _sampled_values(t, gap, places)
+        found[t.id] = TokenValues(advantages, gaps)
+    return found
 
-        def of(column: Tensor, span: slice = span, written: Tensor = written) -> OptionalFloats:
-            return [value if math.isfinite(value) else None for value in column[span][written].tolist()]
 
-        advantages = None if per_token is None else of(part.token["advantages"])
-        gap = None
-        if trainer_logp is not None and not usable[owners[index]].is_demonstration:
-            gap = of(part.token["trainer_logp"] - part.token["behaviour_logp"])
-        found[usable[owners[index]].id] = TokenValues(advantages, gap)
+def _place_in_batch(sequence: TokenSequence, batch: Batch, spans: Sequence[slice]) -> slice | None:
+    """Which of the spans of the batch holds the sequence; None if a filter removed it."""
+    columns = torch.from_numpy(sequence.tokens), torch.from_numpy(sequence.action_mask)
+    same = (span for span in spans if torch.equal(batch.tokens[span], columns[0]))
+    return next((span for span in same if torch.equal(batch.action_mask[span], columns[1])), None)
+
+
+def _sampled_values(trajectory: Trajectory, column: Tensor, places: Sequence[slice | None]) -> OptionalFloats:
+    """The values of a column at the sampled tokens of each sequence; None for sequences that are not in the batch."""
+    found: OptionalFloats = []
+    for sequence, span in zip(trajectory.sequences, places, strict=True):
+        written = torch.from_numpy(sequence.action_mask)
+        values = [math.nan] * int(written.sum()) if span is None else column[span][written].tolist()
+        found += [value if math.isfinite(value) else None for value in values]
     return found
 
 
@@ -322,7 +312,7 @@ def worst_token_rows(rollouts: RolloutBatch, worst: Sequence[WorstToken], tokeni
     usable = rollouts.usable
     return [
         {
-            "group": f"{usable[w.trajectory].prompt_id}#{usable[w.trajectory].visit}",
+            "group": usable[w.trajectory].group_id,
             "sample": usable[w.trajectory].sample,
             "position": w.position,
             "token": w.token,
@@ -358,13 +348,14 @@ def _mean_advantages(rollouts: RolloutBatch, batch: Batch | None) -> dict[str, f
     """The mean advantage of each trajectory in the batch."""
     if batch is None:
         return {}
+    owners, ids = batch.sequence["trajectory_ids"], batch.sequence_ids
+    mask = batch.loss_mask
     if "advantages" in batch.sequence:
-        per_sequence = batch.sequence["advantages"]
+        values, of_value = batch.sequence["advantages"].double(), owners
     else:
-        mask, ids = batch.loss_mask, batch.sequence_ids
-        total = torch.zeros(batch.num_sequences, dtype=torch.float64, device=ids.device)
-        total.index_add_(0, ids[mask], batch.token["advantages"][mask].double())
-        per_sequence = total / ids[mask].bincount(minlength=batch.num_sequences).clamp(min=1)
+        values, of_value = batch.token["advantages"][mask].double(), owners[ids[mask]]
     usable = rollouts.usable
-    owners = batch.sequence["trajectory_ids"].tolist()
-    return {usable[i].id: a for i, a in zip(owners, per_sequence.tolist(), strict=True) if math.isfinite(a)}
+    num = len(usable)
+    total = torch.zeros(num, dtype=torch.float64, device=ids.device).index_add_(0, of_value, values)
+    means = (total / of_value.bincount(minlength=num).clamp(min=1)).tolist()
+    return {usable[i].id: means[i] for i in owners.unique().tolist() if math.isfinite(means[i])}

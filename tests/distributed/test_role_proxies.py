@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from burnish.core.batch import Batch
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.distributed import roles
 from burnish.distributed.role_proxies import ControllerMetrics, ForwardColumns, RemoteLearner, RemoteProcessRewardModel
 from burnish.distributed.role_workers import PROCESS, TrainingWorker
@@ -41,9 +41,9 @@ def batch() -> Batch:
         size = 3 + k % 4
         mask = np.arange(size) > 1
         tokens = np.concatenate([[3, 4 + k // 3], generator.integers(3, 12, size - 2)])
-        sequence = TokenSequence(tokens, mask, np.zeros(size, np.float32), np.where(mask, 0, -1))
+        nodes = chain_nodes(tokens, mask, np.zeros(size, np.float32), np.where(mask, 0, -1))
         right = float(k % 3 == 0)
-        found.append(Trajectory(f"p{k // 3}", 0, k % 3, [sequence], "stop", "", reward=right, accuracy=right))
+        found.append(Trajectory(f"p{k // 3}", 0, k % 3, nodes, "stop", "", reward=right, accuracy=right))
     return pack(found)
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.core.trajectory import Trajectory, chain_nodes
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
 from burnish.evaluation.completions import PartialCompletions, completion_row, read_completions, write_completions
@@ -20,12 +20,12 @@ from burnish.evaluation.completions import PartialCompletions, completion_row, r
 def row(sample: int, completion: str, reward: float | None) -> dict[str, Any]:
     """A row as an evaluation makes it."""
     mask = np.array([False, True, True, True])
-    tokens = TokenSequence(np.arange(4), mask, np.zeros(4, np.float32), np.zeros(4, np.int32))
+    nodes = chain_nodes(np.arange(4), mask, np.zeros(4, np.float32), np.zeros(4, np.int32))
     extra = {"level": 3, "subject": "Algebra", "tests": ["a"], "type": None}
     prompt = Prompt(Row("d/0", "q", "d", 7, extra), "Q: q", [0])
     parts = {} if reward is None else {"number": reward}
     error = "boom" if reward is None else None
-    trajectory = Trajectory("d/0", 0, sample, [tokens], "length", completion, reward, reward, parts, error)
+    trajectory = Trajectory("d/0", 0, sample, nodes, "length", completion, reward, reward, parts, error)
     return completion_row(prompt, "number", trajectory)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import NewModel, Optimizer
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.data.tasks.registry import make_task
 from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
@@ -77,8 +77,8 @@ def test_loss_and_gradient_are_the_librarys(example: ModuleType, models: tuple[t
     for k, (prompt, completion, reward) in enumerate(rollouts(example)):
         tokens = np.array(prompt + completion)
         written = np.arange(len(tokens)) >= len(prompt)
-        sequence = TokenSequence(tokens, written, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
-        trajectories.append(Trajectory(f"p{k // 3}", 0, k % 3, [sequence], "stop", "", reward=reward))
+        nodes = chain_nodes(tokens, written, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+        trajectories.append(Trajectory(f"p{k // 3}", 0, k % 3, nodes, "stop", "", reward=reward))
     algorithm = algorithm_from_preset("grpo").model_copy(
         update={"kl": algorithm_from_preset("dr_grpo").kl, "aggregation": _token_mean()}
     )

@@ -202,11 +202,11 @@ def test_what_was_drawn_ahead_is_not_forgotten_by_a_run_without(tmp_path: Path) 
 
 def test_staleness_counts_tokens() -> None:
     def sample(versions: list[int]) -> Trajectory:
-        from burnish.core.trajectory import TokenSequence
+        from burnish.core.trajectory import chain_nodes
 
         column = np.array(versions, dtype=np.int32)
-        sequence = TokenSequence(np.zeros(len(versions), dtype=np.int64), column >= 0, np.zeros(len(versions), dtype=np.float32), column)  # fmt: skip
-        return Trajectory("p", 0, 0, [sequence], "stop", "")
+        nodes = chain_nodes(np.zeros(len(versions), dtype=np.int64), column >= 0, np.zeros(len(versions), dtype=np.float32), column)  # fmt: skip
+        return Trajectory("p", 0, 0, nodes, "stop", "")
 
     assert staleness_metrics([sample([-1, 3, 3, 4]), sample([-1, 4]), sample([-1])], 5) == {
         "staleness/mean": 1.5,

@@ -19,7 +19,7 @@ from burnish.config.loading import algorithm_from_preset
 from burnish.config.rollout import Environment
 from burnish.core.engine import SamplingOptions
 from burnish.core.random_keys import fold, sample_key
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row import Row
@@ -81,14 +81,14 @@ def sampled(runner: RolloutRunner, draws: list[PromptSample], n: int = 6) -> lis
 def written(probs: Sequence[float], prompt: Sequence[int] = (5,), sample: int = 0) -> Trajectory:
     """An answer whose tokens were sampled with these probabilities."""
     lead = [0.0] * len(prompt)
-    sequence = TokenSequence(
+    nodes = chain_nodes(
         tokens=np.array([*prompt, *range(len(probs))], dtype=np.int64),
         action_mask=np.array([False] * len(prompt) + [True] * len(probs)),
         behaviour_logp=np.array([*lead, *np.log(probs)], dtype=np.float32),
         version=np.zeros(len(prompt) + len(probs), dtype=np.int32),
     )
     metadata = {"prompt_length": len(prompt)}
-    return Trajectory("rows/31>", 1, sample, [sequence], "stop", "", metadata=metadata)
+    return Trajectory("rows/31>", 1, sample, nodes, "stop", "", metadata=metadata)
 
 
 def test_borders_are_before_every_so_manieth_unsure_token_and_states_are_named_by_their_tokens() -> None:

@@ -28,9 +28,10 @@ from burnish.inference.request_arrays import group_by_prompt, pack_requests, unp
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.scoring import Rewards
+from burnish.rollout.episode_metrics import turn_metrics
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import from_arrays, rollout_and_score, to_arrays
-from burnish.trainers.step_metrics import turn_metrics, turns_json
+from burnish.trainers.episode_rows import turns_json
 from tests.rollout.test_in_flight import Stopping, stopped_again_and_again
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
@@ -94,9 +95,8 @@ def test_turns_know_where_they_begin_their_state_and_what_they_earned(model: Dec
     for one in play(model):
         (sequence,) = one.sequences
         starts = np.flatnonzero(np.diff(sequence.action_mask.astype(int)) == 1) + 1
-        assert one.turns == [
-            TurnSpan(int(s), str(k), r) for k, (s, r) in enumerate(zip(starts, (0.25, 0.5, 1.0), strict=True))
-        ]
+        assert [place.start for place in one.turn_places] == starts.tolist()
+        assert one.turns == [TurnSpan(1, "0", 0.25), TurnSpan(3, "1", 0.5), TurnSpan(5, "2", 1.0)]
         assert one.reward == 1.75
         assert one.parts == {"environment": 1.75}
         assert one.accuracy is None, "the environment does not say which rewards mean success"
@@ -216,10 +216,10 @@ def test_an_environment_that_raises_ends_its_sample_and_nothing_else(
     assert [one.error for one in scored.failed] == [one.error for one in lost]
     assert pack(scored.usable).num_sequences == 2
     assert turn_metrics(scored.trajectories) == {
-        "rollout/turns_mean": (2 * turns + 6) / 4,
-        "rollout/turns_max": 3.0,
-        "rollout/out_of_turns": 0.0,
-        "rollout/environment_errors": 2.0,
+        "turns_mean": (2 * turns + 6) / 4,
+        "turns_max": 3.0,
+        "out_of_turns": 0.0,
+        "environment_errors": 2.0,
     }
     again = from_arrays(to_arrays(scored.trajectories))
     assert [one.error for one in again] == [one.error for one in scored.trajectories]
@@ -263,7 +263,7 @@ def prefilled(model: Decoder, goes_on: bool, longest: int | None) -> tuple[int, 
     runner = RolloutRunner(engine, lambda prompt: Game(prompt, turns=4, hint="42>" * 8), TOKENIZER, 7, 5)
     found = list(runner.run(draws(), 2, SAMPLING, "train"))
     assert {len(t.turns) for t in found} == {4}
-    return engine.stats.prefilled_tokens, sum(span.start for t in found for span in t.turns), len(caches)
+    return engine.stats.prefilled_tokens, sum(place.start for t in found for place in t.turn_places), len(caches)
 
 
 def test_a_later_turn_finds_what_the_turns_before_it_computed(model: Decoder) -> None:
@@ -302,7 +302,7 @@ def test_an_episode_that_is_stopped_in_the_middle_has_the_turns_of_one_that_is_n
             expected[name].finish,
         )
         np.testing.assert_array_equal(one.sequences[0].tokens, expected[name].sequences[0].tokens)
-    several = [len(set(one.sequences[0].version[one.turns[-1].start :].tolist())) > 1 for one in found.values()]
+    several = [len(set(one.nodes[-1].version.tolist())) > 1 for one in found.values()]
     assert any(several), "some turn is of two versions"
 
 
@@ -329,7 +329,7 @@ def test_a_game_from_its_task_to_the_table_of_samples(tools: Any) -> None:
         for state in states:
             low, high = (int(x) for x in str(state).split("-"))
             assert low <= secret <= high
-        assert "".join(who["text"] for who in said(one, tokenizer)) == one.completion
+        assert "".join(who["text"] for who in said(one, tokenizer)).replace("<pad>", "") == one.completion
 
 
 def said(one: Trajectory, tokenizer: Tokenizer) -> list[dict[str, Any]]:

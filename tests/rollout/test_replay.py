@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from burnish.algorithms.spec import Replay
 from burnish.config.errors import UserError
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.rollout.replay import REPLAY_FILE, ReplayStore, group_id_of
 from burnish.rollout.scoring import RolloutBatch, interleave_groups
 
@@ -24,14 +24,12 @@ def sample(prompt: str, number: int, version: int, reward: float | None = 1.0) -
         prompt_id=prompt,
         visit=0,
         sample=number,
-        sequences=[
-            TokenSequence(
-                np.array([7, 8, 9 + number]),
-                written,
-                np.array([0.0, -0.5, -0.25], dtype=np.float32),
-                np.where(written, version, -1).astype(np.int32),
-            )
-        ],
+        nodes=chain_nodes(
+            np.array([7, 8, 9 + number]),
+            written,
+            np.array([0.0, -0.5, -0.25], dtype=np.float32),
+            np.where(written, version, -1).astype(np.int32),
+        ),
         finish="stop",
         completion="89",
         reward=reward,

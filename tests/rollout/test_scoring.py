@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.config.errors import UserError
+from burnish.core.trajectory import TokenNode, Trajectory, TurnSpan
 from burnish.rewards.score_types import Score
 from burnish.rollout.scoring import apply_score, from_arrays, restore_scores, scores_to_arrays, to_arrays
+from tests.core import token_forests
 
-logps = st.floats(-50, 0, width=32)
 numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)
-
-
-@st.composite
-def sequences(draw: st.DrawFn) -> TokenSequence:
-    n = draw(st.integers(1, 6))
-
-    def column(values: st.SearchStrategy[Any], dtype: type) -> np.ndarray:
-        return np.array(draw(st.lists(values, min_size=n, max_size=n)), dtype=dtype)
-
-    return TokenSequence(
-        tokens=column(st.integers(0, 2**40), np.int64),
-        action_mask=column(st.booleans(), np.bool_),
-        behaviour_logp=column(logps, np.float32),
-        version=column(st.integers(-1, 1000), np.int32),
-    )
-
-
 trajectories = st.builds(
     Trajectory,
     prompt_id=st.text(max_size=5),
     visit=st.integers(0, 9),
     sample=st.integers(0, 9),
-    sequences=st.lists(sequences(), min_size=1, max_size=3),
+    nodes=token_forests.nodes() | st.just([]),
     finish=st.sampled_from(["stop", "length", "turns", "aborted"]),
     completion=st.text(max_size=8),
     reward=numbers,
@@ -45,19 +29,24 @@ trajectories = st.builds(
     parts=st.dictionaries(st.text(max_size=3), st.floats(-5, 5), max_size=2),
     error=st.none() | st.text(max_size=8),
     metadata=st.dictionaries(st.text(max_size=3), st.integers() | st.booleans(), max_size=2),
+    turns=st.lists(
+        st.builds(TurnSpan, st.integers(0, 7), st.none() | st.text(max_size=3), st.floats(-5, 5)), max_size=3
+    ),
 )
 
 
 def same(a: Trajectory, b: Trajectory) -> None:
     for field in dataclasses.fields(Trajectory):
-        if field.name != "sequences":
+        if field.name != "nodes":
             assert getattr(a, field.name) == getattr(b, field.name)
-    assert len(a.sequences) == len(b.sequences)
-    for one, other in zip(a.sequences, b.sequences, strict=True):
-        for name in ("tokens", "action_mask", "behaviour_logp", "version"):
+    assert [node.parent for node in a.nodes] == [node.parent for node in b.nodes]
+    for one, other in zip(a.nodes, b.nodes, strict=True):
+        for name in ("tokens", "logp", "version"):
             left, right = getattr(one, name), getattr(other, name)
-            assert left.dtype == right.dtype
-            np.testing.assert_array_equal(left, right)
+            assert (left is None) == (right is None)
+            if left is not None:
+                assert left.dtype == right.dtype
+                np.testing.assert_array_equal(left, right)
 
 
 @settings(max_examples=20, deadline=None)
@@ -79,16 +68,20 @@ def test_scores_come_back_into_their_trajectories(group: list[Trajectory]) -> No
 
 
 def test_what_comes_back_owns_its_memory() -> None:
-    arrays = to_arrays([Trajectory("p", 0, 0, [_sequence()], "stop", "x")])
+    arrays = to_arrays([Trajectory("p", 0, 0, [TokenNode(-1, np.array([4, 5]))], "stop", "x")])
     (again,) = from_arrays(arrays)
     arrays["tokens"][:] = 0
-    assert again.sequences[0].tokens.tolist() == [4, 5]
+    assert again.nodes[0].tokens.tolist() == [4, 5]
 
 
-def _sequence() -> TokenSequence:
-    return TokenSequence(
-        np.array([4, 5]), np.array([False, True]), np.array([0, -1], np.float32), np.array([-1, 0], np.int32)
-    )
+def test_a_token_that_branches_share_is_stored_once() -> None:
+    nodes = [TokenNode(-1, np.arange(50)), TokenNode(0, np.arange(3)), TokenNode(0, np.arange(4))]
+    assert len(to_arrays([Trajectory("p", 0, 0, nodes, "stop", "")])["tokens"]) == 57
+
+
+def test_rollouts_of_an_older_version_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"saved by an older version of burnish.*start a new run"):
+        from_arrays({"tokens": np.arange(3), "sequences": np.ones(1)})
 
 
 # --- Scores -------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from burnish.core.trajectory import TokenSequence, Trajectory
+from burnish.core.trajectory import Trajectory, chain_nodes
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.data.row import Row
@@ -18,10 +18,10 @@ def measured(*scores: tuple[float | None, float | None]) -> RolloutBatch:
     for k, (reward, accuracy) in enumerate(scores):
         row = Row(f"rows/{k}", "q", "rows", "a", {"length": min(4 + k, 5)})
         draws.append(PromptSample(Prompt(row, "q", [1]), 0))
-        tokens = TokenSequence(
+        nodes = chain_nodes(
             np.array([1, 2, 3]), np.array([False, True, True]), np.zeros(3, np.float32), np.zeros(3, np.int32)
         )
-        trajectories.append(Trajectory(row.id, 0, 0, [tokens], "stop", "", reward, accuracy))
+        trajectories.append(Trajectory(row.id, 0, 0, nodes, "stop", "", reward, accuracy))
     return RolloutBatch(draws, trajectories, 0.0, 0.0)
 
 

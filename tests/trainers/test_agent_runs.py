@@ -96,11 +96,11 @@ def test_the_worked_example_from_the_environment_to_the_loss() -> None:
     got, expected = batch.token["advantages"], [[1.133333, 0.5], [-0.816667, -0.5, -0.816667]]
     for k, (one, values) in enumerate(zip(found, expected, strict=True)):
         column = got[batch.offsets[k] : batch.offsets[k + 1]]
-        ends = [span.start for span in one.turns[1:]] + [len(column)]
-        for span, end, value in zip(one.turns, ends, values, strict=True):
-            written = torch.from_numpy(one.sequences[0].action_mask[span.start : end])
-            torch.testing.assert_close(column[span.start : end][written], torch.full((int(written.sum()),), value).double(), atol=1e-6, rtol=0)  # fmt: skip
-            assert (column[span.start : end][~written] == 0).all()
+        starts = [place.start for place in one.turn_places]
+        for start, end, value in zip(starts, [*starts[1:], len(column)], values, strict=True):
+            written = torch.from_numpy(one.sequences[0].action_mask[start:end])
+            torch.testing.assert_close(column[start:end][written], torch.full((int(written.sum()),), value).double(), atol=1e-6, rtol=0)  # fmt: skip
+            assert (column[start:end][~written] == 0).all()
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.spec import Algorithm
 from burnish.config.loading import algorithm_from_preset
-from burnish.core.trajectory import OFF_POLICY, TokenSequence, Trajectory, pack
+from burnish.core.trajectory import OFF_POLICY, Trajectory, chain_nodes, pack
 from burnish.run.metrics import read_metrics
 from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.mismatch import apply_correction, apply_to_sampled, gap_report
@@ -32,10 +32,10 @@ LUFFY = ["algorithm=luffy", "data.demonstrations_per_group=1", "data.demonstrati
 def trajectory(sample: int, size: int, **fields: Any) -> Trajectory:
     """A prompt of one token and an answer."""
     written = np.arange(size + 1) > 0
-    tokens = TokenSequence(
+    nodes = chain_nodes(
         np.arange(size + 1), written, np.where(written, -1.0, 0.0).astype(np.float32), np.where(written, 3, -1)
     )
-    return Trajectory("p", 0, sample, [tokens], "stop", "", accuracy=None, **fields)
+    return Trajectory("p", 0, sample, nodes, "stop", "", accuracy=None, **fields)
 
 
 def group() -> list[Trajectory]:

@@ -11,7 +11,7 @@ import torch
 
 from burnish.algorithms.spec import Algorithm
 from burnish.core.batch import Batch
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.metrics import read_metrics
@@ -48,8 +48,8 @@ def trajectory(prompt: str, sample: int, engine: list[float], tokenizer: Tokeniz
     logp = np.zeros(len(TURNS), np.float32)
     logp[mask] = engine
     tokens = np.array(tokenizer.encode(TURNS))
-    sequence = TokenSequence(tokens, mask, logp, np.where(mask, 0, -1).astype(np.int32))
-    return Trajectory(prompt, 3, sample, [sequence], "stop", "", float(sample), None)
+    nodes = chain_nodes(tokens, mask, logp, np.where(mask, 0, -1).astype(np.int32))
+    return Trajectory(prompt, 3, sample, nodes, "stop", "", float(sample), None)
 
 
 def rollouts(*engine: list[float], tokenizer: Tokenizer) -> RolloutBatch:
@@ -137,10 +137,8 @@ def test_where_the_update_alone_has_log_probs_the_tokens_in_the_loss_are_shown(t
 
 def test_no_more_than_a_few_are_kept_and_their_surroundings_are_short() -> None:
     num = 200
-    tokens = TokenSequence(
-        np.arange(num), np.arange(num) > 0, -np.arange(num, dtype=np.float32), np.zeros(num, np.int32)
-    )
-    batch = batch_of(RolloutBatch([], [Trajectory("p", 0, 0, [tokens], "stop", "", 1.0)], 0.0, 0.0), trainer=0.0)
+    nodes = chain_nodes(np.arange(num), np.arange(num) > 0, -np.arange(num, dtype=np.float32), np.zeros(num, np.int32))
+    batch = batch_of(RolloutBatch([], [Trajectory("p", 0, 0, nodes, "stop", "", 1.0)], 0.0, 0.0), trainer=0.0)
     worst = reported(batch).worst
     assert [w.token for w in worst] == list(range(num - 1, num - 1 - NUM_WORST_TOKENS, -1))
     assert (worst[0].before, worst[0].after) == (list(range(num - 1 - TOKENS_BEFORE, num - 1)), [])
@@ -163,8 +161,8 @@ class Bytes:
 def test_a_character_of_several_tokens_is_the_last_ones_text(place: int, shown: tuple[str, str, str]) -> None:
     tokens = list("aéb".encode())
     worst = WorstToken(0, 0, tokens[place], tokens[:place], tokens[place + 1 :], -1.0, -2.0, -1.0, None)
-    sequence = TokenSequence(np.array([0]), np.array([True]), np.zeros(1, np.float32), np.zeros(1, np.int32))
-    scored = RolloutBatch([], [Trajectory("p", 0, 0, [sequence], "stop", "", 1.0)], 0.0, 0.0)
+    nodes = chain_nodes(np.array([0]), np.array([True]), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    scored = RolloutBatch([], [Trajectory("p", 0, 0, nodes, "stop", "", 1.0)], 0.0, 0.0)
     (row,) = step_metrics.worst_token_rows(scored, [worst], Bytes())
     assert (row["before"], row["text"], row["after"]) == shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Optimizer
 from burnish.config.model import ProcessModel as Settings
 from burnish.core.batch import Batch
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import TokenNode, Trajectory, chain_nodes, pack
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.metrics import read_metrics
 from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
@@ -58,8 +59,8 @@ def trajectories(accuracies: list[float | None] | None = None) -> list[Trajector
         size = len(ratios)
         written = np.array([False] + [True] * size)
         tokens = np.array([0, *range(first, first + size)])
-        sequence = TokenSequence(tokens, written, np.zeros(size + 1, np.float32), np.where(written, 0, -1))
-        found.append(Trajectory("p", 0, sample, [sequence], "stop", "", reward=RIGHT[sample], accuracy=right))
+        nodes = chain_nodes(tokens, written, np.zeros(size + 1, np.float32), np.where(written, 0, -1))
+        found.append(Trajectory("p", 0, sample, nodes, "stop", "", reward=RIGHT[sample], accuracy=right))
         first += size
     return found
 
@@ -171,8 +172,11 @@ def test_answers_that_come_back_are_rewarded_and_not_learnt_again() -> None:
 
 
 def test_the_sequences_of_one_answer_are_judged_together() -> None:
+    def roots(nodes: list[TokenNode], before: int) -> list[TokenNode]:
+        return [replace(node, parent=node.parent + before if node.parent >= 0 else -1) for node in nodes]
+
     first, second, third, fourth = trajectories()
-    both = Trajectory("p", 0, 0, [*first.sequences, *third.sequences], "stop", "", reward=1.0, accuracy=1.0)
+    both = Trajectory("p", 0, 0, [*first.nodes, *roots(third.nodes, 2)], "stop", "", reward=1.0, accuracy=1.0)
     found = rewards()(pack([both, second, fourth]))
     scores = [0.05 * (sum(Q[0]) + sum(Q[2])), 0.05 * sum(Q[1]), 0.05 * sum(Q[3])]
     losses = [math.log1p(math.exp(-scores[0])), math.log1p(math.exp(scores[1])), math.log1p(math.exp(-scores[2]))]

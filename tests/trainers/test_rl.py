@@ -18,7 +18,7 @@ from burnish.config.loading import algorithm_from_preset
 from burnish.config.rollout import Environment, Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch
-from burnish.core.trajectory import TokenSequence, Trajectory, TrajectoryFinish
+from burnish.core.trajectory import Trajectory, TrajectoryFinish, chain_nodes
 from burnish.data.row import Row
 from burnish.rollout.scoring import RolloutBatch
 from burnish.rollout.sync_source import RolloutPlan
@@ -60,8 +60,8 @@ class Model:
 def group(prompt: str, finish: TrajectoryFinish, rewards: tuple[float | None, ...]) -> list[Trajectory]:
     """Samples of one prompt: a prompt token and three written ones."""
     mask = np.array([False, True, True, True])
-    tokens = TokenSequence(np.arange(4), mask, np.full(4, -0.5, np.float32) * mask, np.zeros(4, np.int32))
-    return [Trajectory(prompt, 0, k, [tokens], finish, "", reward, reward) for k, reward in enumerate(rewards)]
+    nodes = chain_nodes(np.arange(4), mask, np.full(4, -0.5, np.float32) * mask, np.zeros(4, np.int32))
+    return [Trajectory(prompt, 0, k, nodes, finish, "", reward, reward) for k, reward in enumerate(rewards)]
 
 
 def rollouts(finish: TrajectoryFinish, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> RolloutBatch:

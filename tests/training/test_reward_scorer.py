@@ -15,7 +15,7 @@ from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import NewModel
 from burnish.core.batch import Batch
-from burnish.core.trajectory import TokenSequence, Trajectory, pack
+from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.distributed.roles import build_scorers
 from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
@@ -255,13 +255,13 @@ def test_without_a_word_the_worst_step_decides(model_at: Path) -> None:
 def batch_of(found: Score) -> Batch:
     """A batch of the scored answer, and of one without steps."""
     mask = np.array(WRITTEN)
-    sequence = TokenSequence(np.array(ANSWER), mask, np.zeros(11, np.float32), np.where(mask, 0, -1))
-    scored = Trajectory("p", 0, 0, [sequence], "stop", "12>34>5")
+    nodes = chain_nodes(np.array(ANSWER), mask, np.zeros(11, np.float32), np.where(mask, 0, -1))
+    scored = Trajectory("p", 0, 0, nodes, "stop", "12>34>5")
     apply_score(scored, found)
     saved = scores_to_arrays([scored])
-    again = Trajectory("p", 0, 0, [sequence], "stop", "12>34>5")
+    again = Trajectory("p", 0, 0, nodes, "stop", "12>34>5")
     restore_scores([again], saved)  # as a run that was killed finds it in its journal
-    other = Trajectory("p", 0, 1, [sequence], "stop", "", reward=0.25)
+    other = Trajectory("p", 0, 1, nodes, "stop", "", reward=0.25)
     return pack([again, other])
 
 

@@ -15,7 +15,7 @@ from burnish.algorithms.advantages.returns import turn_returns
 from burnish.algorithms.batch_columns import place_rewards, turns_of
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.trajectory import TokenSequence, Trajectory, TurnSpan, pack
+from burnish.core.trajectory import Trajectory, TurnSpan, chain_nodes, pack
 from tests.algorithms.functions_with_defaults import gae, gigpo
 
 Episode = list[tuple[str, int, float]]
@@ -28,14 +28,12 @@ def trajectory(sample: int, episode: Episode, beyond: float = 0.0, prompt: str =
     mask, turns = [False, False], []
     for k, (state, count, reward) in enumerate(episode):
         mask += [False, False] if k else []
-        turns.append(TurnSpan(len(mask), state, float(reward)))
+        turns.append(TurnSpan(2 * k + 1, state, float(reward)))
         mask += [True] * count
     size, actions = len(mask), np.array(mask)
-    sequence = TokenSequence(
-        np.arange(size), actions, np.zeros(size, np.float32), np.where(actions, 0, -1).astype(np.int32)
-    )
+    nodes = chain_nodes(np.arange(size), actions, np.zeros(size, np.float32), np.where(actions, 0, -1).astype(np.int32))
     reward = math.fsum(turn.reward for turn in turns) + beyond
-    return Trajectory(prompt, 0, sample, [sequence], "stop", "", reward, float(reward >= 1), turns=turns)
+    return Trajectory(prompt, 0, sample, nodes, "stop", "", reward, float(reward >= 1), turns=turns)
 
 
 def batch_of(episodes: list[Episode], beyond: float = 0.0) -> Batch:
@@ -115,13 +113,13 @@ def test_an_environment_without_states_is_told_what_is_missing() -> None:
     episodes: list[Episode] = [[("", 1, 0.5), ("", 2, 1.0)], [("", 1, 0.0)]]
     trajectories = [trajectory(k, episode) for k, episode in enumerate(episodes)]
     for t in trajectories:
-        t.turns = [TurnSpan(span.start, None, span.reward) for span in t.turns]
+        t.turns = [TurnSpan(span.node, None, span.reward) for span in t.turns]
     batch = pack(trajectories)
     assert set(batch.ragged) == {"turn_start", "turn_reward"}
     with pytest.raises(UserError, match="the environment reports none: give every Turn a state"):
         gigpo(batch)
     for t in trajectories:
-        t.turns = [TurnSpan(span.start) for span in t.turns]
+        t.turns = [TurnSpan(span.node) for span in t.turns]
     assert pack(trajectories).ragged == {}
 
 

@@ -1,0 +1,69 @@
+"""Episodes with an environment as columns of the samples table: who said what, and what went wrong.
+
+An episode is a list of entries in the order in which they were played. An entry is a turn of the model, or what the environment
+added to the context. If the context was rewritten, a later branch continues behind an earlier turn, or is a new conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from burnish.core.trajectory import EVENTS, LAST_WORDS, Trajectory
+from burnish.models.tokenizer import Tokenizer
+
+
+def episode_columns(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the columns `turns`, `role`, `last_words` and `events` of a sample. A missing value is None."""
+    events = trajectory.metadata.get(EVENTS)
+    return {
+        "turns": turns_json(trajectory, tokenizer),
+        "role": trajectory.role,
+        "last_words": trajectory.metadata.get(LAST_WORDS),
+        "events": json.dumps(events, ensure_ascii=False) if events else None,
+    }
+
+
+def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
+    """Return the entries after the prompt as JSON; None for a single turn without a state, where the completion is enough."""
+    entries = episode_entries(trajectory, tokenizer)
+    is_plain = len(entries) < 2 and all(span.state is None for span in trajectory.turns)
+    return None if is_plain else json.dumps(entries, ensure_ascii=False)
+
+
+def episode_entries(trajectory: Trajectory, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return what was said after the prompt.
+
+    Each entry has `who` (model or environment) and `text`; a turn of the model also has `reward` and, if known, `state`. The first entry
+    of a later branch has `branch` (its number, from 2) and `after`: the number of the turn behind which it continues. That is 0
+    for the prompt and None for a new conversation.
+    """
+    spans = {span.node: span for span in trajectory.turns}
+    entries, tokens = list[dict[str, Any]](), list[list[int]]()
+    turn_of, parents, num_turns, num_branches, shown = list[int](), set[int](), 0, 1, -1
+    for index, node in enumerate(trajectory.nodes):
+        is_branch = index > 0 and (node.parent < 0 or node.parent in parents)
+        parents.add(node.parent)
+        num_turns, num_branches = num_turns + node.is_sampled, num_branches + is_branch
+        before = None if node.parent < 0 else turn_of[node.parent]
+        turn_of.append(num_turns if node.is_sampled else before or 0)
+        if not num_turns and not is_branch:
+            continue  # the prompt
+        continues_entry = not node.is_sampled and not is_branch and node.parent == shown
+        if continues_entry and entries[-1]["who"] == "environment":
+            tokens[-1] += node.tokens.tolist()
+        else:
+            entry: dict[str, Any] = {"who": "model" if node.is_sampled else "environment"}
+            entries.append(entry | ({"branch": num_branches, "after": before} if is_branch else {}))
+            tokens.append(node.tokens.tolist())
+        if (span := spans.get(index)) is not None:
+            entries[-1] |= {"reward": span.reward} | ({} if span.state is None else {"state": span.state})
+        shown = index
+    for entry, own in zip(entries, tokens, strict=True):
+        entry["text"] = _written_text(own, tokenizer) if entry["who"] == "model" else tokenizer.decode(own)
+    return entries
+
+
+def _written_text(tokens: list[int], tokenizer: Tokenizer) -> str:
+    """Return the text of a turn with control tokens such as `[TOOL_CALLS]`, without the token that ended the turn."""
+    return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens, skip_special=False)
