@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Message
-from burnish.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a worker process imports this module, and must not load torch
+    from burnish.data.prompt_pool import Prompt
+    from burnish.models.tokenizer import Tokenizer
 
 RunsIn = Literal["runner", "loop", "worker"]
 """Where the methods of an object run.
@@ -206,5 +208,5 @@ class SingleTurn:
         return Done()
 
 
-MakeEnvironment = Callable[[Prompt], TokenEnvironment]
+MakeEnvironment = Callable[["Prompt"], TokenEnvironment]
 """Builds the environment of one trajectory of a prompt."""

@@ -38,12 +38,12 @@ def die_with_parent(lifeline: int) -> None:
         sys.exit("the parent was gone before this process was ready")
 
 
-def limit_resources(memory_gib: float) -> None:
+def limit_resources(memory_gib: float, max_open_files: int = MAX_OPEN_FILES) -> None:
     """Cap address space and open files, and write no core dumps."""
     size = int(memory_gib * 2**30)
     _lower_limit(resource.RLIMIT_AS, size)
     _lower_limit(resource.RLIMIT_CORE, 0)
-    _lower_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    _lower_limit(resource.RLIMIT_NOFILE, max_open_files)
 
 
 def _lower_limit(limit: int, value: int) -> None:

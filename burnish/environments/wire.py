@@ -1,0 +1,192 @@
+"""Messages between the runner and the processes that host environments and tools: JSON with a length prefix.
+
+Values are plain data and the records of `base.py` and `tools/base.py`. Anything else that an object returns is refused with a text that
+names the method, the place inside the value, and the type. JSON is used because nothing that user code returns may run code in the runner.
+
+    {"id": 7, "do": "call", "object": 3, "method": "step", "arguments": [...], "deadline_s": 30.0}      a request
+    {"id": 7, "value": ...}   {"id": 7, "failed": "raised", "message": ..., "traceback": ...}           its reply
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Literal
+
+from burnish.environments.base import Answer, End, Episode, Event, Observation
+from burnish.environments.tools.base import ToolResult
+
+MAX_REPLY_BYTES = 16 << 20
+MAX_DEPTH = 100
+HEADER = struct.Struct("!I")
+RECORD = "__record__"
+"""The key with the name of a record. A dictionary that has this key itself is sent as the record `dict`."""
+RECORDS: dict[str, type[Any]] = {r.__name__: r for r in (Episode, Answer, Observation, End, Event, ToolResult)}
+_FIELDS = {record: tuple(f.name for f in fields(record)) for record in RECORDS.values()}
+_TUPLE_FIELDS = {"messages", "tools", "stop", "events"}
+"""Fields of records that are tuples; JSON has lists."""
+
+FailureKind = Literal["raised", "timed_out", "died", "bad_reply"]
+
+
+class CallFailed(Exception):
+    """A call of an object failed for a reason that the model did not cause.
+
+    - `raised`: the method raised; `traceback` shows where.
+    - `timed_out`: the method did not return before its deadline.
+    - `died`: the worker process ended during the call, perhaps because of another object in it.
+    - `bad_reply`: the method returned something that is neither plain data nor a record, or is too large.
+    """
+
+    def __init__(self, kind: FailureKind, message: str, traceback: str = "") -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind: FailureKind = kind
+        self.message = message
+        self.traceback = traceback
+
+
+class UnsendableValue(ValueError):
+    """A value that cannot be sent. The text says which part of it, and why."""
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+class _Encoder:
+    """Turns one value into JSON's types. It counts characters, so that a huge value is refused before a text is made of it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.size = 0
+
+    def encode(self, value: Any, place: str, depth: int = 0) -> Any:
+        self.size += 2
+        if value is None or value is True or value is False:
+            return value
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, int):
+            return self.integer(value, place)
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise UnsendableValue(f"{place} is {value}; a number must be finite")
+            return value
+        if depth > MAX_DEPTH:
+            raise UnsendableValue(f"{place} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+        if isinstance(value, list | tuple):
+            return [self.encode(item, f"{place}[{k}]", depth + 1) for k, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            return self.mapping(value, place, depth)
+        if type(value) in _FIELDS:
+            record: dict[str, Any] = {RECORD: type(value).__name__}
+            for name in _FIELDS[type(value)]:
+                record[name] = self.encode(getattr(value, name), f"{place}.{name}", depth + 1)
+            return record
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of numpy or torch
+            return self.encode(value.item(), place, depth + 1)
+        raise UnsendableValue(f"{place} is of type {_type_name(value)}; {_advice(value)}")
+
+    def add(self, size: int) -> None:
+        self.size += size
+        if self.size > self.max_bytes:
+            raise UnsendableValue(f"the value has more than {self.max_bytes / 2**20:g} MiB, the limit of one reply")
+
+    def text(self, value: str) -> str:
+        """A text that is valid Unicode: half characters of UTF-16 become question marks, because no tokenizer takes them."""
+        self.add(len(value))
+        if not value.isascii():
+            encoded = value.encode("utf-8", "replace")
+            self.add(len(encoded) - len(value))
+            return encoded.decode()
+        return str(value)
+
+    def integer(self, value: int, place: str) -> int:
+        if value.bit_length() > 4096:
+            raise UnsendableValue(f"{place} is an integer of {value.bit_length()} bits; the limit is 4096")
+        return int(value)
+
+    def mapping(self, value: Mapping[Any, Any], place: str, depth: int) -> dict[str, Any]:
+        found = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise UnsendableValue(f"{place} has the key {key!r} of type {_type_name(key)}; keys must be texts")
+            found[self.text(key)] = self.encode(item, f"{place}[{key!r}]", depth + 1)
+        return {RECORD: "dict", "items": found} if RECORD in found else found
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return str(kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _advice(value: Any) -> str:
+    if isinstance(value, bytes | bytearray):
+        return "decode bytes to a text first"
+    if isinstance(value, set | frozenset):
+        return "make a sorted list of it"
+    if hasattr(value, "tolist"):
+        return "make a list of it with .tolist()"
+    return f"only texts, numbers, booleans, None, lists, dictionaries and {', '.join(RECORDS)} can be sent"
+
+
+def encode_value(value: Any, place: str = "the value", max_bytes: int = MAX_REPLY_BYTES) -> Any:
+    """Turn a value into JSON's types; `UnsendableValue` if it is neither plain data nor a record, or too large."""
+    return _Encoder(max_bytes).encode(value, place)
+
+
+def decode_value(value: Any) -> Any:
+    """Undo `encode_value`. Tuples in plain data have become lists."""
+    if isinstance(value, list):
+        return [decode_value(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get(RECORD)
+    if name is None:
+        return {key: decode_value(item) for key, item in value.items()}
+    if name == "dict":
+        return {key: decode_value(item) for key, item in value["items"].items()}
+    made = {key: decode_value(item) for key, item in value.items() if key != RECORD}
+    for key in _TUPLE_FIELDS & made.keys():
+        if isinstance(made[key], list):
+            made[key] = tuple(made[key])
+    return RECORDS[name](**made)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def frame(message: Mapping[str, Any]) -> bytes:
+    """A message with its length prefix. Its values are encoded already."""
+    body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return HEADER.pack(len(body)) + body
+
+
+class MessageReader:
+    """Splits a stream of bytes into messages, and hands each to a function."""
+
+    def __init__(self, handle: Callable[[dict[str, Any]], None], max_bytes: int | None = None) -> None:
+        self._buffer = bytearray()
+        self._handle = handle
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes that have arrived; ValueError for a message that is too long or not JSON."""
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer, at)
+            if self._max_bytes is not None and size > self._max_bytes:
+                raise ValueError(f"a message of {size} bytes")
+            if len(self._buffer) - at - HEADER.size < size:
+                break
+            at += HEADER.size
+            body = bytes(self._buffer[at : at + size])
+            at += size
+            message = json.loads(body)
+            if not isinstance(message, dict):
+                raise ValueError("a message that is no JSON object")
+            self._handle(message)
+        del self._buffer[:at]

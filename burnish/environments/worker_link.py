@@ -1,0 +1,282 @@
+"""The runner's end of one worker process: starting it, sending requests, reading its output, noticing its end, and killing it.
+
+A link lives in the runner's event loop. Every request gets its reply or `WorkerGone`. A process that is alive but whose event loop does not
+answer is asked for its stacks and killed: a method that blocks the loop, or that holds Python's lock in C code, cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import burnish
+from burnish.environments.wire import MAX_REPLY_BYTES, MessageReader, frame
+from burnish.run.supervisor.processes import STACKS_SIGNAL, is_stopped, out_of_memory_kills
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+HEARTBEAT_S = 1.0
+"""How often a worker with unanswered requests is asked whether it is alive."""
+KILL_TIMEOUT_S = 10.0
+"""How long to wait for a process to be gone after SIGKILL."""
+OUTPUT_WAIT_S = 0.5
+"""How long to wait for the last output of a process, or for the stacks it was asked for."""
+NUM_OUTPUT_LINES = 20
+MAX_LINE_CHARS = 500
+MAX_LOGGED_LINES = 10_000
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """The limits of one worker process."""
+
+    memory_gib: float = 4.0
+    """Address space of the process. User code that asks for more gets a MemoryError."""
+    max_threads: int = 256
+    """Plain (not `async`) methods that run at once. Further calls wait in order."""
+    max_reply_bytes: int = MAX_REPLY_BYTES
+    unresponsive_s: float = 30.0
+    """A worker whose event loop does not answer for so long is killed."""
+
+
+class WorkerGone(Exception):
+    """The worker process has ended. The text says how, with its last lines of output."""
+
+    def __init__(self, reason: str, is_unresponsive: bool = False) -> None:
+        super().__init__(reason)
+        self.is_unresponsive = is_unresponsive
+        """Whether it was killed because it did not answer."""
+
+
+class _Output(asyncio.Protocol):
+    """Reads what a process prints: logs it up to a limit, and keeps the last lines for error messages."""
+
+    def __init__(self, number: int) -> None:
+        self.lines: deque[str] = deque(maxlen=NUM_OUTPUT_LINES)
+        self.ended = asyncio.get_running_loop().create_future()
+        self._number = number
+        self._part = b""
+        self._num_logged = 0
+
+    def data_received(self, data: bytes) -> None:
+        *complete, self._part = (self._part + data).split(b"\n")
+        self._part = self._part[:MAX_LINE_CHARS]  # a line without end must not fill the runner's memory
+        for line in complete:
+            self._add(line)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._part:
+            self._add(self._part)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _add(self, line: bytes) -> None:
+        text = line[:MAX_LINE_CHARS].decode(errors="replace").rstrip()
+        self.lines.append(text)
+        self._num_logged += 1
+        if self._num_logged <= MAX_LOGGED_LINES:
+            logger.info("environment worker %d: %s", self._number, text)
+        if self._num_logged == MAX_LOGGED_LINES:
+            logger.warning(
+                "environment worker %d: more than %d lines; the rest is not logged", self._number, MAX_LOGGED_LINES
+            )
+
+
+class WorkerLink(asyncio.Protocol):
+    """One worker process. Make it with `start_worker`."""
+
+    def __init__(self, number: int, process: subprocess.Popen[bytes], lifeline: int, limits: WorkerLimits) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.process = process
+        self.gone: asyncio.Future[str] = loop.create_future()
+        """The reason of the end, once the process is gone."""
+        self._lifeline = lifeline
+        self._limits = limits
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reader = MessageReader(self._receive, 2 * limits.max_reply_bytes + (1 << 20))
+        self._transport: asyncio.WriteTransport | None = None
+        self._output = _Output(number)
+        self._ending: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._pidfd: int | None = None
+        self._memory_kills = out_of_memory_kills()
+
+    async def connect(self, channel: socket.socket, output: int) -> None:
+        """Attach to the socket, the output and the end of the process."""
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: self._output, os.fdopen(output, "rb", 0))
+        await loop.create_connection(lambda: self, sock=channel)
+        with contextlib.suppress(AttributeError, OSError):  # not Linux: the closed socket tells it
+            self._pidfd = os.pidfd_open(self.process.pid)
+            loop.add_reader(self._pidfd, self.kill)
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has ended or is being ended."""
+        return self._ending is not None
+
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return its reply; `WorkerGone` if the process ends before."""
+        if self.is_ending:
+            raise WorkerGone(await asyncio.shield(self.gone))
+        number = next(self._ids)
+        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        assert self._transport is not None
+        self._transport.write(frame({"id": number, **message}))
+        try:
+            return await future
+        finally:
+            self._pending.pop(number, None)
+
+    def kill(self, reason: str | None = None, is_unresponsive: bool = False) -> None:
+        """End the process and its children; also called when it has ended by itself. `gone` tells when that is done."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(reason, is_unresponsive))
+
+    # --- asyncio.Protocol ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+        except (ValueError, LookupError) as error:  # only user code that writes to the socket can cause it
+            self.kill(f"sent an unreadable message ({error})")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.kill()
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        future = self._pending.get(message["id"])
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    # --- the end of the process ----------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Kill the process if it has requests and does not answer."""
+        while True:
+            await asyncio.sleep(min(HEARTBEAT_S, self._limits.unresponsive_s))
+            if not self._pending:
+                continue
+            pong = asyncio.create_task(self.request({"do": "ping"}))
+            done, _ = await asyncio.wait([pong], timeout=self._limits.unresponsive_s)
+            if done:
+                if pong.exception() is not None:
+                    return
+                continue
+            pong.cancel()
+            if is_stopped(self.process.pid):
+                why = "was stopped by a signal"
+            else:
+                why = "did not answer: a method blocks the event loop (`time.sleep` or a long computation in an `async def`?) or holds Python's lock"
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.process.pid, STACKS_SIGNAL)
+                await asyncio.sleep(OUTPUT_WAIT_S)  # the stacks come with its output
+            self.kill(f"{why}, for {self._limits.unresponsive_s:g} s, and was killed", is_unresponsive=True)
+            return
+
+    async def _end(self, reason: str | None, is_unresponsive: bool) -> None:
+        if self._watching is not None and not is_unresponsive:
+            self._watching.cancel()
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        if reason is None:  # it ends by itself: give it a moment, so that its own exit status is seen
+            await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
+            if self.process.poll() is None:
+                reason = "closed its connection and was killed (does user code close file descriptors?)"
+        with contextlib.suppress(ProcessLookupError):  # no process is left in its group
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = await asyncio.to_thread(_wait, self.process)
+        await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
+        os.close(self._lifeline)
+        if self._transport is not None:
+            self._transport.abort()
+        text = self._describe(reason or self._exit_text(status))
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(WorkerGone(text, is_unresponsive))
+        self.gone.set_result(text)
+
+    def _exit_text(self, status: int) -> str:
+        if status >= 0:
+            return f"exited with status {status} (did user code call os._exit?)"
+        text = f"was killed by {signal.Signals(-status).name}"
+        if out_of_memory_kills() > self._memory_kills:
+            text += ": the machine or its container ran out of memory"
+        return text
+
+    def _describe(self, what: str) -> str:
+        lines = "\n".join(f"  | {line}" for line in self._output.lines)
+        return f"environment worker {self.number} {what}" + (f"; its last output:\n{lines}" if lines else "")
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # stuck in the kernel, such as on a lost network disk
+        return -signal.SIGKILL
+
+
+async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
+    """Start a worker process in a session of its own, and wait until it is ready; `WorkerGone` if it does not get there."""
+    ours, theirs = socket.socketpair()
+    lifeline_theirs, lifeline_ours = os.pipe()
+    output_ours, output_theirs = os.pipe()
+    root = str(Path(burnish.__file__).parents[1])
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    variables["MALLOC_ARENA_MAX"] = "2"  # an arena for each thread would use up the address space
+    variables["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    # -P: a file in the working directory must not shadow a module of the standard library. -u: output arrives before a death.
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-u",
+            "-m",
+            "burnish.environments.worker_process",
+            str(theirs.fileno()),
+            str(lifeline_theirs),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=output_theirs,
+        stderr=output_theirs,
+        pass_fds=(theirs.fileno(), lifeline_theirs),
+        start_new_session=True,
+        env={**os.environ, **variables},
+    )
+    theirs.close()
+    os.close(lifeline_theirs)
+    os.close(output_theirs)
+    link = WorkerLink(number, process, lifeline_ours, limits)
+    ours.setblocking(False)
+    await link.connect(ours, output_ours)
+    setup = {
+        "memory_gib": limits.memory_gib,
+        "max_threads": limits.max_threads,
+        "max_reply_bytes": limits.max_reply_bytes,
+    }
+    try:
+        await asyncio.wait_for(link.request(setup), START_TIMEOUT_S)
+    except TimeoutError:
+        link.kill(f"was not ready {START_TIMEOUT_S:g} s after its start")
+        raise WorkerGone(await link.gone) from None
+    return link
