@@ -338,6 +338,13 @@ class Tokenizer:
         """Whether the chat template uses a variable; one that it does not use would be ignored silently."""
         return re.search(rf"\b{re.escape(variable)}\b", str(self._inner.chat_template or "")) is not None
 
+    def chat_template_source(self) -> str:
+        """The source of the chat template for prompts with tools; empty without a template."""
+        templates = self._inner.chat_template
+        if isinstance(templates, dict):  # named templates: transformers takes `tool_use` where there are tools
+            return str(templates.get("tool_use") or templates.get("default") or "")
+        return str(templates or "")
+
     def chat_text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """Messages rendered by the chat template, for `encode`; `kwargs` are variables of the template.
 
