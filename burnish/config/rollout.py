@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
-from burnish.config.records import Record, Slot, choice
+from burnish.config.records import Record, Slot, choice, name_to_record
 
 if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
@@ -411,11 +411,21 @@ class Rollout(Sampling):
 # --- environments -----------------------------------------------------------------------------------------------------------
 
 
+class ToolEntry(Record):
+    """A tool that the model may call."""
+
+    name: str
+    """A built-in tool (python, python_session, calculator, search, search_http, table_lookup, mcp) or `path/to/file.py:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the tool."""
+
+
 class Environment(Record):
     """The environment that responds to completions."""
 
     name: str = SINGLE_TURN
-    """single_turn; guess_number, for the task of that name; or `path/to/file.py:Class` (`package.module:Class`)."""
+    """single_turn; tools, for answers with tool calls; a game or a system by its name (`burnish environments` lists them); or
+    `path/to/file.py:Class` (`package.module:Class`)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)
@@ -425,6 +435,23 @@ class Environment(Record):
     """Maximum number of tokens of one trajectory, with prompt and observations. A turn that might exceed it is not started. A prompt whose
     first turn might exceed it is an error. A sample fails if its environment adds text to the prompt and the first turn might then exceed it.
     null: the positions of the model."""
+    tools: list[Annotated[ToolEntry, BeforeValidator(name_to_record)]] = Field(default_factory=list)
+    """The tools of the environment: names, or records with a name and options."""
+    call_format: str = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, llama3, mistral, gemma3, smollm2 and others; auto follows the chat template."""
+    max_calls: int | None = Field(None, ge=1)
+    """Maximum number of tool calls of one trajectory. A further call is answered with an error text."""
+    history: Literal["as_template", "keep"] = "as_template"
+    """What happens if the chat template writes earlier turns differently once a message is added (Qwen3 drops thinking). as_template: the
+    model reads what the template writes, and the trajectory branches. keep: the turn is appended behind the sampled tokens."""
+    workers: int | None = Field(None, ge=1)
+    """Worker processes for environments and tools from files. null: one per core, at most 8."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Time limit of one call of an environment or a tool."""
+    memory_gib: float = Field(4.0, gt=0)
+    """Address space of one worker process."""
+    retries: int = Field(1, ge=0)
+    """How often an episode starts again after its environment failed. Then the sample leaves the loss and the group statistics."""
 
 
 def check_turns(environment: Environment) -> None:

@@ -122,6 +122,14 @@ class Event:
     traceback: str = ""
 
 
+class EpisodeFailed(Exception):
+    """The machinery failed, not the model: the episode is tried again, and then leaves the loss and the group statistics."""
+
+    def __init__(self, kind: str, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.message, self.traceback = kind, message, traceback
+
+
 class Environment:
     """Base class of environments. `__init__` takes the options of the config; one object plays one episode.
 

@@ -348,7 +348,12 @@ def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity:
     ]
     free = None if capacity is None else max(0, capacity - CUDA_CONTEXT_BYTES - sum(held))
     return plan_cache(
-        token_bytes=token, max_rows=rollout.max_rows, longest=setup.longest, free_bytes=free, cache_bytes=size
+        token_bytes=token,
+        max_rows=rollout.max_rows,
+        longest=setup.longest,
+        free_bytes=free,
+        cache_bytes=size,
+        num_contexts=sequences if config.environment.max_turns > 1 else 0,
     ).bytes
 
 

@@ -149,14 +149,16 @@ def plan_cache(
     cache_bytes: int | None = None,
     block_size: int = BLOCK_SIZE,
     kv_heads: int | None = None,
+    num_contexts: int = 0,
 ) -> CachePlan:
     """Plan the cache for `max_rows` rows of up to `longest` tokens.
 
     With `cache_bytes` the cache has exactly that size. Fewer blocks than all rows need lead to preemption; more keep more
-    prefixes. Without, it has what all rows need, at most `MAX_FREE_SHARE` of `free_bytes`.
+    prefixes. Without, it has what all rows need, at most `MAX_FREE_SHARE` of `free_bytes`. `num_contexts` episodes that wait for their
+    environments keep their blocks too, so that a further turn computes its new tokens only.
     """
     block_bytes = block_size * token_bytes
-    num_blocks = max_rows * -(-longest // block_size) + 1
+    num_blocks = max(max_rows, num_contexts) * -(-longest // block_size) + 1
     if cache_bytes is not None:
         num_blocks = cache_bytes // block_bytes
     elif free_bytes is not None:

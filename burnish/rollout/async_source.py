@@ -257,6 +257,7 @@ class AsyncSource:
 
     def close(self) -> None:
         self.thread.close(CLOSE_TIMEOUT_S)
+        self.in_flight.close()
 
     def _fill(self, step: int, plan: RolloutPlan, round: int) -> None:
         """Draw new groups, so that the complete and the new ones are enough for this step and the next.
@@ -308,8 +309,7 @@ class AsyncSource:
         options, stream = group.plan.sampling, "train"
         if sample == GREEDY_SAMPLE:
             options, stream = replace(options, temperature=0.0), "baseline"
-        failed = self.in_flight.add(group.draw, sample, options, stream, priority=-group.number)
-        if failed is not None:
+        for failed in self.in_flight.add(group.draw, sample, options, stream, priority=-group.number):
             self._on_finished(failed)
 
     def _read_recorded(self, step: int, round: int) -> tuple[list[PendingGroup], list[Trajectory]]:
@@ -361,7 +361,7 @@ class AsyncSource:
                 group.finished.pop(sample, None)
                 group.scored.discard(sample)
                 if active is not None:
-                    self.in_flight.paused.remove(active)
+                    self.in_flight.drop(active)
                 self._add_sample(group, sample)
                 self._num_reissued += 1
             group.oldest = min(known, default=None)
@@ -431,16 +431,17 @@ class AsyncSource:
         self.rounds.write_partial(RoundKey(step, round, [group.id for group in groups]), plan, found)
 
     def _has_work(self) -> bool:
-        return bool(self.in_flight.running or self.in_flight.paused)
+        return bool(self.in_flight.running or self.in_flight.paused or self.in_flight.waiting)
 
     def _sample(self) -> None:
         """Process completions until the engine is idle or interrupted. Runs in the sampling thread."""
         self.in_flight.submit_pending()
         for completion in self.runner.engine.stream():
-            finished = self.in_flight.take(completion)
-            if finished is not None:
+            for finished in [*self.in_flight.take(completion), *self.in_flight.take_replies()]:
                 self._on_finished(finished)
             self.in_flight.submit_pending()
+        for finished in self.in_flight.take_replies(0.0 if self.in_flight.running else POLL_INTERVAL_S):
+            self._on_finished(finished)
 
     def _on_finished(self, trajectory: Trajectory) -> None:
         """Record a finished sample, and submit it for scoring unless its environment failed or gave the reward."""

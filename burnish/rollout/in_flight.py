@@ -1,97 +1,54 @@
-"""`InFlightTrajectories` holds trajectories that have not ended: running in an engine, or paused between two requests.
+"""`InFlightTrajectories` holds trajectories that have not ended: in an engine, paused between two requests, or waiting for an environment.
 
 A paused trajectory keeps its tokens, each with the version of the weights that sampled it. It continues as a request whose prompt
 includes those tokens, and its random numbers continue at the same position. Multi-turn trajectories continue in the same way, with the
-environment's tokens appended. A trajectory whose environment fails ends with an error text and without a reward.
+environment's tokens appended. While a trajectory waits for its environment, it has no request in the engine.
+
+An episode whose environment fails is started again with the same seed, up to `retries` times. Then it ends with an error text and
+without a reward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.core.random_keys import sample_key
-from burnish.core.trajectory import Trajectory, TrajectoryFinish, TurnSpan, chain_nodes
+from burnish.core.random_keys import fold, sample_key
+from burnish.core.trajectory import (
+    EPISODE_METRICS,
+    EVENTS,
+    LAST_WORDS,
+    ROLE,
+    TokenNode,
+    Trajectory,
+    TrajectoryFinish,
+    TurnSpan,
+)
 from burnish.data.prompt_stream import PromptSample
-from burnish.environments.base import Done, TokenEnvironment, Turn
+from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, Observation, Turn
+from burnish.environments.host import HostReply, Reply
 from burnish.rewards.score_types import reward_problem
+from burnish.rollout.running_trajectory import PartialTurn, RunningTrajectory, TokenPath
 
 if TYPE_CHECKING:
     from burnish.rollout.runner import RolloutRunner
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """What a tokenizer decodes an incomplete UTF-8 sequence to."""
-
-
-@dataclass(eq=False, slots=True)
-class RunningTrajectory:
-    """A trajectory that has not ended."""
-
-    draw: PromptSample
-    sample: int
-    key: int
-    """Random key of its sampling."""
-    sampling: SamplingOptions
-    priority: int = 0
-    """Higher numbers are sampled first."""
-    context: list[int] = field(default_factory=list)
-    """All tokens so far, prompt included. The next three lists have one entry per token."""
-    action_mask: list[bool] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    version: list[int] = field(default_factory=list)
-    prompt_length: int = 0
-    start: tuple[int, ...] = ()
-    """Tokens of the prompt."""
-    environment: TokenEnvironment | None = None
-    """None only if its constructor raised."""
-    state: str | None = None
-    """The environment state in which the current turn begins."""
-    turns: list[TurnSpan] = field(default_factory=list)
-    """Complete turns. Until the trajectory ends, `node` is the position of the turn's first token."""
-    num_sampled: int = 0
-    """Tokens that the model sampled, in all turns."""
-    num_partial: int = 0
-    """Tokens of the current turn that earlier requests sampled."""
-    num_requests: int = 0
-    path: tuple[int, ...] = ()
-    """Only in a tree of answers: the child index at each level."""
-    branch_points: list[int] = field(default_factory=list)
-    """Positions in `context` at which its path branched."""
-
-    @property
-    def label(self) -> str:
-        """Its name among the trajectories of the prompt."""
-        return ".".join(map(str, (self.sample, *self.path)))
-
-    @property
-    def oldest(self) -> int | None:
-        """The version of its first sampled token; None before that."""
-        return next((version for version in self.version if version >= 0), None)
-
-    def append(self, tokens: Sequence[int], logp: Sequence[float] | None = None, version: int = -1) -> None:
-        """Add tokens: sampled ones with their log-probs, others without."""
-        self.context.extend(tokens)
-        self.action_mask.extend([logp is not None] * len(tokens))
-        self.logp.extend(logp if logp is not None else [0.0] * len(tokens))
-        self.version.extend([version] * len(tokens))
-
-    def drop_last(self, count: int) -> None:
-        """Remove the last sampled tokens of the current turn."""
-        for column in (self.context, self.action_mask, self.logp, self.version):
-            del column[len(column) - count :]
-        self.num_partial -= count
-        self.num_sampled -= count
+SEED_COLUMN = "seed"
+"""The column of a row that sets the seed of its episodes."""
 
 
 class InFlightTrajectories:
-    """The unfinished trajectories of a runner: running in its engine, or paused until `submit_pending`."""
+    """The unfinished trajectories of a runner: running in its engine, paused until `submit_pending`, or waiting for an environment."""
 
     def __init__(self, runner: RolloutRunner, is_continued: bool = False) -> None:
         """`is_continued`: other answers will start from prefixes of these, so the engine should keep their KV cache."""
@@ -99,41 +56,35 @@ class InFlightTrajectories:
         self.running: dict[str, RunningTrajectory] = {}
         """By request id."""
         self.paused: list[RunningTrajectory] = []
+        self.waiting: dict[RunningTrajectory, None] = {}
+        """Trajectories whose environment has not replied yet, in the order of the calls."""
+        self._replies: queue.SimpleQueue[HostReply] = queue.SimpleQueue()
+        self._has_interrupted = False
+        self._openings: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def __iter__(self) -> Iterator[RunningTrajectory]:
         yield from self.running.values()
         yield from self.paused
+        yield from self.waiting
 
     def add(
         self, draw: PromptSample, sample: int, sampling: SamplingOptions, stream: str, priority: int = 0
-    ) -> Trajectory | None:
-        """Add a new, paused trajectory and return None. If its environment fails to start, return the failed trajectory instead.
+    ) -> list[Trajectory]:
+        """Add a new trajectory. If its environment fails to start, return the failed trajectory.
 
         The greedy answer (sample -1) has the random key of sample 0 of its stream.
         """
-        runner, row = self.runner, draw.prompt.row
-        key = sample_key(runner.seed, stream, row.id, draw.visit, max(0, sample))
-        active = RunningTrajectory(draw, sample, key, sampling, priority)
+        key = sample_key(self.runner.seed, stream, draw.prompt.row.id, draw.visit, max(0, sample))
+        return self._begin(RunningTrajectory(draw, sample, key, stream, sampling, sampling, priority))
 
-        def start() -> Turn | Done:
-            active.environment = runner.make_environment(draw.prompt)
-            return active.environment.start()
-
-        answer = _call_environment(start, "start", row.id)
-        if isinstance(answer, str):
-            return self._trajectory(active, "error", error=answer)
-        active.start = tuple(self._checked_tokens(active, answer, "start"))
-        num_tokens = len(active.start) + sampling.max_tokens
-        if runner.longest is not None and num_tokens > runner.longest:
-            problem = f"row {row.id}: the environment's start() gave {len(active.start)} tokens, and max_tokens={sampling.max_tokens} more make {num_tokens}"
-            if runner.longest == runner.max_tokens:  # an environment's long prompt fails one sample, not the run
-                problem += f", but environment.max_tokens={runner.longest} is for all turns together; raise it, or lower max_tokens"
-                return self._trajectory(active, "error", error=problem)
-            raise UserError(f"{problem}, but the model is made for {runner.longest} positions; lower max_tokens")
-        active.append(active.start)
-        active.prompt_length = len(active.context)
-        self.paused.append(active)
-        return None
+    def drop(self, active: RunningTrajectory) -> None:
+        """Forget a trajectory that is not in the engine."""
+        active.is_dropped = True
+        if active in self.waiting:
+            del self.waiting[active]
+        else:
+            self.paused.remove(active)
+        self._close(active)
 
     def submit_pending(self) -> None:
         """Submit all paused trajectories to the engine."""
@@ -141,13 +92,43 @@ class InFlightTrajectories:
         if pending:
             self.runner.engine.submit([self._request(active) for active in pending])
 
-    def take(self, completion: Completion) -> Trajectory | None:
-        """Process a completion. Returns the trajectory if it ended; otherwise it is paused until its next request."""
+    def take(self, completion: Completion) -> list[Trajectory]:
+        """Process a completion. Returns the trajectories that ended with it; otherwise the trajectory is paused or waits."""
         active = self.running.pop(completion.id)
-        finished = self._observe(active, completion)
-        if finished is None:
+        self._record(active, completion)
+        if completion.finish == "aborted":
+            self._drop_partial_stop(active)
             self.paused.append(active)
+            return []
+        turn, active.turn = active.turn, PartialTurn()
+        path = active.current
+        path.turns.append(TurnSpan(path.append_turn(turn), path.state))
+        active.num_turns += 1
+        if active.session is None:
+            return self._observe_tokens(active, turn, completion.finish == "length")
+        if completion.finish == "length" and not active.session.kind.takes_truncated:
+            return self._cut(active, "length")
+        return self._ask(active, "step", self._answer(active, turn, completion))
+
+    def take_replies(self, wait_s: float = 0.0) -> list[Trajectory]:
+        """Process the replies of environments that have arrived; wait up to `wait_s` for the first. Returns trajectories that ended."""
+        self._has_interrupted = False  # before reading: a later reply must interrupt the engine again
+        finished = list[Trajectory]()
+        while self.waiting:
+            try:
+                active, reply = self._replies.get(timeout=wait_s) if wait_s else self._replies.get_nowait()
+            except queue.Empty:
+                break
+            wait_s = 0.0
+            if not active.is_dropped:
+                del self.waiting[active]
+                finished += self._handle(active, reply)
         return finished
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether a reply of an environment has not been processed yet."""
+        return not self._replies.empty()
 
     def pause_all(self) -> list[Trajectory]:
         """Abort all requests and pause their trajectories. Returns those that ended meanwhile. No stream may be open."""
@@ -160,62 +141,41 @@ class InFlightTrajectories:
             left -= {completion.id for completion in ended}
         for _ in engine.stream():  # consumes a late interrupt, which would otherwise end the next stream
             raise RuntimeError("the engine returned a completion after all its requests were aborted")
-        return [finished for completion in ended if (finished := self.take(completion)) is not None]
+        return [finished for completion in ended for finished in self.take(completion)]
+
+    def close(self) -> None:
+        """Close the environments of all trajectories."""
+        for active in list(self):
+            active.is_dropped = True
+            self._close(active)
+
+    # --- requests and completions ------------------------------------------------------------------------------------
 
     def _request(self, active: RunningTrajectory) -> Request:
         """Build the next request of a trajectory and move the trajectory to `running`."""
-        again = f"~{active.num_requests}" if active.num_partial else ""
-        name = f"{active.draw.prompt.row.id}#{active.draw.visit}.{active.label}/{len(active.turns)}{again}"
+        again = f"~{active.num_requests}" if active.num_partial or active.num_retries else ""
+        name = f"{active.draw.prompt.row.id}#{active.draw.visit}.{active.label}/{active.num_turns}{again}"
         self.running[name] = active
         active.num_requests += 1
         sampling = active.sampling
         if active.num_partial:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - active.num_partial)
-        may_continue = self.is_continued or len(active.turns) + 1 < self.runner.max_turns
-        tokens = active.start if len(active.context) == active.prompt_length else tuple(active.context)
+        may_continue = self.is_continued or active.num_turns + 1 < self.runner.max_turns
+        path = active.current
+        is_opening = len(path.nodes) == 1 and not active.num_partial
+        tokens = path.opening if is_opening else tuple(active.context())
         return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, may_continue)
 
-    def _observe(self, active: RunningTrajectory, completion: Completion) -> Trajectory | None:
-        """Append a completion and call the environment. Returns the trajectory if it ended."""
-        self._record(active, completion)
-        if completion.finish == "aborted":
-            self._drop_partial_stop(active)
-            return None
-        start = len(active.context) - active.num_partial
-        tokens = active.context[start:]
-        active.num_partial = 0
-        active.turns.append(TurnSpan(start, active.state))
-        if completion.finish == "length":
-            return self._trajectory(active, "length")
-        environment, text = active.environment, self.runner.tokenizer.decode(tokens)
-        assert environment is not None, "a running trajectory has an environment"
-        answer = _call_environment(lambda: environment.observe(tokens, text), "observe", active.draw.prompt.row.id)
-        if isinstance(answer, str):
-            return self._trajectory(active, "error", error=answer)
-        if isinstance(answer, Done):
-            active.turns[-1] = TurnSpan(start, active.turns[-1].state, _checked_reward(answer.reward or 0.0))
-            return self._trajectory(active, "stop", is_scored=answer.reward is not None)
-        tokens = list(self._checked_tokens(active, answer, "observe"))
-        active.turns[-1] = TurnSpan(start, active.turns[-1].state, _checked_reward(answer.reward))
-        longest, most = self.runner.longest, active.sampling.max_tokens
-        if longest is not None and len(active.context) + len(tokens) + most > longest:
-            return self._trajectory(active, "length")  # no room for another turn
-        if len(active.turns) >= self.runner.max_turns:
-            return self._trajectory(active, "turns")
-        active.append(tokens)
-        return None
-
     def _record(self, active: RunningTrajectory, completion: Completion) -> None:
-        """Append the sampled tokens of a completion. Raises if a log-prob is not finite."""
+        """Append the sampled tokens of a completion to the current turn. Raises if a log-prob is not finite."""
         if not np.isfinite(completion.logp).all():
             raise UserError(
                 f"{completion.id}: the model gives log-probs that are not finite, so its weights are broken; "
                 "go back to an earlier checkpoint and lower training.optimizer.lr"
             )
         tokens = completion.tokens.tolist()
-        active.append(tokens, completion.logp.tolist(), completion.version)
+        active.turn.append(tokens, completion.logp.tolist(), completion.version)
         active.num_sampled += len(tokens)
-        active.num_partial += len(tokens)
 
     def _drop_partial_stop(self, active: RunningTrajectory) -> None:
         """Remove trailing tokens of an aborted request that may begin a stop string; they are sampled again.
@@ -226,86 +186,350 @@ class InFlightTrajectories:
             return
         prefixes = tuple(text[:k] for text in active.sampling.stop for k in range(1, len(text) + 1))
         while active.num_partial:
-            text = self.runner.tokenizer.decode(active.context[len(active.context) - active.num_partial :])
+            text = self.runner.tokenizer.decode(active.turn.tokens)
             if not text.endswith((REPLACEMENT_CHARACTER, *prefixes)):
                 return
-            active.drop_last(1)
+            active.turn.drop_last(1)
+            active.num_sampled -= 1
 
-    def _checked_tokens(self, active: RunningTrajectory, answer: object, method: str) -> tuple[int, ...]:
+    # --- environments on tokens --------------------------------------------------------------------------------------
+
+    def _begin(self, active: RunningTrajectory) -> list[Trajectory]:
+        """Start the environment of a trajectory."""
+        runner, row = self.runner, active.draw.prompt.row
+        if runner.host is not None:
+            active.session = runner.host.open()
+            return self._ask(active, "start", self._episode(active))
+
+        def start() -> Turn | Done:
+            active.environment = runner.make_environment(active.draw.prompt)
+            return active.environment.start()
+
+        reply = _call_environment(start, "start", row.id)
+        if isinstance(reply, str):
+            active.add_event("reset_failed", "start", reply)
+            return self._failed(active, reply)
+        opening = tuple(self._checked_tokens(active, reply, "start"))
+        return self._open(active, opening)
+
+    def _open(self, active: RunningTrajectory, opening: tuple[int, ...]) -> list[Trajectory]:
+        """Set the first tokens of a trajectory and pause it. An opening that is too long fails the sample or ends the run."""
+        runner, row = self.runner, active.draw.prompt.row
+        num_tokens = len(opening) + active.sampling.max_tokens
+        if runner.longest is not None and num_tokens > runner.longest:
+            problem = f"row {row.id}: the environment's start() gave {len(opening)} tokens, and max_tokens={active.sampling.max_tokens} more make {num_tokens}"
+            if runner.longest == runner.max_tokens:  # an environment's long prompt fails one sample, not the run
+                problem += f", but environment.max_tokens={runner.longest} is for all turns together; raise it, or lower max_tokens"
+                active.add_event("too_long", "start", problem)
+                return self._failed(active, problem)
+            raise UserError(f"{problem}, but the model is made for {runner.longest} positions; lower max_tokens")
+        path = active.current
+        path.opening = opening
+        path.append(opening)
+        self.paused.append(active)
+        return []
+
+    def _observe_tokens(self, active: RunningTrajectory, turn: PartialTurn, is_cut: bool) -> list[Trajectory]:
+        """Call an environment that works on tokens after a complete turn."""
+        if is_cut:
+            return self._trajectories(active, "length")
+        environment, text = active.environment, self.runner.tokenizer.decode(turn.tokens)
+        assert environment is not None, "a running trajectory has an environment"
+        reply = _call_environment(lambda: environment.observe(turn.tokens, text), "observe", active.draw.prompt.row.id)
+        if isinstance(reply, str):
+            active.add_event("step_failed", "observe", reply)
+            return self._failed(active, reply)
+        path = active.current
+        if isinstance(reply, Done):
+            path.turns[-1] = path.turns[-1]._replace(reward=_checked_reward(reply.reward or 0.0))
+            return self._trajectories(active, "stop", is_scored=reply.reward is not None)
+        tokens = self._checked_tokens(active, reply, "observe")
+        path.turns[-1] = path.turns[-1]._replace(reward=_checked_reward(reply.reward))
+        longest, most = self.runner.longest, active.sampling.max_tokens
+        if longest is not None and path.length + len(tokens) + most > longest:
+            return self._trajectories(active, "length")  # no room for another turn
+        if active.num_turns >= self.runner.max_turns:
+            return self._trajectories(active, "turns")
+        path.append(tokens)
+        self.paused.append(active)
+        return []
+
+    def _checked_tokens(self, active: RunningTrajectory, reply: object, method: str) -> tuple[int, ...]:
         """Check an environment's turn, store its state and return its tokens. Wrong types or tokens would crash later or be trained on."""
-        if not isinstance(answer, Turn):
+        if not isinstance(reply, Turn):
             expected = "Turn" if method == "start" else "Turn or Done"
-            raise UserError(f"the environment's {method}() returned {type(answer).__name__}; expected {expected}")
+            raise UserError(f"the environment's {method}() returned {type(reply).__name__}; expected {expected}")
         size = self.runner.tokenizer.vocab_size
-        if unknown := [t for t in answer.tokens if not 0 <= t < size]:
+        if unknown := [t for t in reply.tokens if not 0 <= t < size]:
             raise UserError(
                 f"the environment's {method}() gave token {unknown[0]}; the tokenizer knows 0 to {size - 1}"
             )
-        if answer.state is not None and not isinstance(answer.state, str):
+        if reply.state is not None and not isinstance(reply.state, str):
             raise UserError(
-                f"the environment's {method}() gave a state of type {type(answer.state).__name__}; expected a text"
+                f"the environment's {method}() gave a state of type {type(reply.state).__name__}; expected a text"
             )
-        if active.turns and (answer.state is None) != (active.turns[0].state is None):
+        self._set_state(active, active.current, reply.state)
+        return reply.tokens
+
+    def _set_state(self, active: RunningTrajectory, path: TokenPath, state: str | None) -> None:
+        if path.turns and (state is None) != (path.turns[0].state is None):
             raise UserError(
-                "the environment reports its state in some turns and not in others; give Turn a state in all of them"
+                "the environment reports its state in some turns and not in others; give a state in all of them"
             )
-        active.state = answer.state
-        return answer.tokens
+        path.state = state
+
+    # --- environments on messages ------------------------------------------------------------------------------------
+
+    def _episode(self, active: RunningTrajectory) -> Episode:
+        draw, row = active.draw, active.draw.prompt.row
+        given = row.extra.get(SEED_COLUMN)
+        seed = given if isinstance(given, int) else fold(self.runner.seed, "episode", row.id, draw.visit) % 2**31
+        name = f"{row.id}#{draw.visit}.{active.sample}"
+        return Episode(
+            name, seed, row.prompt, row.answer, row.extra, row.data_source, active.sample, active.stream == "train"
+        )
+
+    def _answer(self, active: RunningTrajectory, turn: PartialTurn, completion: Completion) -> Answer:
+        tokens, decode = turn.tokens, self.runner.tokenizer.decode
+        spoken = tokens[:-1] if tokens and tokens[-1] in active.sampling.stop_tokens else tokens
+        return Answer(
+            decode(tokens),
+            decode(spoken, skip_special=False),
+            "length" if completion.finish == "length" else "stop",
+            len(tokens),
+            active.num_turns - 1,
+        )
+
+    def _ask(
+        self, active: RunningTrajectory, method: Literal["start", "step", "end"], argument: Episode | Answer | str
+    ) -> list[Trajectory]:
+        """Call the environment. Without an immediate reply the trajectory waits."""
+        host, session = self.runner.host, active.session
+        assert host is not None and session is not None, "an environment on messages has a session"
+        reply = host.ask(session, method, argument, active, self._replies, self._interrupt)
+        if reply is not None:
+            return self._handle(active, reply)
+        self.waiting[active] = None
+        return []
+
+    def _interrupt(self) -> None:
+        """Make the engine's stream return, so that the reply is processed now. Runs in the thread of the event loop."""
+        if not self._has_interrupted:
+            self._has_interrupted = True
+            self.runner.engine.interrupt()
+
+    def _handle(self, active: RunningTrajectory, reply: Reply) -> list[Trajectory]:
+        """Process the reply of an environment."""
+        if isinstance(reply, UserError):
+            raise reply
+        if isinstance(reply, EpisodeFailed):
+            return self._retry(active, reply)
+        active.events += [asdict(event) for event in reply.events]
+        active.add_metrics(reply.metrics)
+        try:
+            return self._end(active, reply) if isinstance(reply, End) else self._continue(active, reply)
+        except EpisodeFailed as error:
+            return self._retry(active, error)
+
+    def _retry(self, active: RunningTrajectory, failure: EpisodeFailed) -> list[Trajectory]:
+        """Start a failed episode again with the same seed and random numbers, or give it up."""
+        message = f"row {active.draw.prompt.row.id}: the environment's {failure.message}"
+        active.add_event(
+            failure.kind, self.runner.host.kind.name if self.runner.host else "", message, failure.traceback
+        )
+        self._close(active)
+        if active.num_retries >= self.runner.retries:
+            return self._failed(active, message)
+        active.num_retries += 1
+        active.begin_again()
+        return self._begin(active)
+
+    def _continue(self, active: RunningTrajectory, seen: Observation) -> list[Trajectory]:
+        """Append an observation, or end the episode if no further turn is allowed."""
+        runner = self.runner
+        if active.num_turns == 0:
+            return self._open_conversation(active, seen)
+        path = active.current
+        path.turns[-1] = path.turns[-1]._replace(reward=_episode_reward(seen.reward))
+        if active.num_turns >= runner.max_turns:
+            return self._cut(active, "turns")
+        if seen.role != active.role:
+            active.role = seen.role
+            path = active.paths.setdefault(seen.role, TokenPath())
+        renderer = runner.renderer
+        assert renderer is not None, "an environment on messages has a renderer"
+        if not path.nodes or seen.new_conversation:
+            path.conversation = renderer.open(seen.messages or (), None)
+            tokens, is_branch, length = path.conversation.tokens, True, len(path.conversation.tokens)
+        else:
+            assert path.conversation is not None, "it was opened with the first prompt"
+            completion = path.nodes[path.path[-1]].tokens.tolist()
+            if seen.text is not None:
+                extension = path.conversation.append_text(completion, seen.text)
+            else:
+                extension = path.conversation.extend(completion, seen.messages or ())
+            tokens, is_branch = extension.tokens, extension.is_branch
+            length = len(tokens) if is_branch else path.length + len(tokens)
+        if runner.longest is not None and length + active.sampling.max_tokens > runner.longest:
+            return self._cut(active, "length")
+        self._set_state(active, path, seen.state)
+        if not path.nodes:
+            path.opening = self._shared_opening(tokens)
+            path.append(tokens)
+        elif seen.new_conversation:
+            path.restart(tokens)
+        elif is_branch:
+            path.branch(tokens)
+        else:
+            path.append(tokens)
+        self.paused.append(active)
+        return []
+
+    def _open_conversation(self, active: RunningTrajectory, seen: Observation) -> list[Trajectory]:
+        """Render the first prompt of an episode."""
+        renderer = self.runner.renderer
+        assert renderer is not None, "an environment on messages has a renderer"
+        if seen.stop:
+            stop = (*active.sampling.stop, *(text for text in seen.stop if text not in active.sampling.stop))
+            active.sampling = replace(active.sampling, stop=stop)
+        if seen.role is not None:
+            active.role, active.paths = seen.role, {seen.role: TokenPath()}
+        messages = seen.messages if seen.messages is not None else active.draw.prompt.row.prompt
+        path = active.current
+        path.conversation = renderer.open(messages, seen.tools)
+        self._set_state(active, path, seen.state)
+        return self._open(active, self._shared_opening(path.conversation.tokens))
+
+    def _shared_opening(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return one object for all equal openings, so that engines see that they share the prefix."""
+        return self._openings.setdefault(tokens, tokens)
+
+    def _cut(self, active: RunningTrajectory, reason: Literal["turns", "length"]) -> list[Trajectory]:
+        """End an episode that has no turns or tokens left. The environment says what it is worth."""
+        active.finish = reason
+        return self._ask(active, "end", reason)
+
+    def _end(self, active: RunningTrajectory, end: End) -> list[Trajectory]:
+        """Place the last rewards and return the finished trajectories."""
+        if end.rewards is not None:
+            for role, reward in end.rewards.items():
+                path = active.paths.get(role)
+                if path is not None and path.turns:
+                    path.turns[-1] = path.turns[-1]._replace(reward=path.turns[-1].reward + _episode_reward(reward))
+        elif end.reward is not None:
+            turns = active.current.turns
+            turns[-1] = turns[-1]._replace(reward=turns[-1].reward + _episode_reward(end.reward))
+        is_scored = end.reward is not None or end.rewards is not None
+        return self._trajectories(active, active.finish or "stop", is_scored, end=end)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _failed(self, active: RunningTrajectory, error: str) -> list[Trajectory]:
+        return self._trajectories(active, "error", error=error)
+
+    def _trajectories(
+        self,
+        active: RunningTrajectory,
+        finish: TrajectoryFinish,
+        is_scored: bool = False,
+        error: str | None = None,
+        end: End | None = None,
+    ) -> list[Trajectory]:
+        """Return the finished trajectories of an episode: one, or one for each role that had a turn.
+
+        `is_scored`: the environment gave a reward at the end.
+        """
+        self._close(active)
+        roles = self.runner.roles
+        if not roles:
+            return [self._trajectory(active, active.current, finish, is_scored, error, end)]
+        found = list[Trajectory]()
+        for index, role in enumerate(roles):
+            path = active.paths.get(role)
+            if error is None and (path is None or not path.turns):
+                continue  # the game ended before this role had a turn
+            trajectory = self._trajectory(active, path or TokenPath(), finish, is_scored, error, end)
+            trajectory.sample = active.sample * len(roles) + index
+            trajectory.metadata[ROLE] = role
+            found.append(trajectory)
+        return found
 
     def _trajectory(
-        self, active: RunningTrajectory, finish: TrajectoryFinish, is_scored: bool = False, error: str | None = None
+        self,
+        active: RunningTrajectory,
+        path: TokenPath,
+        finish: TrajectoryFinish,
+        is_scored: bool = False,
+        error: str | None = None,
+        end: End | None = None,
     ) -> Trajectory:
-        """Return the finished trajectory. `is_scored`: the environment gave a reward at the end."""
-        total_reward = math.fsum(span.reward for span in active.turns)
+        """Return the finished trajectory of one conversation."""
+        total_reward = math.fsum(span.reward for span in path.turns)
         is_scored = error is None and (is_scored or getattr(active.environment, "gives_rewards", False))
         if total_reward and not is_scored and error is None:
             raise UserError(
-                f"the environment gave turns of {active.draw.prompt.row.id} a reward and none at the end ({finish}): give Done a reward, and "
-                "for trajectories that are cut off the class `gives_rewards = True`"
+                f"the environment gave turns of {active.draw.prompt.row.id} a reward and none at the end ({finish}): give the end a reward "
+                "too. An environment on tokens also needs `gives_rewards = True` for trajectories that are cut off"
             )
         if wrong := reward_problem(total_reward):
             raise UserError(
                 f"the environment's rewards of {active.draw.prompt.row.id}, added up over its turns: {wrong}"
             )
         reward = total_reward if is_scored else None
-        nodes = chain_nodes(
-            tokens=np.array(active.context, dtype=np.int64),
-            action_mask=np.array(active.action_mask, dtype=bool),
-            behaviour_logp=np.array(active.logp, dtype=np.float32),
-            version=np.array(active.version, dtype=np.int32),
-            starts=[span.node for span in active.turns],
-        )
-        sampled = [index for index, node in enumerate(nodes) if node.is_sampled]
+        prompt_length = path.prompt_length()
+        success = end.success if end is not None else None
+        accuracy = float(success) if success is not None else self._accuracy(active, reward)
+        metadata: dict[str, object] = {"prompt_length": prompt_length}
+        if active.events:
+            metadata[EVENTS] = active.events
+        if active.num_retries:
+            active.metrics["retries"] = float(active.num_retries)
+        if active.metrics:
+            metadata[EPISODE_METRICS] = active.metrics
+        if end is not None and end.text:
+            metadata[LAST_WORDS] = end.text
         return Trajectory(
             prompt_id=active.draw.prompt.row.id,
             visit=active.draw.visit,
             sample=active.sample,
-            nodes=nodes,
+            nodes=path.nodes or [TokenNode(-1, np.zeros(0, dtype=np.int64))],
             finish=finish,
-            completion=self.runner.tokenizer.decode(active.context[active.prompt_length :]),
+            completion=self.runner.tokenizer.decode(path.tokens()[prompt_length:]),
             reward=reward,
-            accuracy=_accuracy(active.environment, reward),
+            accuracy=accuracy,
             parts={} if reward is None else {"environment": reward},
             error=error,
-            metadata={"prompt_length": active.prompt_length},
-            turns=[span._replace(node=index) for index, span in zip(sampled, active.turns, strict=True)],
+            metadata=metadata,
+            turns=path.turns,
         )
 
+    def _accuracy(self, active: RunningTrajectory, reward: float | None) -> float | None:
+        """Return 1 if a reward reaches the environment's `correct_at`, else 0; None if there is no reward or no `correct_at`."""
+        kind = active.session.kind if active.session is not None else active.environment
+        threshold = getattr(kind, "correct_at", None)
+        return None if reward is None or threshold is None else float(reward >= threshold)
 
-def _accuracy(environment: object, reward: float | None) -> float | None:
-    """Return 1 if a reward reaches the environment's `correct_at`, else 0; None if there is no reward or no `correct_at`."""
-    threshold = getattr(environment, "correct_at", None)
-    return None if reward is None or threshold is None else float(reward >= threshold)
+    def _close(self, active: RunningTrajectory) -> None:
+        if active.session is not None and self.runner.host is not None:
+            self.runner.host.close_session(active.session)
 
 
 def _call_environment(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:
-    """Call an environment and return its answer, or an error text if it raised. A `UserError` ends the run."""
+    """Call an environment on tokens and return its reply, or an error text if it raised. A `UserError` ends the run."""
     try:
         return ask()
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (user code may raise anything; the sample fails with the reason)
         return f"row {row}: the environment's {method}() raised {type(error).__name__}: {error}"
+
+
+def _episode_reward(value: object) -> float:
+    """Return the reward of an environment on messages as a float. A wrong one fails the episode, not the run."""
+    try:
+        return _checked_reward(value)
+    except UserError as error:
+        raise EpisodeFailed("bad_reply", f"reward is wrong: {error}") from error
 
 
 def _checked_reward(value: object) -> float:

@@ -1,7 +1,7 @@
 """`RolloutRunner` runs environments against any engine and yields trajectories as they finish.
 
 Each sample of each prompt has its own environment and random key. All trajectories are in flight at once. Their tokens depend on keys and
-weights, not on the order of completion.
+weights, not on the order of completion. A trajectory that waits for its environment has no request in the engine, which decodes the others.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
@@ -18,8 +19,14 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.segment_rollouts import AnswerPrefix, ChainPlan, ContinuedTrajectories, TreePlan, TreeTrajectories
 
+if TYPE_CHECKING:
+    from burnish.environments.dialogue import ChatRenderer
+    from burnish.environments.host import EnvironmentHost
+
 Branching = ChainPlan | TreePlan
 """How the samples of a prompt share prefixes: segments of a chain, or a tree."""
+REPLY_WAIT_S = 0.2
+"""How long the runner waits for an environment before it looks for a request to stop."""
 MAX_EMPTY_STREAMS = 3
 """How many streams in a row may end without a completion. A stop request that came late may interrupt a stream; more is a bug."""
 
@@ -81,9 +88,19 @@ class RolloutRunner:
         max_turns: int = 1,
         max_positions: int | None = None,
         max_tokens: int | None = None,
+        host: EnvironmentHost | None = None,
+        renderer: ChatRenderer | None = None,
+        retries: int = 0,
     ) -> None:
-        """`max_positions` is the model's limit on the tokens of a trajectory, `max_tokens` the environment's."""
+        """`max_positions` is the model's limit on the tokens of a trajectory, `max_tokens` the environment's.
+
+        `host` runs environments on messages, whose messages `renderer` turns into tokens; without it, `make_environment` gives environments
+        on tokens. An episode whose environment fails is started again up to `retries` times.
+        """
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
+        self.host, self.renderer, self.retries = host, renderer, retries
+        self.roles: tuple[str, ...] = host.kind.roles if host is not None else ()
+        """Players of a game of several: each sample gives one trajectory for each role."""
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
         self.longest = max_trajectory_tokens(max_positions, max_tokens)
         self.stop_request = StopRequest(lambda: self.engine.interrupt())
@@ -113,10 +130,10 @@ class RolloutRunner:
         for draw in draws:
             for sample in range(n):
                 row = draw.prompt.row
-                if (row.id, sample) not in done and (row.id, draw.visit, sample) not in resumed:
-                    failed = in_flight.add(draw, sample, sampling, stream)
-                    if failed is not None:
-                        yield failed
+                names = self._sample_indices(sample)
+                is_known = any((row.id, k) in done or (row.id, draw.visit, k) in resumed for k in names)
+                if not is_known:
+                    yield from in_flight.add(draw, sample, sampling, stream)
         in_flight.submit_pending()
         for draw in draws if stream == "train" else ():
             yield from self.demonstrations(draw, n)
@@ -133,24 +150,40 @@ class RolloutRunner:
     def _finish(self, in_flight: InFlightTrajectories) -> Iterator[Trajectory]:
         """Yield the trajectories in flight as they end."""
         num_empty = 0
-        while True:
-            num_empty += 1
-            for completion in self.engine.stream():
-                num_empty = 0
-                finished = in_flight.take(completion)
-                if finished is not None:
-                    yield finished
-                in_flight.submit_pending()
-            if not in_flight.running:
-                return
-            # The stream was interrupted: by a request to stop now, or by one that came too late for the previous sampling.
-            if self.stop_request.is_effective:
-                yield from in_flight.pause_all()
-                raise RolloutStopped
-            if num_empty > MAX_EMPTY_STREAMS:
-                raise RuntimeError(
-                    f"the engine ended its stream {num_empty} times with {len(in_flight.running)} requests unanswered"
-                )
+        try:
+            while in_flight.running or in_flight.waiting:
+                num_empty += 1
+                for completion in self.engine.stream():
+                    num_empty = 0
+                    yield from in_flight.take(completion)
+                    yield from in_flight.take_replies()
+                    in_flight.submit_pending()
+                # The stream is empty or was interrupted: by a reply of an environment, by a request to stop now, or by one that came
+                # too late for the previous sampling.
+                if self.stop_request.is_effective:
+                    yield from in_flight.pause_all()
+                    raise RolloutStopped
+                if in_flight.waiting:
+                    num_empty = 0
+                    yield from in_flight.take_replies(0.0 if in_flight.running else REPLY_WAIT_S)
+                    in_flight.submit_pending()
+                if num_empty > MAX_EMPTY_STREAMS:
+                    raise RuntimeError(
+                        f"the engine ended its stream {num_empty} times with {len(in_flight.running)} requests unanswered"
+                    )
+        finally:
+            in_flight.close()
+
+    def _sample_indices(self, sample: int) -> range:
+        """Return the sample indices of the trajectories that one sample of a prompt becomes: one, or one for each role."""
+        return (
+            range(sample * len(self.roles), (sample + 1) * len(self.roles)) if self.roles else range(sample, sample + 1)
+        )
+
+    def close(self) -> None:
+        """Close the environments' processes."""
+        if self.host is not None:
+            self.host.close()
 
 
 def no_demonstrations(draw: PromptSample, first: int) -> list[Trajectory]:

@@ -34,11 +34,11 @@ from burnish.core.trajectory import (
     TREE_NODE_ENDS,
     TREE_NODES,
     Trajectory,
-    TrajectoryFinish,
     tree_node_names,
 )
 from burnish.data.prompt_stream import PromptSample
-from burnish.rollout.in_flight import InFlightTrajectories, RunningTrajectory
+from burnish.rollout.in_flight import InFlightTrajectories
+from burnish.rollout.running_trajectory import RunningTrajectory, TokenPath
 
 if TYPE_CHECKING:
     from burnish.rollout.runner import RolloutRunner
@@ -48,8 +48,6 @@ BORDER_STATES, BORDER_STATE = "border_states", "state"
 """Metadata keys: the states before a sample's segments, and the state that a continued answer starts from."""
 FIRST_CONTINUED_SAMPLE = -2
 """Sample index of the first continued answer. The next ones count down, so that none equals the index of a sample or greedy answer."""
-COPIED_LISTS = ("context", "action_mask", "logp", "version", "turns", "branch_points")
-"""Fields of a trajectory that every child copies."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,11 @@ class ContinuedTrajectories(InFlightTrajectories):
     def add_prefix(self, prefix: AnswerPrefix, sampling: SamplingOptions) -> None:
         """Add a paused answer that continues a prefix. `sampling.max_tokens` includes the prefix."""
         failed = self.add(prefix.draw, prefix.sample, sampling, "baseline")
-        assert failed is None, "the environment started without an error for the sample itself"
+        assert not failed, "the environment started without an error for the sample itself"
         active = self.paused[-1]
         active.key = prefix.key
-        active.append(prefix.tokens)  # without log-probs: only the tokens that follow count as actions
-        active.num_sampled = active.num_partial = len(prefix.tokens)
+        active.turn.append(prefix.tokens)  # without log-probs: only the tokens that follow count as actions
+        active.num_sampled = len(prefix.tokens)
 
 
 def attach_border_values(samples: Sequence[Trajectory], continued: Sequence[Trajectory]) -> None:
@@ -183,37 +181,34 @@ class TreeTrajectories(InFlightTrajectories):
         super().__init__(runner)
         self.tree = tree
 
-    def take(self, completion: Completion) -> Trajectory | None:
+    def take(self, completion: Completion) -> list[Trajectory]:
         active = self.running[completion.id]
         if completion.finish != "length" or active.num_partial + len(completion.tokens) >= active.sampling.max_tokens:
             return super().take(completion)
         del self.running[completion.id]
         self._record(active, completion)
-        active.branch_points.append(len(active.context))
-        self.paused += [self._child(active, k) for k in range(self.tree.branches[len(active.path)])]
-        return None
-
-    def _child(self, active: RunningTrajectory, number: int) -> RunningTrajectory:
-        lists: dict[str, Any] = {name: list(getattr(active, name)) for name in COPIED_LISTS}
-        return replace(active, key=fold(active.key, number), path=(*active.path, number), **lists)
+        active.branch_points.append(active.length)
+        num_children = self.tree.branches[len(active.tree_path)]
+        self.paused += [active.child(k, fold(active.key, k)) for k in range(num_children)]
+        return []
 
     def _request(self, active: RunningTrajectory) -> Request:
         request = super()._request(active)
-        will_branch = len(active.path) < len(self.tree.branches)
+        will_branch = len(active.tree_path) < len(self.tree.branches)
         if will_branch and self.tree.segment < request.sampling.max_tokens:
             request = replace(request, sampling=replace(request.sampling, max_tokens=self.tree.segment))
         return replace(request, may_continue=will_branch)
 
-    def _trajectory(
-        self, active: RunningTrajectory, finish: TrajectoryFinish, *args: Any, **options: Any
-    ) -> Trajectory:
-        trajectory = super()._trajectory(active, finish, *args, **options)
-        starts, ends = [active.prompt_length, *active.branch_points], [*active.branch_points, len(active.context)]
+    def _trajectory(self, active: RunningTrajectory, path: TokenPath, *args: Any, **options: Any) -> Trajectory:
+        trajectory = super()._trajectory(active, path, *args, **options)
+        starts = [trajectory.metadata["prompt_length"], *active.branch_points]
+        ends = [*active.branch_points, path.length]
+        names = active.tree_path
         # An edge is counted in the first path through it only: the path with child index 0 at all later levels.
-        shared = [end - start for k, (start, end) in enumerate(zip(starts, ends, strict=True)) if any(active.path[k:])]
-        trajectory.sample = self.tree.leaf(active.sample, active.path)
+        shared = [end - start for k, (start, end) in enumerate(zip(starts, ends, strict=True)) if any(names[k:])]
+        trajectory.sample = self.tree.leaf(active.sample, names)
         trajectory.metadata |= {
-            TREE_NODES: tree_node_names(active.sample, active.path),
+            TREE_NODES: tree_node_names(active.sample, names),
             TREE_NODE_ENDS: ends,
             SHARED_TOKENS: sum(shared),
         }

@@ -82,8 +82,7 @@ def stopped_again_and_again(runner: RolloutRunner, sampling: SamplingOptions) ->
         runner.engine.load(version, ())
         in_flight.submit_pending()
         for completion in runner.engine.stream():
-            finished = in_flight.take(completion)
-            found += [] if finished is None else [finished]
+            found += in_flight.take(completion)
         found += in_flight.pause_all()
         if not in_flight.paused:
             return {t.id: t for t in found}
@@ -140,8 +139,7 @@ def test_what_ended_before_it_could_be_stopped_is_returned(model: Decoder) -> No
     for draw in draws():
         in_flight.add(draw, 0, SamplingOptions(max_tokens=1), "train")
     in_flight.submit_pending()
-    first = in_flight.take(next(iter(islice(engine.stream(), 1))))
-    assert first is not None
+    (first,) = in_flight.take(next(iter(islice(engine.stream(), 1))))
     (second,) = in_flight.pause_all()
     assert {first.prompt_id, second.prompt_id} == {"r0", "r1"}
     assert list(in_flight) == []

@@ -94,7 +94,7 @@ def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
     added: list[tuple[str, int]] = []
     add = InFlightTrajectories.add
 
-    def counted(self: InFlightTrajectories, draw: Any, sample: int, *rest: Any) -> Trajectory | None:
+    def counted(self: InFlightTrajectories, draw: Any, sample: int, *rest: Any) -> list[Trajectory]:
         added.append((draw.prompt.row.id, sample))
         return add(self, draw, sample, *rest)
 

@@ -64,6 +64,8 @@ class PagedEngine:
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
         self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
         self.quantised = quantised
+        self.num_contexts = 0
+        """Episodes of several turns whose blocks the cache keeps between turns, if the memory allows it. Set before the first request."""
         self.token_bytes = _kv_token_bytes(model, quantised)
         self.cache_bytes = num_blocks * BLOCK_SIZE * self.token_bytes if num_blocks is not None else cache_bytes
         self.waiting: deque[RequestState] = deque()
@@ -170,6 +172,7 @@ class PagedEngine:
             cache_bytes=self.cache_bytes,
             block_size=BLOCK_SIZE,
             kv_heads=self.model.arch.num_kv_heads if has_splits else None,
+            num_contexts=self.num_contexts,
         )
 
     def reserve(self, longest: int, rows: int = 1) -> None:

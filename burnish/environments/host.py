@@ -1,0 +1,269 @@
+"""`EnvironmentHost` runs the calls of environments for the runner: at once, in an event loop, or in worker processes.
+
+A call that runs at once returns its reply. Any other call returns None, and its reply arrives in a queue, so that the engine never waits
+for an environment. Every call that can wait has a deadline. Everything that fails becomes an `EpisodeFailed` with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from burnish.config.errors import UserError
+from burnish.environments.base import Answer, End, Environment, Episode, EpisodeFailed, Observation, RunsIn
+from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, RemoteObject
+
+Reply = Observation | End | EpisodeFailed | UserError
+"""What a call returns. A `UserError` ends the run; the runner raises it in its own thread."""
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 10.0
+"""How long the host waits for environments and workers to close."""
+MAX_TRACEBACK_CHARS = 8_000
+FAILURE_KINDS = {
+    "raised": "step_failed",
+    "timed_out": "step_timed_out",
+    "died": "worker_died",
+    "bad_reply": "bad_reply",
+}
+"""The kind of event for each kind of failed call after the start of an episode."""
+
+
+class MakeWorkers(Protocol):
+    """Starts the worker processes. Called once, inside the event loop, before the first environment is opened there."""
+
+    def __call__(self) -> ObjectWorkers: ...
+
+
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """A configured environment: its class and where it runs."""
+
+    name: str
+    runs_in: RunsIn
+    make: Callable[[], Environment] | None = None
+    """Makes one object, for `runner` and `loop`."""
+    spec: ObjectSpec | None = None
+    """What a worker process makes, for `worker`."""
+    is_reusable: bool = False
+    takes_truncated: bool = False
+    roles: tuple[str, ...] = ()
+    correct_at: float | None = None
+    deadline_s: float = 60.0
+    """Time limit of one call."""
+
+
+class HostReply(NamedTuple):
+    """A reply with the ticket of its call."""
+
+    ticket: Any
+    reply: Reply
+
+
+class Session:
+    """One episode of an environment. The host runs its coroutines one at a time."""
+
+    def __init__(self, kind: EnvironmentKind, host: EnvironmentHost) -> None:
+        self.kind, self._host = kind, host
+        self._environment: Environment | None = None
+        self._remote: RemoteObject | None = None
+
+    async def call(
+        self, method: Literal["start", "step", "end"], argument: Episode | Answer | str
+    ) -> Observation | End:
+        """Call a method of the environment, which `start` makes first. Raises `EpisodeFailed`, or `UserError` to end the run."""
+        kind = self.kind
+        try:
+            if kind.spec is not None:
+                if self._remote is None:
+                    workers = await self._host.workers()
+                    self._remote = await workers.open(kind.spec, is_reusable=kind.is_reusable)
+                reply = await self._remote.call(method, argument, deadline_s=kind.deadline_s)
+            else:
+                if self._environment is None:
+                    assert kind.make is not None, "an environment outside of workers has a factory"
+                    self._environment = kind.make()
+                work: Awaitable[Any] = getattr(self._environment, method)(argument)
+                reply = await (work if kind.runs_in == "runner" else asyncio.wait_for(work, kind.deadline_s))
+        except (UserError, EpisodeFailed):
+            raise
+        except CallFailed as error:
+            kind_of_event = (
+                "reset_failed" if method == "start" and error.kind == "raised" else FAILURE_KINDS[error.kind]
+            )
+            raise EpisodeFailed(kind_of_event, f"{method}() {error.message}", error.traceback) from error
+        except TimeoutError as error:
+            raise EpisodeFailed("step_timed_out", f"{method}() timed out after {kind.deadline_s:g} s") from error
+        except Exception as error:  # an environment may raise anything; the sample fails with the reason
+            text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
+            failed = "reset_failed" if method == "start" else "step_failed"
+            raise EpisodeFailed(failed, f"{method}() raised {type(error).__name__}: {error}", text) from error
+        return checked_reply(reply, method)
+
+    async def close(self) -> None:
+        """Close the environment. Errors do not matter any more: the episode has ended."""
+        environment, remote = self._environment, self._remote
+        self._environment = self._remote = None
+        if environment is not None:
+            await environment.close()
+        if remote is not None:
+            await remote.close()
+
+
+def checked_reply(reply: Any, method: str) -> Observation | End:
+    """Check what a method returned. Raises `EpisodeFailed` for anything that is not an observation or an end with the right contents."""
+    if method == "end" and not isinstance(reply, End):
+        raise EpisodeFailed("bad_reply", f"end() returned {type(reply).__name__}; expected End")
+    if method == "start" and not isinstance(reply, Observation):
+        raise EpisodeFailed("bad_reply", f"start() returned {type(reply).__name__}; expected Observation")
+    if reply is None:
+        raise EpisodeFailed("no_reply", f"{method}() returned nothing; expected Observation or End")
+    if not isinstance(reply, Observation | End):
+        raise EpisodeFailed("bad_reply", f"{method}() returned {type(reply).__name__}; expected Observation or End")
+    if isinstance(reply, End):
+        return reply
+    if reply.messages is not None:
+        for message in reply.messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise EpisodeFailed(
+                    "bad_reply", f"{method}() gave the message {message!r:.200}; expected role and content"
+                )
+    if method == "step" and reply.text is None and not reply.messages:
+        raise EpisodeFailed("no_reply", "step() gave an observation without messages and without text")
+    if reply.text is not None and (reply.messages or method == "start"):
+        raise EpisodeFailed(
+            "bad_reply", f"{method}() gave text; at the start, or with messages, there is nothing to append it to"
+        )
+    if reply.state is not None and not isinstance(reply.state, str):
+        raise EpisodeFailed(
+            "bad_reply", f"{method}() gave a state of type {type(reply.state).__name__}; expected a text"
+        )
+    return reply
+
+
+def run_now(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits, without an event loop."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    work.close()
+    raise RuntimeError(
+        "an environment that runs in the runner waited for something; give it runs_in = 'loop' or 'worker'"
+    )
+
+
+class EnvironmentHost:
+    """Opens sessions of one configured environment and runs their calls. The event loop starts with the first call that needs it."""
+
+    def __init__(self, kind: EnvironmentKind, make_workers: MakeWorkers | None = None) -> None:
+        self.kind = kind
+        self._make_workers = make_workers
+        self._workers: ObjectWorkers | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self) -> Session:
+        """Return the session of a new episode. Its environment is made by the first call."""
+        return Session(self.kind, self)
+
+    def ask(
+        self,
+        session: Session,
+        method: Literal["start", "step", "end"],
+        argument: Episode | Answer | str,
+        ticket: Any,
+        replies: queue.SimpleQueue[HostReply],
+        on_reply: Callable[[], None],
+    ) -> Reply | None:
+        """Call a method of an environment. Returns its reply if it runs at once; otherwise None, and the reply is put into `replies`.
+
+        `on_reply` is called in the event loop's thread after the put.
+        """
+        if self.kind.runs_in == "runner":
+            return run_now(_reply(session.call(method, argument)))
+
+        async def answer() -> None:
+            replies.put(HostReply(ticket, await _reply(session.call(method, argument))))
+            on_reply()
+
+        self._spawn(answer())
+        return None
+
+    def close_session(self, session: Session) -> None:
+        """Close a session. Returns at once; a failure to close is no failure of the episode, which has ended."""
+        if self.kind.runs_in == "runner":
+            run_now(session.close())
+        elif self._loop is not None:
+            self._spawn(_close_quietly(session))
+
+    async def workers(self) -> ObjectWorkers:
+        """Return the worker processes; start them with the first call. Runs in the event loop."""
+        if self._workers is None:
+            assert self._make_workers is not None, "an environment that runs in workers has some"
+            self._workers = self._make_workers()
+        return self._workers
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of the worker processes; none if there are no workers."""
+        return self._workers.counters() if self._workers is not None else {}
+
+    def close(self) -> None:
+        """Cancel all calls, close the workers and end the event loop's thread."""
+        if self._loop is None or self._thread is None:
+            return
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        asyncio.run_coroutine_threadsafe(self._shut_down(), loop).result(CLOSE_TIMEOUT_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(CLOSE_TIMEOUT_S)
+        loop.close()
+
+    async def _shut_down(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._workers is not None:
+            await self._workers.aclose()
+            self._workers = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        loop = self._event_loop()
+
+        def create() -> None:
+            task = loop.create_task(work)
+            self._tasks.add(task)  # the loop keeps only weak references to tasks
+            task.add_done_callback(self._tasks.discard)
+
+        loop.call_soon_threadsafe(create)
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="burnish-environments", daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+async def _reply(work: Coroutine[Any, Any, Observation | End]) -> Reply:
+    """Return the reply of a call, with failures as values."""
+    try:
+        return await work
+    except (EpisodeFailed, UserError) as error:
+        return error
+
+
+async def _close_quietly(session: Session) -> None:
+    try:
+        await asyncio.wait_for(session.close(), session.kind.deadline_s)
+    except Exception as error:  # noqa: BLE001 (the episode has ended; what its object says now changes nothing)
+        import logging
+
+        logging.getLogger(__name__).debug("an environment failed to close: %s", error)
