@@ -63,7 +63,8 @@ class PageSample:
     @property
     def size(self) -> int:
         prompt = len(self.row["prompt"] or "") // 4  # a group shares one prompt
-        return prompt + len(self.text) + len(self.piece_bytes) * (1 + len(self.values))
+        episode = sum(len(self.row[name] or "") for name in ("turns", "last_words", "events"))
+        return prompt + len(self.text) + episode + len(self.piece_bytes) * (1 + len(self.values))
 
 
 @dataclass
@@ -194,12 +195,28 @@ def reward_parts(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def dialogue_turns(row: dict[str, Any]) -> list[list[Any]] | None:
-    """Return the turns after the prompt as [speaker, text, state, reward]; None if the sample has none."""
+    """Return the entries after the prompt as [speaker, text, state, reward]; None if the sample has none.
+
+    The first entry of a later branch also has the branch's number and the turn after which it continues.
+    """
     try:
         said = json.loads(row["turns"]) if row["turns"] else None
-        return said and [[one["who"], one["text"], one.get("state"), finite_or_none(one.get("reward"))] for one in said]
+        return said and [
+            [one["who"], one["text"], one.get("state"), finite_or_none(one.get("reward"))]
+            + ([one["branch"], one["after"]] if "branch" in one else [])
+            for one in said
+        ]
     except (ValueError, TypeError, KeyError):  # a table that another tool wrote: show its text as it is
         return [["", str(row["turns"]), None, None]]
+
+
+def episode_events(row: dict[str, Any]) -> list[list[str]]:
+    """Return what went wrong in an episode as [kind, what, message, traceback]."""
+    try:
+        events = json.loads(row["events"]) if row["events"] else []
+        return [[str(one.get(name) or "") for name in ("kind", "what", "message", "traceback")] for one in events]
+    except (ValueError, TypeError, AttributeError):  # a table that another tool wrote: show its text as it is
+        return [["", "", str(row["events"]), ""]]
 
 
 def finite_or_none(value: Any) -> Any:
@@ -262,6 +279,9 @@ def text_block(block: list[SampleGroup]) -> bytes:
         "whole": [None if s.row["completion"] in (s.text, None) else s.row["completion"] for s in samples],
         "parts": [reward_parts(sample.row) for sample in samples],
         "turns": [dialogue_turns(sample.row) for sample in samples],
+        "role": [sample.row["role"] for sample in samples],
+        "lastWords": [sample.row["last_words"] for sample in samples],
+        "events": [episode_events(sample.row) for sample in samples],
         "error": [sample.row["error"] for sample in samples],
     }
     return json.dumps(texts, separators=(",", ":"), allow_nan=False).encode()

@@ -39,7 +39,17 @@ MAX_OTHER_CHARTS = 60
 MAX_NOTES = 200
 MAX_HEALTH_LINES = 20
 MAX_LINE_CHARS = 4_000
-SCRIPTS = ("base.js", "scale.js", "charts.js", "store.js", "tokens.js", "list.js", "filter.js", "samples.js")
+SCRIPTS = (
+    "base.js",
+    "scale.js",
+    "charts.js",
+    "store.js",
+    "tokens.js",
+    "list.js",
+    "filter.js",
+    "episode.js",
+    "samples.js",
+)
 
 
 @cache

@@ -83,6 +83,20 @@ def test_turns_say_who_said_what(tmp_path: Path) -> None:
     assert texts["turns"] == [first, None, [["", "not JSON", None, None]]]
 
 
+def test_branches_events_roles_and_last_words_reach_the_page(tmp_path: Path) -> None:
+    said = [
+        {"who": "model", "text": "5", "reward": 0.0},
+        {"who": "environment", "text": "6", "branch": 2, "after": None},
+    ]
+    events = [{"kind": "step_failed", "what": "step", "message": "boom", "traceback": "line 1"}]
+    whole = {"turns": json.dumps(said), "role": "x", "last_words": "lost", "events": json.dumps(events)}
+    write_samples(tmp_path, 1, "train", [row(0, "56", **whole), row(1, "b"), row(2, "c", events="not JSON")])
+    (texts,) = texts_of(tmp_path)
+    assert texts["turns"] == [[["model", "5", None, 0.0], ["environment", "6", None, None, 2, None]], None, None]
+    assert texts["events"] == [[["step_failed", "step", "boom", "line 1"]], [], [["", "", "not JSON", ""]]]
+    assert (texts["role"], texts["lastWords"]) == (["x", None, None], ["lost", None, None])
+
+
 def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, "train", [row(0, "a", reward=float("nan"), parts={"x": float("inf")})])
     groups, _ = collect_groups(tmp_path)
@@ -138,9 +152,8 @@ def test_signed_values_are_read_back_within_seven_percent() -> None:
 
 
 def group(name: str, *sizes: int) -> SampleGroup:
-    return SampleGroup(
-        1, "train", name, [PageSample({"prompt": ""}, np.array([], dtype=int), {}, "x" * size) for size in sizes]
-    )
+    row = dict.fromkeys(("prompt", "turns", "last_words", "events"))
+    return SampleGroup(1, "train", name, [PageSample(row, np.array([], dtype=int), {}, "x" * size) for size in sizes])
 
 
 def test_groups_stay_whole_and_under_the_limit() -> None:

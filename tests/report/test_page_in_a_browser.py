@@ -46,15 +46,19 @@ def row(step: int, index: int, noise: np.random.Generator) -> dict[str, Any]:
         "logp": (-noise.exponential(1.0, len(pieces))).tolist(),
         "advantages": noise.normal(0, 1, len(pieces)).tolist() if index % 2 else None,
         "gap": noise.normal(0, 0.01, len(pieces)).tolist(),
-        "turns": json.dumps(SAID) if (step, index) == (40, 9) else None,
-    }
+    } | (EPISODE if (step, index) == (40, 9) else {})
 
 
 SAID = [
     {"who": "model", "text": "word5", "state": "3-9", "reward": 0.5},
     {"who": "environment", "text": "<b>6-9?</b>"},
     {"who": "model", "text": "word8", "state": "6-9", "reward": 0.0},
+    {"who": "environment", "text": "word8 was wrong", "branch": 2, "after": 1},
+    {"who": "model", "text": "word7", "state": "# #\n# #", "reward": 1.0},
+    {"who": "environment", "text": "begin anew", "branch": 3, "after": None},
 ]
+EVENT = {"kind": "tool_raised", "what": "search", "message": "no <i>index</i>", "traceback": "line 7\nKeyError"}
+EPISODE = {"turns": json.dumps(SAID), "role": "white", "last_words": "you lost", "events": json.dumps([EVENT])}
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +301,36 @@ def test_a_group_is_shown_side_by_side(browser: Browser, page: Path) -> None:
 def test_turns_show_who_said_what(browser: Browser, page: Path) -> None:
     opened(browser, page)
     assert enter(browser, search="number 2 of step 40").startswith("4 of 2,000 samples")
-    assert browser.run("document.querySelectorAll('.said').length") == 0
+    assert browser.run("document.querySelectorAll('.entry').length") == 0
     browser.run("document.querySelectorAll('.toggle button')[1].click()")
-    browser.wait("document.querySelectorAll('.said').length === 3")
-    shown = browser.run("[...document.querySelectorAll('.said')].map((head) => head.textContent)")
-    assert shown == ["model in 3-9, reward 0.5", "environment", "model in 6-9"]
-    assert browser.run("document.querySelector('.heard').textContent") == "<b>6-9?</b>"
+    browser.wait("document.querySelectorAll('.entry').length === 6")
+
+    def shown(selector: str) -> Any:
+        return browser.run(f"[...document.querySelectorAll('{selector}')].map((node) => node.textContent)")
+
+    assert shown(".spoken .said b") == ["turn 1", "turn 2", "turn 3"]
+    assert shown(".spoken > pre") == ["word5", "word8", "word7"]
+    assert shown(".spoken .said .dim") == ["state 3-9", "state 6-9"]
+    assert shown(".spoken details pre") == ["# #\n# #"]
+    assert shown(".spoken .reward") == ["reward 0.5", "reward 0", "reward 1"]
+    assert shown(".entry.heard pre") == ["<b>6-9?</b>", "word8 was wrong", "begin anew"]
+    assert shown(".branch") == ["branch 2 continues after turn 1", "branch 3: a new conversation"]
+    assert shown("pre.heard") == ["you lost"]
+    assert shown(".events .said") == ["tool_raisedsearch"]
+    assert shown(".events pre") == ["no <i>index</i>", "line 7\nKeyError"]
+    assert "role white" in shown(".chip")
     assert browser.problems == []
+    assert enter(browser, search="KeyError").startswith("1 of 2,000 samples")
+
+
+def test_an_episode_looks_like_a_conversation(browser: Browser, page: Path, tmp_path: Path) -> None:
+    opened(browser, page)
+    enter(browser, search="word8 was wrong")
+    browser.wait("document.querySelector('.entry')")
+    sides = "[...document.querySelectorAll('.entry')].map((node) => getComputedStyle(node).alignSelf)"
+    assert browser.run(sides) == ["flex-start", "flex-end", "flex-start", "flex-end", "flex-start", "flex-end"]
+    browser.screenshot(tmp_path / "episode.png")
+    assert not is_blank(tmp_path / "episode.png")
 
 
 def test_hostile_text_is_text(browser: Browser, page: Path) -> None:

@@ -9,8 +9,8 @@ function chip(text, name) {
 // The place of a reward between the lowest and the highest of the run, as a colour class of five.
 function rewardClass(store, reward) {
   if (reward === null) return "bad";
-  const [low, high] = store.range;
-  return "r" + (high > low ? Math.round((reward - low) / (high - low) * 4) : 4);
+  const [low, high] = store.range, share = high > low ? (reward - low) / (high - low) : 1;
+  return "r" + Math.round(4 * Math.min(1, Math.max(0, share))); // the reward of one turn may be beyond those of episodes
 }
 
 class Explorer {
@@ -163,28 +163,25 @@ class Explorer {
     return box;
   }
 
-  // Who said what, turn by turn.
-  turns(said) {
-    return said.flatMap(([who, text, state, reward]) => {
-      const head = make("div", visible(who), "said dim");
-      if (state !== null) head.append(" in " + visible(state));
-      if (reward) head.append(", reward " + show(reward));
-      return [head, marked(text, this.want.pattern, who === "environment" ? "text heard" : "text")];
-    });
-  }
-
   card(sample, texts, tokens, colour, readout) {
     const { samples, finishes } = this.store, node = make("article", null, "card");
     const head = make("div", null, "head");
     head.append(chip("reward " + show(samples.reward[sample]), "reward " + rewardClass(this.store, samples.reward[sample])));
     if (samples.advantage[sample] !== null) head.append(chip("advantage " + signed(samples.advantage[sample])));
     if (samples.accuracy[sample] !== null) head.append(chip(samples.accuracy[sample] >= 1 ? "right" : "wrong", samples.accuracy[sample] >= 1 ? "" : "bad"));
+    if (texts.role !== null) head.append(chip("role " + visible(texts.role)));
     head.append(chip(count(samples.length[sample]) + " tokens"), chip("ended by " + visible(finishes[samples.finish[sample]])));
     for (const [name, value] of Object.entries(texts.parts)) head.append(chip(visible(name) + " " + (isNumber(value) ? show(value) : visible(JSON.stringify(value))), "dim"));
-    node.append(head, colouredText(texts.text, tokens, colour, samples.advantage[sample], this.want.pattern, readout));
-    if (texts.turns) node.append(...this.turns(texts.turns));
-    else if (texts.whole !== null) node.append(make("div", "as the reward saw it", "dim"), marked(texts.whole, this.want.pattern));
-    if (texts.error) node.append(make("div", "the scorer failed", "bad"), marked(texts.error, this.want.pattern));
+    const { pattern } = this.want, coloured = colouredText(texts.text, tokens, colour, samples.advantage[sample], pattern, readout);
+    node.append(head);
+    if (texts.turns) node.append(conversation(texts.turns, pattern, (reward) => rewardClass(this.store, reward)));
+    if (texts.lastWords !== null) node.append(make("div", "the environment at the end", "dim"), marked(texts.lastWords, pattern, "text heard"));
+    if (texts.events.length) node.append(eventList(texts.events, pattern));
+    if (texts.turns) node.append(make("div", "all tokens that the model wrote", "dim"));
+    node.append(coloured);
+    if (!texts.turns && texts.whole !== null) node.append(make("div", "as the reward saw it", "dim"), marked(texts.whole, pattern));
+    const failed = finishes[samples.finish[sample]] === "error" ? "the environment failed" : "the scorer failed";
+    if (texts.error) node.append(make("div", failed, "bad"), marked(texts.error, pattern));
     if (this.asGroup && sample === this.sample) node.classList.add("chosen");
     return node;
   }

@@ -78,7 +78,7 @@ class Store {
 
   pick(texts, block, sample) {
     const [group, first] = this.firstOfBlock[block], k = sample - first, g = this.groupOf[sample] - group;
-    return { prompt: texts.prompt[g], answer: texts.answer[g], text: texts.text[k], whole: texts.whole[k], parts: texts.parts[k], turns: texts.turns[k], error: texts.error[k] };
+    return { prompt: texts.prompt[g], answer: texts.answer[g], text: texts.text[k], whole: texts.whole[k], parts: texts.parts[k], turns: texts.turns[k], role: texts.role[k], lastWords: texts.lastWords[k], events: texts.events[k], error: texts.error[k] };
   }
 
   async tokens(sample) {
@@ -86,13 +86,14 @@ class Store {
     return (await this.load("t" + block))[sample - this.firstOfBlock[block][1]];
   }
 
-  // Which samples of a block have the words in their text, prompt, answer or error.
+  // Which samples of a block have the words in their text, prompt, answer, conversation or error.
   async search(block, pattern) {
     const texts = await this.load("x" + block), [group, first] = this.firstOfBlock[block], found = [];
     const about = texts.prompt.map((prompt, g) => pattern.test(prompt) || pattern.test(texts.answer[g] || ""));
     for (let k = 0; k < texts.text.length; k++) {
       const hit = about[this.groupOf[first + k] - group] || pattern.test(texts.text[k]);
-      if (hit || pattern.test(texts.whole[k] || "") || pattern.test(texts.error[k] || "")) found.push(first + k);
+      const others = [texts.whole[k], texts.error[k], texts.lastWords[k], ...(texts.turns[k] || []).map((one) => one[1]), ...texts.events[k].flat()];
+      if (hit || others.some((text) => pattern.test(text || ""))) found.push(first + k);
     }
     return found;
   }
