@@ -1,39 +1,354 @@
-"""Token-exact dialogues: `Dialogue.reply` returns the tokens that append a message to a completion and open the next assistant turn.
+"""Token-exact dialogues: messages become tokens, and sampled tokens are never tokenised again on their path.
 
-Only the text between two completions is tokenised: the end of the assistant's turn, the message, and the start of the next assistant turn.
-To render and tokenise the whole conversation again could change sampled tokens.
+`ChatRenderer.open` gives the prompt of a conversation. `Conversation.extend` takes the tokens of an answer and the messages that follow it. If the
+template only appends, it returns the tokens to append: the end of the assistant's turn, the messages, and the opening of the next turn. If the
+template would rewrite what was read (Qwen3 drops the reasoning of earlier turns), it depends on `history`:
+
+- `as_template`: the whole conversation is rendered again, as inference engines will do later. The result is a branch with a root of its own.
+- `keep`: what the template writes between two turns is appended behind the sampled tokens. The model keeps reading all of its reasoning.
+
+The template is rendered for a short conversation of the same shape, once for each shape (`chat_transitions.py`). An appending turn costs the
+tokenisation of the new text and some microseconds, whatever the length of the history.
+
+An answer that was cut off gets the end of turn that the template writes. If another end token was sampled than the template's (`<|endoftext|>`
+instead of `<|im_end|>`), it stays and none is added: the sampled token is an action, and a turn does not end twice.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Message, Row
+from burnish.data.template import as_messages, render_text, template_kind, tokenize_rendered, with_system
+from burnish.environments.chat_shapes import ANSWER, SYSTEM, TOOL, USER, Shape, Shaper, compressed
+from burnish.environments.chat_traits import Parse, answer_message, as_user, find_traits
+from burnish.environments.chat_transitions import THINK_END, Renderings, Tools, Transition, TransitionTable
 from burnish.models.tokenizer import Tokenizer
 
-ANSWER_PLACEHOLDER = "ANSWER"
-"""The assistant's answer in the short conversations that are rendered to find out what the template writes."""
+History = Literal["as_template", "keep"]
+MAX_CACHED_PROMPTS = 1024
+MAX_OVERLAP = 8
+"""Tokens at the end of an answer that may also stand at the start of what the template writes behind it."""
+PROBE_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}},
+    },
+)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What follows an answer: tokens to append, or for a branch the whole new context from its root."""
+
+    tokens: tuple[int, ...]
+    is_branch: bool = False
+
+
+@dataclass(frozen=True)
+class TemplateCheck:
+    """What the template of a run does with dialogues, in words for a note at the start of the run."""
+
+    description: str
+    rewrites: tuple[str, ...]
+    """Which turns rewrite what the model has read."""
+    notes: tuple[str, ...]
+    """How messages are changed to fit the template."""
+
+
+class ChatRenderer:
+    """Renders all conversations of a run, and caches what the template writes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: Template | None = None,
+        history: History = "as_template",
+        parse: Parse | None = None,
+    ) -> None:
+        self.tokenizer, self.template, self.history, self.parse = tokenizer, template or Template(), history, parse
+        self.is_chat = template_kind(tokenizer, self.template) == "chat"
+        self.num_turns = self.num_rewrites = 0
+        """Turns of all conversations, and how many of them the template would rewrite."""
+        self._ends = frozenset(tokenizer.eos_ids)
+        self._prompts: dict[str, tuple[tuple[int, ...], list[Message], tuple[Shape, ...]]] = {}
+        self._tables: dict[str, TransitionTable] = {}
+        self._grown: dict[tuple[tuple[Shape, ...], Shape, tuple[Shape, ...]], tuple[Shape, ...]] = {}
+        if self.is_chat:
+            self.render = Renderings(tokenizer, self.template.kwargs)
+            self.traits = find_traits(self.render)
+            self.shaper = Shaper(tokenizer.chat_template_searches())
+
+    # --- Opening a conversation ------------------------------------------------------------------------------------------
+
+    def open(self, messages: Sequence[Message] | str, tools: Sequence[dict[str, Any]] | None = None) -> Conversation:
+        """Begin a conversation with the messages up to the model's first turn. Equal prompts share one tuple of tokens."""
+        key = json.dumps([messages, tools], ensure_ascii=False, default=repr)
+        cached = self._prompts.get(key)
+        if cached is None:
+            cached = self._opened(messages if isinstance(messages, str) else list(messages), tools)
+            while len(self._prompts) >= MAX_CACHED_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = cached
+        tokens, history, shapes = cached
+        return Conversation(self, tokens, list(history), shapes, tools or None)
+
+    def _opened(
+        self, messages: str | list[Message], tools: Tools | None
+    ) -> tuple[tuple[int, ...], list[Message], tuple[Shape, ...]]:
+        if not self.is_chat:
+            text = render_text(Row("", messages, "", None), self.tokenizer, self.template)
+            return tuple(tokenize_rendered(text, self.tokenizer, self.template)), [], ()
+        history = self.traits.fitted(with_system(as_messages(messages, "user"), self.template))
+        tokens = tuple(self.tokenizer.encode(self.render(history, tools)))
+        return tokens, history, compressed([self.shaper.shape(message) for message in history])
+
+    # --- What the template does ------------------------------------------------------------------------------------------
+
+    def transition(
+        self, history: tuple[Shape, ...], answer: Shape, new: tuple[Shape, ...], tools: Tools | None = None
+    ) -> Transition:
+        """Return what the template writes between an answer and the next one."""
+        return self._table(tools).find(history, answer, new)
+
+    def _table(self, tools: Tools | None) -> TransitionTable:
+        key = json.dumps(tools) if tools else ""
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = TransitionTable(self.render, tools)
+        return table
+
+    def grown(self, history: tuple[Shape, ...], answer: Shape, new: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """Return the shape of a conversation after an answer and new messages."""
+        key = (history, answer, new)
+        found = self._grown.get(key)
+        if found is None:
+            found = self._grown[key] = compressed([*history, answer, *new])
+        return found
+
+    @functools.cached_property
+    def ignores_answers(self) -> bool:
+        """Whether every turn appends the same text whatever the answer contains, so that answers need not be decoded."""
+        if self.traits.alternates and self.traits.has_tool_role:
+            return False  # whether a result of a tool is accepted depends on the calls before it
+        for history in ((USER,), (USER, ANSWER, USER)):
+            for tools in (None, PROBE_TOOLS):
+                for new in self._probed_roles():
+                    try:
+                        found = [self.transition(history, answer, (new,), tools) for answer in self._probed_answers()]
+                    except UserError:
+                        return False
+                    if not all(one.appends and one.slots is not None and one.slots == found[0].slots for one in found):
+                        return False
+        return True
+
+    def _probed_roles(self) -> list[Shape]:
+        return [USER, TOOL] if self.traits.has_tool_role else [USER]
+
+    def _probed_answers(self) -> list[Shape]:
+        answers = [ANSWER, Shape("assistant", is_empty=True)]
+        answers += [Shape("assistant", inside=(text,)) for text in self.tokenizer.chat_template_searches()]
+        if self.traits.takes_reasoning:
+            answers += [Shape("assistant", reasoning=kind) for kind in ("some", "empty")]
+        if self.traits.takes_calls:
+            answers += [Shape("assistant", num_calls=1), Shape("assistant", is_empty=True, num_calls=1)]
+        if self.traits.takes_calls and self.traits.takes_reasoning:
+            answers.append(Shape("assistant", reasoning="some", num_calls=1))
+        return answers
+
+    def check(self) -> TemplateCheck:
+        """Say which turns the template rewrites, and how messages are changed for it."""
+        if not self.is_chat:
+            return TemplateCheck("plain text: messages are appended as they are", (), ())
+        turns = self._probed_turns()
+        rewrites = [words for words, found in turns if found is not None and not found.appends]
+        if any(words in rewrites for words in ("a user message", "a user message behind reasoning")):
+            rewrites = [words for words in rewrites if " where " not in words]
+        refused = [words for words, found in turns if found is None]
+        does = "only appends" if not rewrites else f"rewrites earlier text after {'; '.join(rewrites)}"
+        follows = {
+            "as_template": "each such turn is a branch: the conversation as the template renders it anew",
+            "keep": "such turns are appended behind the sampled tokens all the same",
+        }[self.history]
+        notes = self.traits.notes() + [f"it refuses {words}" for words in refused]
+        return TemplateCheck(
+            f"the chat template {does}" + (f"; {follows}" if rewrites else ""), tuple(rewrites), tuple(notes)
+        )
+
+    def _probed_turns(self) -> list[tuple[str, Transition | None]]:
+        """The usual turns in words, each with its transition; None where the template refuses it."""
+        thinks = Shape("assistant", reasoning="some")
+        if not self.traits.takes_reasoning:
+            inside = tuple(text for text in self.tokenizer.chat_template_searches() if text == THINK_END)
+            thinks = Shape("assistant", inside=inside)
+        calls = Shape("assistant", is_empty=True, num_calls=1)
+        turns: list[tuple[str, tuple[Shape, ...], Shape, tuple[Shape, ...], Tools | None]] = []
+        # Where the template itself opens the reasoning, an answer without it is only one that was cut off.
+        usual = thinks if self.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>") else ANSWER
+        if usual == ANSWER:
+            turns.append(("a user message", (USER,), ANSWER, (USER,), None))
+        if thinks != ANSWER:
+            turns.append(("a user message behind reasoning", (USER,), thinks, (USER,), None))
+        if self.traits.has_system:
+            turns.append(("a user message where a system message is", (SYSTEM, USER), usual, (USER,), None))
+        turns.append(("a user message where tools are", (USER,), usual, (USER,), PROBE_TOOLS))
+        if self.traits.has_tool_role and self.traits.takes_calls:
+            turns.append(("a result of a tool", (USER,), calls, (TOOL,), PROBE_TOOLS))
+            if self.traits.takes_reasoning:
+                both = Shape("assistant", is_empty=True, reasoning="some", num_calls=1)
+                turns.append(("a result of a tool behind reasoning", (USER,), both, (TOOL,), PROBE_TOOLS))
+                turns.append(
+                    ("a user message after results of tools", (USER, both, TOOL), thinks, (USER,), PROBE_TOOLS)
+                )
+        found: list[tuple[str, Transition | None]] = []
+        for words, history, answer, new, tools in turns:
+            try:
+                found.append((words, self.transition(history, answer, new, tools)))
+            except UserError:
+                found.append((words, None))
+        return found
+
+    # --- Tokens ----------------------------------------------------------------------------------------------------------
+
+    def tokens_after(self, completion: Sequence[int], text: str, has_end_token: bool) -> tuple[int, ...]:
+        """Return the tokens of a text behind an answer, without what the answer already ends with."""
+        has_ended = bool(completion) and completion[-1] in self._ends
+        if has_ended:
+            text = text.lstrip() if self.tokenizer.find_control(text.lstrip()) == 0 else text
+        tokens = self.tokenizer.encode(text)
+        if not completion or not tokens or not self.tokenizer.is_control(tokens[0]):
+            return tuple(tokens)
+        for num in range(min(MAX_OVERLAP, len(completion), len(tokens)), 0, -1):
+            if list(completion[-num:]) == tokens[:num]:
+                return tuple(tokens[num:])
+        return tuple(tokens[1:] if has_ended and has_end_token else tokens)
+
+    def answer(self, tokens: Sequence[int], num_calls: int) -> Message:
+        """Return the message of an answer, decoded and split into content, reasoning and calls."""
+        own = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        clean = self.tokenizer.decode(own)
+        text = self.tokenizer.decode(own, skip_special=False) if self.parse is not None else clean
+        return answer_message(text, clean, self.parse, self.traits, num_calls)
+
+    def plain_answer(self, tokens: Sequence[int]) -> Message:
+        """Return the message of an answer with all of its text as content."""
+        return {"role": "assistant", "content": self.tokenizer.decode(tokens)}
+
+
+class Conversation:
+    """One conversation of an episode."""
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        tokens: tuple[int, ...],
+        messages: list[Message],
+        shapes: tuple[Shape, ...],
+        tools: Tools | None,
+    ) -> None:
+        self.tokens = tokens
+        """The tokens of the opening prompt."""
+        self.num_rewrites = 0
+        """Turns at which the template would rewrite what was read: branches, or where `keep` differs from the template."""
+        self._renderer, self._shapes, self._tools = renderer, shapes, tools
+        self._table = renderer._table(tools) if renderer.is_chat else None
+        self._messages: list[Message | tuple[int, ...]] = list(messages)
+        """The history. Answers are token ids until a branch needs their text."""
+        self._unfinished: tuple[int, ...] = ()
+        """Tokens of the assistant's turn before the next completion, where `append_text` continued it."""
+        self._num_calls = 0
+
+    def extend(self, completion: Sequence[int], messages: Sequence[Message]) -> Extension:
+        """Return what follows an answer: these messages and the opening of the assistant's next turn.
+
+        The completion holds its end token if one was sampled.
+        """
+        renderer = self._renderer
+        renderer.num_turns += 1
+        if self._table is None:
+            text = "\n".join(str(message["content"]) for message in messages)
+            return Extension(tuple(renderer.tokenizer.encode(renderer.tokenizer.literal(text))))
+        said = (*self._unfinished, *completion)
+        self._unfinished = ()
+        answer: Message | None = None
+        if not renderer.ignores_answers:
+            answer = renderer.answer(said, self._num_calls)
+            self._num_calls += len(answer.get("tool_calls") or ())
+        new = renderer.traits.fitted(messages, answer or {"role": "assistant"})
+        try:
+            transition, shapes = self._transition(answer, new)
+        except UserError:
+            # The template refuses these calls (Llama 3.1 takes one a turn) or results: all becomes plain text.
+            answer, new = (
+                renderer.plain_answer(said),
+                renderer.traits.fitted(_without_tools(messages), {"role": "assistant"}),
+            )
+            transition, shapes = self._transition(answer, new)
+        self._messages += [said if answer is None else answer, *new]
+        self._shapes = shapes
+        if not transition.appends:
+            self.num_rewrites += 1
+            renderer.num_rewrites += 1
+            if renderer.history == "as_template":
+                return Extension(self._rendered(), is_branch=True)
+        text = transition.text_after(new)
+        return Extension(renderer.tokens_after(completion, text, transition.has_end_token))
+
+    def append_text(self, completion: Sequence[int], text: str) -> Extension:
+        """Return the tokens of a text inside the assistant's turn, as `<information>` of Search-R1 is.
+
+        A stop string normally ends such an answer, so that no end token was sampled. If one was, it stays where it is, and the text
+        follows it: the path holds what was sampled.
+        """
+        tokens = tuple(self._renderer.tokenizer.encode(self._renderer.tokenizer.literal(text)))
+        self._unfinished = (*self._unfinished, *completion, *tokens)
+        return Extension(tokens)
+
+    def _transition(self, answer: Message | None, new: list[Message]) -> tuple[Transition, tuple[Shape, ...]]:
+        assert self._table is not None
+        shaper = self._renderer.shaper
+        said = ANSWER if answer is None else shaper.shape(answer)
+        shapes = tuple([shaper.shape(message) for message in new])
+        return self._table.find(self._shapes, said, shapes), self._renderer.grown(self._shapes, said, shapes)
+
+    def _rendered(self) -> tuple[int, ...]:
+        """Return the tokens of the whole conversation as the template writes it."""
+        renderer = self._renderer
+        for index, message in enumerate(self._messages):
+            if isinstance(message, tuple):
+                self._messages[index] = renderer.answer(message, 0)
+        messages = [message for message in self._messages if not isinstance(message, tuple)]
+        return tuple(renderer.tokenizer.encode(renderer.render(messages, self._tools)))
+
+
+def _without_tools(messages: Sequence[Message]) -> list[Message]:
+    return [as_user(message) if message["role"] == "tool" else message for message in messages]
 
 
 class Dialogue:
-    """A conversation that begins with a prompt, in the prompt's format: the tokenizer's chat template or plain text."""
+    """A conversation on token ids, for environments of the contract on tokens. It appends whatever the template would rewrite (`keep`)."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
         self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
         if self.is_chat:
-            check_template_appends(tokenizer)
-        self.opening = self._opening(prompt.text) if prompt.is_chat else ""
-        """Text that the template writes before an assistant turn. Some templates write none (`[INST] .. [/INST]`)."""
+            self._renderer = _appending_renderer(tokenizer)
+            self._transition = self._renderer.transition((USER,), ANSWER, (Shape(role),))
+            self._default = _opening(tokenizer)
+            self.opening = self._opening_of(prompt.text)
+            """Text that opens the assistant's turn in this prompt. Some templates write none (`[INST] .. [/INST]`)."""
 
-    def _opening(self, prompt: str) -> str:
+    def _opening_of(self, prompt: str) -> str:
         """Return the end of the prompt from the assistant marker on. It includes what `data.template.kwargs` add after the marker."""
-        messages = [{"role": "user", "content": "?"}]
-        without = self.tokenizer.chat_text(messages, add_generation_prompt=False)
-        opening = self.tokenizer.chat_text(messages)[len(without) :]
-        marker = opening.strip()
+        marker = self._default.strip()
         if not marker:
-            return opening
+            return self._default
         at = prompt.rfind(marker)
         if at < 0:
             raise UserError(
@@ -43,35 +358,28 @@ class Dialogue:
         return prompt[at:]
 
     def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
-        """Return the tokens that append a message to a completion."""
+        """Return the tokens that append a message to a completion and open the next turn."""
         if not self.is_chat:
             return tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
-        ending, message = self._rendered(text)
-        tokens = self.tokenizer.encode(ending + message + self.opening)
-        # The model has usually sampled the token that ends its turn; it must not appear twice.
-        has_ended = bool(completion) and completion[-1] == tokens[0] and self.tokenizer.is_special(tokens[0])
-        return tuple(tokens[1:] if has_ended else tokens)
+        after = self._transition.text_after([{"role": self.role, "content": text}])
+        after = after.removesuffix(self._default) + self.opening
+        return self._renderer.tokens_after(completion, after, self._transition.has_end_token)
 
-    def _rendered(self, text: str) -> tuple[str, str]:
-        """Return the text that ends the assistant's turn, and the text of the message after it."""
-        return _appended_text(self.tokenizer, {"role": self.role, "content": text})
+
+def _opening(tokenizer: Tokenizer) -> str:
+    """Return what the template writes to open an assistant turn, without variables."""
+    messages = [{"role": "user", "content": "?"}]
+    return tokenizer.chat_text(messages)[len(tokenizer.chat_text(messages, add_generation_prompt=False)) :]
+
+
+@functools.lru_cache(maxsize=8)
+def _appending_renderer(tokenizer: Tokenizer) -> ChatRenderer:
+    return ChatRenderer(tokenizer, Template(kind="chat"), history="keep")
 
 
 @functools.lru_cache(maxsize=8)
 def check_template_appends(tokenizer: Tokenizer) -> None:
-    """Raise if the chat template changes earlier turns when a message is added, as Qwen3's does."""
-    _appended_text(tokenizer, {"role": "user", "content": "?"})
-
-
-def _appended_text(tokenizer: Tokenizer, message: dict[str, str]) -> tuple[str, str]:
-    """Return what the template writes after an answer: the end of the assistant's turn, and the message."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
-    before = tokenizer.chat_text(messages, add_generation_prompt=False)
-    after = tokenizer.chat_text([*messages, message], add_generation_prompt=False)
-    if not after.startswith(before) or ANSWER_PLACEHOLDER not in before:
-        raise UserError(
-            "the chat template rewrites earlier text when a message is added (Qwen3's does, with thinking), so an environment of "
-            "several turns cannot append to the sampled tokens; set data.template.kind=plain, or give the model's directory a "
-            "chat template that only appends"
-        )
-    return before[before.rindex(ANSWER_PLACEHOLDER) + len(ANSWER_PLACEHOLDER) :], after[len(before) :]
+    """Raise if `Dialogue` cannot append messages with this chat template."""
+    _appending_renderer(tokenizer).transition((USER,), ANSWER, (USER,)).rendered_after(
+        [{"role": "user", "content": "?"}]
+    )

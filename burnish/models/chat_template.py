@@ -107,6 +107,52 @@ def _compiled_template(source: str) -> Any:
     return environment.from_string(source)
 
 
+SEARCH_METHODS = frozenset(
+    [
+        "startswith",
+        "endswith",
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "replace",
+        "removeprefix",
+        "removesuffix",
+        "find",
+        "rfind",
+        "index",
+        "count",
+    ]
+)
+
+
+@functools.lru_cache(maxsize=16)
+def searched_texts(source: str) -> tuple[str, ...]:
+    """Texts that a template searches for in its messages, such as `</think>`; a message that contains one may be rendered differently.
+
+    They are the constants of `'text' in value`, of string methods such as `split`, and of the filter `replace`. The longest come first.
+    A plain name before `in` is a key of a message (`'tool_calls' in message`), not a text.
+    """
+    try:
+        tree = BoundedEnvironment().parse(source)
+    except TemplateError:  # `render` raises the same error, with its reason
+        return ()
+    holders: list[nodes.Node] = [test.expr for test in tree.find_all(nodes.Compare) if _searches_text(test)]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in SEARCH_METHODS:
+            holders += call.args
+    for step in tree.find_all(nodes.Filter):
+        holders += step.args if step.name == "replace" else []
+    constants = [part for holder in holders for part in [holder, *holder.find_all(nodes.Const)]]
+    texts = {part.value for part in constants if isinstance(part, nodes.Const) and isinstance(part.value, str)}
+    return tuple(sorted((text for text in texts if text.strip()), key=lambda text: (-len(text), text)))
+
+
+def _searches_text(test: nodes.Compare) -> bool:
+    is_name = isinstance(test.expr, nodes.Const) and str(test.expr.value).isidentifier()
+    return not is_name and any(operand.op in ("in", "notin") for operand in test.ops)
+
+
 class Generation(Extension):
     """`{% generation %}`, which marks the assistant's text for other programs. Here its body is rendered unchanged."""
 

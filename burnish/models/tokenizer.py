@@ -75,6 +75,11 @@ class ControlTokens:
             text = self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
         return text
 
+    def find(self, text: str) -> int | None:
+        """The position of the first unmarked name in a text."""
+        found = self._pattern.search(text)
+        return None if found is None else found.start()
+
     def literal_values(self, value: Any) -> Any:
         """Apply `literal` to all texts in a tree of plain values, keys included.
 
@@ -320,6 +325,14 @@ class Tokenizer:
         """Whether a token is markup (end of turn, padding) rather than text."""
         return token in self._special_ids
 
+    def is_control(self, token: int) -> bool:
+        """Whether a token is markup whose name `literal` keeps out of texts; also `<｜User｜>`, which is not special."""
+        return token in self._special_ids or token in self._control.ids
+
+    def find_control(self, text: str) -> int | None:
+        """Where the first control token stands in a rendered text; None if it has none."""
+        return self._control.find(text)
+
     def has_same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every token id stands for the same text in both, so that ids of one are valid for the other's model."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab()) and self._special_ids == other._special_ids
@@ -344,6 +357,12 @@ class Tokenizer:
         if isinstance(templates, dict):  # named templates: transformers takes `tool_use` where there are tools
             return str(templates.get("tool_use") or templates.get("default") or "")
         return str(templates or "")
+
+    def chat_template_searches(self) -> tuple[str, ...]:
+        """The texts that the chat template searches for in messages (`chat_template.searched_texts`)."""
+        template = self._inner.chat_template or ""
+        sources = template.values() if isinstance(template, dict) else [template]
+        return tuple(dict.fromkeys(text for source in sources for text in chat_template.searched_texts(str(source))))
 
     def chat_text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """Messages rendered by the chat template, for `encode`; `kwargs` are variables of the template.

@@ -222,44 +222,53 @@ def test_a_plain_prompt_goes_on_in_plain_text() -> None:
         assert Dialogue(prompt, tokenizer).reply([1], "so?") == tuple(tokenizer.encode("so?"))
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
-    last_only = "{{ messages | length }}<{{ messages[-1].role }}>{{ messages[-1].content }}{% if add_generation_prompt %}<assistant>{% endif %}"
-    tokenizer = chat_tokenizer(last_only)
+def test_a_template_that_does_not_write_answers_is_refused() -> None:
+    tokenizer = chat_tokenizer(LAST_ONLY)
     prompt = prompt_of(Row("s/0", "1+1?", "s", None), tokenizer)
-    with pytest.raises(UserError, match="rewrites earlier text"):
+    with pytest.raises(UserError, match="does not write the answers of earlier turns"):
         Dialogue(prompt, tokenizer).reply([1], "so?")
 
 
+LAST_ONLY = (
+    "{{ messages | length }}<{{ messages[-1].role }}>{{ messages[-1].content }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 LAST_THINKS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
-def test_a_template_that_drops_earlier_thinking_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+def test_a_template_without_answers_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from burnish.environments.base import SingleTurn\nfrom burnish.environments.dialogue import Dialogue\n"
         "class Talks(SingleTurn): ...\n"
     )
     (tmp_path / "other.py").write_text("from burnish.environments.base import SingleTurn\nclass Own(SingleTurn): ...\n")
-    rewriting, adding = chat_tokenizer(LAST_THINKS), chat_tokenizer()
+    forgetting, adding = chat_tokenizer(LAST_ONLY), chat_tokenizer()
 
     def check(name: str, tokenizer: Tokenizer, max_turns: int = 3, **template: Any) -> None:
         config = EnvironmentConfig(name=name, max_turns=max_turns)
         check_template_for_turns(config, tokenizer, Template(**template), tmp_path)
 
     for name in ("guess_number", "own.py:Talks"):
-        with pytest.raises(UserError, match=r"rewrites earlier text .*data\.template\.kind=plain"):
-            check(name, rewriting)
+        with pytest.raises(UserError, match="does not write the answers of earlier turns"):
+            check(name, forgetting)
         check(name, adding)
-        check(name, rewriting, kind="plain")
-        check(name, rewriting, max_turns=1)
-    check("other.py:Own", rewriting)
+        check(name, chat_tokenizer(LAST_THINKS))
+        check(name, forgetting, kind="plain")
+        check(name, forgetting, max_turns=1)
+    check("other.py:Own", forgetting)
     with pytest.raises(UserError, match="without the markup of the chat template"):
         check("guess_number", adding, prerendered=True)
     check("guess_number", adding, max_turns=1, prerendered=True)
-    with pytest.raises(UserError, match="rewrites earlier text"):
-        Dialogue(prompt_of(Row("s/0", "1+1?", "s", None), rewriting), rewriting)
+
+
+def test_a_dialogue_appends_where_the_template_drops_earlier_thinking() -> None:
+    tokenizer = chat_tokenizer(LAST_THINKS)
+    prompt = prompt_of(Row("s/0", "1+1?", "s", None), tokenizer)
+    said = [*tokenizer.encode("(thought)two"), tokenizer.eos_ids[0]]
+    assert Dialogue(prompt, tokenizer).reply(said, "so?") == tuple(tokenizer.encode("\n<user>so?<eos>\n<assistant>"))
 
 
 def test_a_game_in_words_for_a_model_that_chats() -> None:
