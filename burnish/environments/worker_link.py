@@ -36,6 +36,16 @@ OUTPUT_WAIT_S = 0.5
 NUM_OUTPUT_LINES = 20
 MAX_LINE_CHARS = 500
 MAX_LOGGED_LINES = 10_000
+OWN_FRAMES = (
+    "/asyncio/",
+    "/threading.py",
+    "/selectors.py",
+    "runpy>",
+    "object_host.py",
+    "worker_process.py",
+    "hread 0x",
+)
+"""Parts of the lines in a worker's stacks that say nothing about user code."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class _Output(asyncio.Protocol):
         self._number = number
         self._part = b""
         self._num_logged = 0
+        self._are_stacks = False
 
     def data_received(self, data: bytes) -> None:
         *complete, self._part = (self._part + data).split(b"\n")
@@ -82,8 +93,18 @@ class _Output(asyncio.Protocol):
         if not self.ended.done():
             self.ended.set_result(None)
 
+    async def ask_for_stacks(self, pid: int) -> None:
+        """Have a process print where its threads are, also if no Python code can run in it, and keep what concerns user code."""
+        self._are_stacks = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACKS_SIGNAL)
+        await asyncio.sleep(OUTPUT_WAIT_S)
+        self._are_stacks = False
+
     def _add(self, line: bytes) -> None:
         text = line[:MAX_LINE_CHARS].decode(errors="replace").rstrip()
+        if self._are_stacks and (not text or any(part in text for part in OWN_FRAMES)):
+            return
         self.lines.append(text)
         self._num_logged += 1
         if self._num_logged <= MAX_LOGGED_LINES:
@@ -187,9 +208,7 @@ class WorkerLink(asyncio.Protocol):
                 why = "was stopped by a signal"
             else:
                 why = "did not answer: a method blocks the event loop (`time.sleep` or a long computation in an `async def`?) or holds Python's lock"
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.process.pid, STACKS_SIGNAL)
-                await asyncio.sleep(OUTPUT_WAIT_S)  # the stacks come with its output
+                await self._output.ask_for_stacks(self.process.pid)
             self.kill(f"{why}, for {self._limits.unresponsive_s:g} s, and was killed", is_unresponsive=True)
             return
 
