@@ -10,24 +10,23 @@ token. No tool follows the last turn. `loop` waits in the event loop of the runn
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import random
 import resource
 import statistics
 import string
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import save, table
+from slow_tool import SlowTool
 
 from burnish.config.data import Template
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.data.row import Row
-from burnish.environments.base import Answer, End, Environment, Episode, Observation
 from burnish.environments.dialogue import ChatRenderer
 from burnish.environments.host import EnvironmentHost, EnvironmentKind
 from burnish.environments.workers import ObjectSpec, ObjectWorkers
@@ -41,43 +40,12 @@ from burnish.rollout.runner import RolloutRunner
 ALPHABET = string.ascii_letters + string.digits + " .,?\n"
 
 
-class SlowTool(Environment):
-    """Every answer but the last is followed by a tool that takes `tool_s` seconds and returns 16 characters."""
-
-    takes_truncated = True
-
-    def __init__(self, tool_s: float, turns: int) -> None:
-        self.tool_s, self.turns = tool_s, turns
-
-    async def start(self, episode: Episode) -> Observation:
-        return Observation()
-
-    async def step(self, answer: Answer) -> Observation | End:
-        if answer.turn + 1 == self.turns:
-            return End(reward=0.0)
-        if self.tool_s:
-            await asyncio.sleep(self.tool_s)
-        return Observation(messages=({"role": "user", "content": "0123456789abcdef"},))
-
-
-class BlockingTool(SlowTool):
-    """The same with plain methods that block, as users write them."""
-
-    def start(self, episode: Episode) -> Observation:  # type: ignore[override]
-        return Observation()
-
-    def step(self, answer: Answer) -> Observation | End:  # type: ignore[override]
-        if answer.turn + 1 == self.turns:
-            return End(reward=0.0)
-        if self.tool_s:
-            time.sleep(self.tool_s)
-        return Observation(messages=({"role": "user", "content": "0123456789abcdef"},))
-
-
 def kind_of(where: str, tool_s: float, turns: int) -> EnvironmentKind:
     if where == "loop":
         return EnvironmentKind("slow", "loop", make=lambda: SlowTool(tool_s, turns), takes_truncated=True)
-    spec = ObjectSpec(f"{os.path.abspath(__file__)}:BlockingTool", {"tool_s": tool_s, "turns": turns}, None)
+    spec = ObjectSpec(
+        f"{Path(__file__).with_name('slow_tool.py')}:BlockingTool", {"tool_s": tool_s, "turns": turns}, None
+    )
     return EnvironmentKind("slow", "worker", spec=spec, takes_truncated=True)
 
 

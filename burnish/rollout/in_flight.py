@@ -305,7 +305,8 @@ class InFlightTrajectories:
     ) -> list[Trajectory]:
         """Call the environment. Without an immediate reply the trajectory waits."""
         host, session = self.runner.host, active.session
-        assert host is not None and session is not None, "an environment on messages has a session"
+        assert host is not None, "an environment on messages has a host"
+        assert session is not None, "its episode has begun"
         reply = host.ask(session, method, argument, active, self._replies, self._interrupt)
         if reply is not None:
             return self._handle(active, reply)

@@ -1,0 +1,307 @@
+"""Episodes with environments on messages: the engine never waits for them, and every failure has a stated result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from burnish.config.data import Template
+from burnish.config.errors import UserError
+from burnish.core.engine import SamplingOptions
+from burnish.core.trajectory import EPISODE_METRICS, EVENTS, Trajectory, pack
+from burnish.environments.base import Answer, Done, End, Environment, Episode, EpisodeFailed, Observation, Turn
+from burnish.environments.dialogue import ChatRenderer
+from burnish.environments.host import EnvironmentHost, EnvironmentKind
+from burnish.environments.workers import ObjectSpec, ObjectWorkers
+from burnish.inference.native.dense_engine import DenseEngine
+from burnish.models.decoder import Decoder
+from burnish.rollout.in_flight import InFlightTrajectories
+from burnish.rollout.runner import RolloutRunner
+from tests.rollout.test_in_flight import TOKENIZER, Stopping, draws
+
+SAMPLING = SamplingOptions(max_tokens=6, stop_tokens=(1,))
+COUNTING = """
+from burnish.environments.base import Answer, End, Environment, Episode, Observation
+
+
+class Counting(Environment):
+    takes_truncated = True
+
+    def __init__(self, turns=3):
+        self.turns = turns
+
+    async def start(self, episode):
+        self.seed, self.told = episode.seed, 0
+        return Observation(state="0")
+
+    async def step(self, answer):
+        self.told += answer.num_tokens
+        if answer.turn + 1 == self.turns:
+            return End(reward=float(self.told), success=self.told > 3)
+        text = str(self.told % 10) + ">"
+        return Observation(messages=({"role": "user", "content": text},), reward=0.5, state=str(answer.turn))
+"""
+namespace: dict[str, Any] = {}
+exec(COUNTING, namespace)
+Counting: Any = namespace["Counting"]
+
+
+@pytest.fixture(scope="module")
+def model(tools: Any) -> Decoder:
+    return tools.decoder()
+
+
+def runner_of(
+    engine: Any,
+    make: Callable[[], Environment] | None,
+    runs_in: Any = "loop",
+    spec: ObjectSpec | None = None,
+    **options: Any,
+) -> RolloutRunner:
+    limits = {name: options.pop(name) for name in ("retries", "max_tokens") if name in options}
+    max_turns = options.pop("max_turns", 5)
+    kind = EnvironmentKind("test", runs_in, make=make, spec=spec, **({"takes_truncated": True} | options))
+    host = EnvironmentHost(kind, lambda: ObjectWorkers(num_workers=1))
+    renderer = ChatRenderer(TOKENIZER, Template(kind="plain"))
+    return RolloutRunner(engine, None, TOKENIZER, 7, max_turns, host=host, renderer=renderer, **limits)  # type: ignore[arg-type]
+
+
+def played(runner: RolloutRunner, n: int = 2) -> dict[str, Trajectory]:
+    try:
+        return {t.id: t for t in runner.run(draws(), n, SAMPLING, "train")}
+    finally:
+        runner.close()
+
+
+def facts(found: dict[str, Trajectory]) -> dict[str, Any]:
+    return {
+        name: (
+            t.sequences[0].tokens.tolist(),
+            t.sequences[0].action_mask.tolist(),
+            t.turns,
+            t.reward,
+            t.accuracy,
+            t.finish,
+        )
+        for name, t in found.items()
+    }
+
+
+def test_an_episode_is_the_same_in_the_runner_in_the_loop_in_a_worker_and_on_tokens(
+    model: Decoder, tmp_path: Path
+) -> None:
+    class OnTokens:
+        def __init__(self, prompt: Any) -> None:
+            self.prompt, self.told, self.turn = prompt, 0, 0
+
+        def start(self) -> Turn:
+            return Turn(tuple(self.prompt.tokens), "0")
+
+        def observe(self, completion: list[int], text: str) -> Turn | Done:
+            self.told, self.turn = self.told + len(completion), self.turn + 1
+            if self.turn == 3:
+                return Done(float(self.told))
+            return Turn(tuple(TOKENIZER.encode(f"{self.told % 10}>")), str(self.turn - 1), 0.5)
+
+    sampling = SamplingOptions(
+        max_tokens=6, stop_tokens=(1, 3, 4, 5)
+    )  # ends early: an environment on tokens sees no cut answers
+    plain = RolloutRunner(DenseEngine(model), OnTokens, TOKENIZER, 7, 5)
+    expected = {t.id: t for t in plain.run(draws(), 3, sampling, "train") if t.finish == "stop"}
+    (tmp_path / "counting.py").write_text(COUNTING)
+    spec = ObjectSpec("counting.py:Counting", {}, str(tmp_path))
+    assert expected
+    for runner in (
+        runner_of(DenseEngine(model), Counting, "runner"),
+        runner_of(DenseEngine(model, 2), Counting, "loop"),
+        runner_of(DenseEngine(model), None, "worker", spec),
+    ):
+        found = {t.id: t for t in runner.run(draws(), 3, sampling, "train")}
+        runner.close()
+        assert all(t.accuracy == float(t.reward - 1.0 > 3) for t in found.values() if t.reward is not None)
+        for name, t in expected.items():
+            assert facts({name: found[name]})[name][:4] == facts({name: t})[name][:4]
+
+
+def test_an_episode_that_waits_costs_no_row(model: Decoder) -> None:
+    """With one row, the first episode is answered only after all others have ended."""
+    ended = list[str]()
+    all_others = asyncio.Event()
+
+    class Waits(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            self.id = episode.id
+            return Observation()
+
+        async def step(self, answer: Answer) -> Observation | End:
+            if self.id == "r0#0.0" and answer.turn == 0:
+                await all_others.wait()
+                return Observation(messages=({"role": "user", "content": "5>"},))
+            ended.append(self.id)
+            if len(ended) == 5:
+                all_others.set()
+            return End(reward=1.0)
+
+    found = played(runner_of(DenseEngine(model, 1), Waits), 3)
+    assert len(found) == 6
+    assert ended[-1] == "r0#0.0"
+    assert [len(t.turns) for t in found.values()].count(2) == 1
+
+
+class Failing(Environment):
+    """Fails in a way that the seed of the test chooses, for the first sample of the first row, as often as `times` says."""
+
+    attempts: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, how: str, times: int) -> None:
+        self.how, self.times, self.inner = how, times, Counting()
+
+    async def start(self, episode: Episode) -> Observation:
+        self.fails = episode.id == "r0#0.0" and self.attempts.get(episode.id, 0) < self.times
+        self.attempts[episode.id] = self.attempts.get(episode.id, 0) + 1
+        if self.fails and self.how == "reset":
+            raise OSError("no board")
+        return await self.inner.start(episode)
+
+    async def step(self, answer: Answer) -> Any:
+        if self.fails and answer.turn == 1:
+            if self.how == "raises":
+                raise ValueError("no such move")
+            if self.how == "hangs":
+                await asyncio.Event().wait()
+            if self.how == "nothing":
+                return None
+            if self.how == "nan":
+                return End(reward=float("nan"))
+            if self.how == "garbage":
+                return Observation(messages=("not a message",))  # type: ignore[arg-type]
+            raise EpisodeFailed("worker_died", "step() lost its process")
+        return await self.inner.step(answer)
+
+
+KINDS = {
+    "reset": "reset_failed",
+    "raises": "step_failed",
+    "hangs": "step_timed_out",
+    "nothing": "no_reply",
+    "nan": "bad_reply",
+    "garbage": "bad_reply",
+    "died": "worker_died",
+}
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_what_the_machinery_breaks_is_tried_again_and_then_leaves_the_group(model: Decoder, how: str) -> None:
+    expected = facts(played(runner_of(DenseEngine(model), Counting)))
+    for times, retries in ((1, 1), (2, 1)):
+        Failing.attempts.clear()
+        deadline_s = 0.2 if how == "hangs" else 60.0
+        runner = runner_of(DenseEngine(model), lambda n=times: Failing(how, n), retries=retries, deadline_s=deadline_s)  # type: ignore[misc]
+        found = played(runner)
+        failed = found.pop("r0#0.0")
+        assert {name: facts(found)[name] for name in found} == {k: v for k, v in expected.items() if k != "r0#0.0"}
+        assert [event["kind"] for event in failed.metadata[EVENTS]] == [KINDS[how]] * times
+        if times <= retries:
+            assert facts({"r0#0.0": failed})["r0#0.0"] == expected["r0#0.0"]
+            assert failed.metadata[EPISODE_METRICS]["retries"] == 1
+        else:
+            assert failed.finish == "error"
+            assert failed.reward is None
+            assert failed.error is not None
+            assert "r0" in failed.error
+    if how == "raises":
+        assert "no such move" in failed.metadata[EVENTS][0]["traceback"]
+
+
+def test_a_user_error_ends_the_run(model: Decoder) -> None:
+    class Wrong(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            raise UserError("the row has no board")
+
+    with pytest.raises(UserError, match="no board"):
+        played(runner_of(DenseEngine(model), Wrong))
+
+
+def test_a_cut_answer_ends_the_episode_unless_the_environment_takes_it(model: Decoder) -> None:
+    asked = list[str]()
+
+    class Valued(Counting):  # type: ignore[misc]
+        async def end(self, reason: str) -> End:
+            asked.append(reason)
+            return End(reward=9.0)
+
+    found = played(runner_of(DenseEngine(model), Valued, takes_truncated=False))
+    cut = [t for t in found.values() if t.finish == "length"]
+    assert cut
+    assert asked == ["length"] * len(cut)
+    assert all(t.reward == 9.0 + 0.5 * (len(t.turns) - 1) for t in cut)
+    asked.clear()
+    found = played(runner_of(DenseEngine(model), Valued, max_turns=2))
+    assert {t.finish for t in found.values()} == {"turns"}
+    assert asked == ["turns"] * 4
+
+
+def test_an_episode_paused_anywhere_has_the_tokens_of_one_that_is_not(model: Decoder) -> None:
+    expected = facts(played(runner_of(DenseEngine(model), Counting), 3))
+    runner = runner_of(Stopping(model, 3), Counting)
+    in_flight = InFlightTrajectories(runner)
+    for draw in draws():
+        for sample in range(3):
+            in_flight.add(draw, sample, SAMPLING, "train")
+    found = list[Trajectory]()
+    for version in range(400):
+        runner.engine.load(version, ())
+        in_flight.submit_pending()
+        for completion in runner.engine.stream():
+            found += in_flight.take(completion)
+        found += in_flight.pause_all()
+        found += in_flight.take_replies(5.0 if in_flight.waiting else 0.0)
+        if not list(in_flight):
+            break
+    runner.close()
+    assert facts({t.id: t for t in found}) == expected
+
+
+def test_each_role_of_a_game_has_a_conversation_and_a_trajectory_of_its_own(model: Decoder) -> None:
+    class Duel(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            return Observation(messages=({"role": "user", "content": "1>"},), role="first")
+
+        async def step(self, answer: Answer) -> Observation | End:
+            if answer.turn == 3:
+                return End(rewards={"first": 1.0, "second": -1.0})
+            role = "second" if answer.turn % 2 == 0 else "first"
+            return Observation(messages=({"role": "user", "content": f"{answer.turn + 2}>"},), role=role)
+
+    found = played(runner_of(DenseEngine(model), Duel, roles=("first", "second")), 2)
+    assert len(found) == 8
+    by_role = {role: [t for t in found.values() if t.role == role] for role in ("first", "second")}
+    assert {t.reward for t in by_role["first"]} == {1.0}
+    assert {t.reward for t in by_role["second"]} == {-1.0}
+    first, second = by_role["first"][0], by_role["second"][0]
+    assert TOKENIZER.decode(first.nodes[0].tokens.tolist()) == "1>"
+    assert TOKENIZER.decode(second.nodes[0].tokens.tolist()) == "2>"
+    assert [len(t.turns) for t in (first, second)] == [2, 2]
+    batch = pack([t for t in found.values() if t.prompt_id == "r0"])
+    assert len(set(batch.sequence["group_ids"].tolist())) == 2
+
+
+def test_a_new_conversation_is_another_root_of_the_same_trajectory(model: Decoder) -> None:
+    class Reader(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            return Observation(messages=({"role": "user", "content": "11>"},))
+
+        async def step(self, answer: Answer) -> Observation | End:
+            if answer.turn == 2:
+                return End(reward=1.0)
+            return Observation(messages=({"role": "user", "content": f"{answer.turn}>"},), new_conversation=True)
+
+    for t in played(runner_of(DenseEngine(model), Reader)).values():
+        assert [node.parent for node in t.nodes] == [-1, 0, -1, 2, -1, 4]
+        assert len(t.sequences) == 3
+        assert sum(s.num_actions for s in t.sequences) == t.num_actions
+        assert t.completion == TOKENIZER.decode(t.nodes[-1].tokens.tolist())
