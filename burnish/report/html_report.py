@@ -30,6 +30,7 @@ from burnish.run import metrics
 from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints, best_of
 from burnish.run.display import format_duration
 from burnish.run.durable_files import atomic_write
+from burnish.run.samples import EventExamplesFile
 
 POINTS, OTHER_POINTS = 400, 120
 """Points per line in the SVG of a main chart and of any other chart."""
@@ -118,6 +119,7 @@ def write_report(run: Path) -> Path:
         ("curves", "Curves", f"<h2>Curves</h2>{static_file('curves.html')}{_charts_html(shown, drawn)}"),
         ("other", "", other_metrics_section(rows, shown, drawn)),
         ("mismatch", "Sampler against trainer", mismatch_section(run / "samples" / "worst_tokens.jsonl", rows, drawn)),
+        ("events", "Events", events_section(run / "samples" / "events.jsonl", rows)),
         ("samples", "Samples", samples),
         ("notes", "Notes", notes_section(run / "log.txt")),
         ("config", "Config", _details("Config", f"<pre>{escape(config.read_text(errors='replace'))}</pre>")),
@@ -228,6 +230,24 @@ def mismatch_section(tokens: Path, rows: list[dict[str, Any]], drawn: list[dict[
         return ""
     figures = _charts_html(profiles, drawn) if profiles else ""
     return f"<h2>Sampler against trainer</h2>{figures}{worst}"
+
+
+def events_section(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Return what went wrong in episodes: each kind with its number in all metrics and its first example; empty if nothing did."""
+    cells = []
+    for event in EventExamplesFile(path).read():
+        name = f"environment/{event['kind']}"
+        number = sum(value for row in rows for key, value in row.items() if key == name or key.endswith(f"/{name}"))
+        where = f"step {event['step']}, {event['sample']}, {event['what']}"
+        traceback = _details("traceback", f'<pre class="text">{escape(event["traceback"])}</pre>')
+        example = f"{escape(event['message'])}{traceback if event['traceback'] else ''}"
+        cells.append(
+            f"<tr><td>{escape(event['kind'])}</td><td>{number:g}</td><td>{escape(where)}</td><td>{example}</td></tr>"
+        )
+    if not cells:
+        return ""
+    head = "<tr><th>kind</th><th>number</th><th>first in</th><th>example</th></tr>"
+    return f'<h2>What went wrong in episodes</h2><div class="scroll"><table>{head}{"".join(cells)}</table></div>'
 
 
 def notes_section(log: Path) -> str:

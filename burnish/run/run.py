@@ -23,7 +23,7 @@ from burnish.run.display import Display
 from burnish.run.journal import Journal, decode_record
 from burnish.run.metrics import MetricsFile, make_trackers
 from burnish.run.run_directory import RunDirectory, earlier_configs
-from burnish.run.samples import WorstTokensFile, write_samples
+from burnish.run.samples import EventExamplesFile, WorstTokensFile, write_samples
 from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat, HeartbeatDisplay, process_seconds
 
 PROMPTS_FIELD = "prompts"
@@ -60,6 +60,7 @@ class Run:
         self.journal = Journal(directory.journal)
         self.metrics = MetricsFile(directory.metrics)
         self.worst_tokens = WorstTokensFile(directory.worst_tokens)
+        self.events = EventExamplesFile(directory.events)
         self.checkpoints = Checkpoints(directory.checkpoints, config.keep_last, self.display.note)
         self.saver = CheckpointSaver(
             self.checkpoints, config.save == "background", self.display.note, self.display.phase
@@ -80,7 +81,7 @@ class Run:
         self._saving_times: dict[str, float] = {}  # since the last step's metrics
 
     def resume(self) -> Checkpoint | None:
-        """Rewind metrics, worst tokens and journal to the newest checkpoint and return it; None for a new run."""
+        """Rewind metrics, worst tokens, events and journal to the newest checkpoint and return it; None for a new run."""
         latest = self.checkpoints.latest()
         step = -1 if latest is None else latest.step
         self.last_step = self.saved_step = max(step, 0)
@@ -88,6 +89,7 @@ class Run:
         for remark in self.metrics.truncate_after(step):
             self.display.note(remark)
         self.worst_tokens.truncate_after(step)
+        self.events.truncate_after(step)
         if latest is None and self.journal.num_events == 0:
             return None
         self.journal.rewind(step)
@@ -120,6 +122,7 @@ class Run:
         """
         started = time.perf_counter()
         self.worst_tokens.sync()
+        self.events.sync()
         self.wait()
         self.saver.begin(step, take, score, metric)
         self.saved_step = step

@@ -128,6 +128,7 @@ class RunDirectory:
         self.journal = path / "journal"
         self.samples = path / "samples"
         self.worst_tokens = self.samples / "worst_tokens.jsonl"
+        self.events = self.samples / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.html"
 

@@ -1,4 +1,4 @@
-"""Tables of samples (parquet), and the file of the tokens on which sampler and trainer disagree most.
+"""Tables of samples (parquet), the file of the tokens on which sampler and trainer disagree most, and examples of events.
 
 There is one parquet file per step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`). All have the same
 columns, so that any tool can read them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each
@@ -10,7 +10,8 @@ reward if scoring failed.
 
 samples/worst_tokens.jsonl has one JSON line per token with all of `WORST_TOKEN_COLUMNS`; a missing value is null. It is written
 in every step, so it must cost a fraction of a millisecond: lines are appended without a sync. They survive a kill. A loss of
-power can only take steps after the last checkpoint, and those are repeated.
+power can only take steps after the last checkpoint, and those are repeated. samples/events.jsonl is written in the same way: the first
+event of each kind that went wrong in an episode, with all of `EVENT_COLUMNS`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
 from burnish.config.errors import UserError, did_you_mean
@@ -59,6 +60,7 @@ SAMPLE_COLUMNS = {
     "extra": "string",
     "error": "string",
 }
+EVENT_COLUMNS = ("step", "sample", "kind", "what", "message", "traceback")
 WORST_TOKEN_COLUMNS = (
     "step",
     "group",
@@ -173,21 +175,29 @@ def _encodable(value: Any) -> Any:
 
 
 def read_worst_tokens(path: Path) -> list[dict[str, Any]]:
-    """Return all rows in order; [] if there is no file. A last line without its newline is still being written."""
-    return [row for _, row in _worst_token_lines(path)] if path.exists() else []
+    """Return all rows in order; [] if there is no file."""
+    return WorstTokensFile(path).read()
 
 
-class WorstTokensFile:
-    """The writer of one worst_tokens.jsonl."""
+class StepRowsFile:
+    """The writer and reader of one file of JSON lines, each a row of a step with all of `columns`."""
+
+    columns: ClassVar[tuple[str, ...]]
+    title: ClassVar[str]
+    """What the rows are, for error messages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all rows in order; [] if there is no file. A last line without its newline is still being written."""
+        return [row for _, row in self._lines()] if self.path.exists() else []
 
     def append(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append the rows of one step."""
         if not rows:
             return
-        lines = "".join(_worst_token_line({"step": step, **row}) for row in rows)
+        lines = "".join(self._line({"step": step, **row}) for row in rows)
         try:
             append(self.path, lines.encode("utf-8", "replace"))  # a lone surrogate must not stop a run
         except OSError as error:
@@ -196,9 +206,7 @@ class WorstTokensFile:
     def truncate_after(self, step: int) -> None:
         """Drop the rows of later steps and a torn last line, because the run resumes after `step`."""
         if self.path.exists():
-            atomic_write(
-                self.path, "".join(line + "\n" for line, row in _worst_token_lines(self.path) if row["step"] <= step)
-            )
+            atomic_write(self.path, "".join(line + "\n" for line, row in self._lines() if row["step"] <= step))
 
     def sync(self) -> None:
         """Sync the file to disk."""
@@ -206,20 +214,30 @@ class WorstTokensFile:
             fsync_path(self.path)
             fsync_path(self.path.parent)
 
+    def _line(self, row: dict[str, Any]) -> str:
+        return json.dumps({name: row[name] for name in self.columns}, ensure_ascii=False, allow_nan=False) + "\n"
 
-def _worst_token_line(row: dict[str, Any]) -> str:
-    return json.dumps({name: row[name] for name in WORST_TOKEN_COLUMNS}, ensure_ascii=False, allow_nan=False) + "\n"
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        *lines, _ = self.path.read_text(errors="replace").split("\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict) or (missing := [name for name in self.columns if name not in row]):
+                    raise ValueError(f"no {missing[0]!r}" if isinstance(row, dict) else "not an object")
+            except ValueError as error:
+                raise UserError(
+                    f"{self.path}, line {number}: not a row of {self.title} ({error}); delete the file if you do not need it"
+                ) from error
+            yield line, row
 
 
-def _worst_token_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    *lines, _ = path.read_text(errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or (missing := [name for name in WORST_TOKEN_COLUMNS if name not in row]):
-                raise ValueError(f"no {missing[0]!r}" if isinstance(row, dict) else "not an object")
-        except ValueError as error:
-            raise UserError(
-                f"{path}, line {number}: not a row of worst tokens ({error}); delete the file if you do not need it"
-            ) from error
-        yield line, row
+class WorstTokensFile(StepRowsFile):
+    """worst_tokens.jsonl"""
+
+    columns, title = WORST_TOKEN_COLUMNS, "worst tokens"
+
+
+class EventExamplesFile(StepRowsFile):
+    """events.jsonl: the first event of each kind in a run."""
+
+    columns, title = EVENT_COLUMNS, "events"

@@ -62,6 +62,7 @@ from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
 from burnish.trainers.context import ImitationBatch, TrainContext, Validate
+from burnish.trainers.episode_rows import record_new_events
 from burnish.trainers.input_checks import check_positions, check_reader_positions
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
@@ -419,6 +420,7 @@ def build_validation(
                 if step == 0 and len(rollouts.failed) == len(rollouts.trajectories):
                     raise UserError(f"before the first step {text}; fix the reward. First: {rollouts.failed[0].error}")
                 run.display.note(f"step {step}: {text} and do not count; first: {rollouts.failed[0].error}")
+            record_new_events(run, step, rollouts.trajectories)
             found = validation_metrics(rollouts, config.validation.by) | extra_metrics(rollouts)
             if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, rollouts)):
                 run.display.note(hint)

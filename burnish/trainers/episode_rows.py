@@ -7,10 +7,15 @@ added to the context. If the context was rewritten, a later branch continues beh
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from burnish.core.trajectory import EVENTS, LAST_WORDS, Trajectory
 from burnish.models.tokenizer import Tokenizer
+from burnish.run.run import Run
+
+MAX_TRACEBACK_CHARS = 4_000
+"""The end of a traceback that is kept as an example."""
 
 
 def episode_columns(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -67,3 +72,21 @@ def episode_entries(trajectory: Trajectory, tokenizer: Tokenizer) -> list[dict[s
 def _written_text(tokens: list[int], tokenizer: Tokenizer) -> str:
     """Return the text of a turn with control tokens such as `[TOOL_CALLS]`, without the token that ended the turn."""
     return tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens, skip_special=False)
+
+
+def record_new_events(run: Run, step: int, trajectories: Sequence[Trajectory]) -> None:
+    """Tell the user of each kind of event that the run had not seen before, and keep its first example for the report."""
+    found: dict[str, list[tuple[Trajectory, dict[str, Any]]]] = {}
+    for t in trajectories:
+        for event in t.metadata.get(EVENTS, ()):
+            found.setdefault(event["kind"], []).append((t, event))
+    known = {row["kind"] for row in run.events.read()} if found else set()
+    for kind in sorted(found.keys() - known):
+        t, first = found[kind][0]
+        example = {name: str(first.get(name) or "") for name in ("what", "message", "traceback")}
+        example["traceback"] = example["traceback"][-MAX_TRACEBACK_CHARS:]
+        run.events.append(step, [{"sample": t.id, "kind": kind, **example}])
+        run.display.note(
+            f"step {step}: {kind} in the environment, {len(found[kind])} times; first in {t.id}, {example['what']}: {example['message']} "
+            f"(told once; environment/{kind} counts it, and the report has the traceback)"
+        )

@@ -18,6 +18,7 @@ from burnish.run.run import Run
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.context import StepResult, TrainContext, snapshot
+from burnish.trainers.episode_rows import record_new_events
 from burnish.training.profiler import profiled
 
 MAX_UNSCORED_STEPS = 3
@@ -65,6 +66,7 @@ def commit_step(
     worst = step_metrics.worst_token_rows(rollouts, result.mismatch.worst, context.policy.tokenizer)
     run.worst_tokens.append(step, worst)
     note_failed_rewards(context, step, rollouts)
+    record_new_events(run, step, rollouts.trajectories)
     run.commit(
         step, metrics, step_metrics.used_trajectory_ids(rollouts, result.batch), step_metrics.prompt_visits(rollouts)
     )

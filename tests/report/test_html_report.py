@@ -13,12 +13,12 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.report.curves import axis_range, axis_ticks
-from burnish.report.html_report import SCRIPTS, page_script, static_file, write_report
+from burnish.report.html_report import SCRIPTS, events_section, page_script, static_file, write_report
 from burnish.report.mismatch_charts import visible_text
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.checkpoint.snapshot import BytesFile, Snapshot
 from burnish.run.metrics import MetricsFile
-from burnish.run.samples import WorstTokensFile, write_samples
+from burnish.run.samples import EventExamplesFile, WorstTokensFile, write_samples
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -79,6 +79,8 @@ def make_run(folder: Path, text: str = "plain", rows: int = 4) -> Path:
     }
     worst |= dict.fromkeys(("group", "before", "text", "after"), text)
     WorstTokensFile(run / "samples" / "worst_tokens.jsonl").append(2, [worst])
+    event = dict.fromkeys(("sample", "kind", "what", "message", "traceback"), text)
+    EventExamplesFile(run / "samples" / "events.jsonl").append(2, [event])
     return run
 
 
@@ -261,3 +263,17 @@ def test_the_files_of_the_page_are_there_and_small_and_installed() -> None:
     assert project["tool"]["setuptools"]["package-data"]["burnish.report"] == ["static/*"]
     for name in (*SCRIPTS, "style.css", "samples.html"):
         assert 20 <= len(static_file(name).splitlines()) <= 300, name
+
+
+def test_events_are_counted_over_training_and_validation_and_have_their_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert events_section(path, []) == ""
+    example = {"sample": "p#0.1", "kind": "tool_raised", "what": "search", "message": "a<b", "traceback": "line 7"}
+    EventExamplesFile(path).append(3, [example])
+    rows = [
+        {"environment/tool_raised": 2.0, "environment/tool_raised_mean": 9.0},
+        {"validation/greedy/environment/tool_raised": 1.0},
+    ]
+    markup = events_section(path, rows)
+    assert "<td>tool_raised</td><td>3</td><td>step 3, p#0.1, search</td><td>a&lt;b<details>" in markup
+    assert '<pre class="text">line 7</pre>' in markup
