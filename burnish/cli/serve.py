@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most new tokens of one completion (default: limited by the model's positions only)",
     )
     add(
+        "--call-format",
+        metavar="NAME",
+        help="format of the model's tool calls, such as hermes or llama3 (default: the one that the chat template names)",
+    )
+    add(
         "--max-body",
         type=float,
         default=8,
@@ -112,7 +117,9 @@ def require_extra() -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse invalid numbers before anything is loaded."""
+    """Refuse invalid numbers and names before anything is loaded."""
+    from burnish.environments.tools.call_formats import call_format
+
     for name, least in (("port", 0), ("max_rows", 1), ("max_queue", 0), ("max_tokens", 1), ("grace", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -123,6 +130,8 @@ def check_options(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    if args.call_format is not None:
+        call_format(args.call_format, "--call-format")
 
 
 def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> ServedModel:
@@ -139,7 +148,7 @@ def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) 
     name, longest, paged = args.name or args.model.resolve().name, policy.max_positions, find_paged_engine(engine)
     if paged is not None and paged.stats.plan is not None:
         longest = min(longest or paged.stats.plan.longest, paged.stats.plan.longest)
-    return ServedModel(name, policy.tokenizer, num_embeddings, longest, args.max_tokens)
+    return ServedModel(name, policy.tokenizer, num_embeddings, longest, args.max_tokens, args.call_format)
 
 
 def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> AsyncEngine:

@@ -112,31 +112,36 @@ class TextStream:
     shown, because decoders drop the space before the first word of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
         self.tokenizer = tokenizer
+        self.shown_ids = shown_ids
+        """Special tokens that are shown by their names."""
         self._tokens: list[int] = []  # the last tokens shown, then those not shown yet
         self._num_shown = 0
         self._shown = ""
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; it may be empty."""
-        if self.tokenizer.is_special(token):  # decoding skips it
+        if self.tokenizer.is_special(token) and token not in self.shown_ids:
             return ""
         self._tokens.append(token)
-        text = self.tokenizer.decode(self._tokens)
+        text = self._decode(self._tokens)
         if not text.endswith(REPLACEMENT_CHARACTER):
             return self._show(text, len(self._tokens))
         if (
             len(self._tokens) - self._num_shown > MAX_PENDING_TOKENS
         ):  # bytes that are no text: what is old enough stays as it is
             early = len(self._tokens) - MAX_CHARACTER_BYTES
-            part = self.tokenizer.decode(self._tokens[:early])
+            part = self._decode(self._tokens[:early])
             return self._show(part, early) if text.startswith(part) else ""
         return ""
 
     def finish(self) -> str:
         """Return the rest: an incomplete character, as the decoder writes it."""
-        return self._show(self.tokenizer.decode(self._tokens), len(self._tokens))
+        return self._show(self._decode(self._tokens), len(self._tokens))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special=False)  # `push` left out those that are not shown
 
     def _show(self, text: str, count: int) -> str:
         """Return the new part of the text of the first `count` tokens."""
@@ -145,5 +150,5 @@ class TextStream:
             context = self._tokens[self._num_shown : count]
             self._tokens = context + self._tokens[count:]
             self._num_shown = len(context)
-            self._shown = self.tokenizer.decode(context)
+            self._shown = self._decode(context)
         return new

@@ -333,6 +333,11 @@ class Tokenizer:
         """Where the first control token stands in a rendered text; None if it has none."""
         return self._control.find(text)
 
+    def special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Ids of the special tokens among some names."""
+        vocabulary = self._inner.get_vocab()
+        return frozenset(vocabulary[name] for name in names if name in vocabulary) & self._special_ids
+
     def has_same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every token id stands for the same text in both, so that ids of one are valid for the other's model."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab()) and self._special_ids == other._special_ids

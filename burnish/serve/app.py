@@ -59,7 +59,15 @@ from burnish.serve.request_to_engine import (
     offered_tools,
     tokenize_response,
 )
-from burnish.serve.responses import ApiResponse, ChatResponse, ChoiceDelta, Choices, CompletionResponse, EchoedPrompt
+from burnish.serve.responses import (
+    ApiResponse,
+    ChatResponse,
+    ChoiceDelta,
+    Choices,
+    CompletionResponse,
+    EchoedPrompt,
+    OfferedTools,
+)
 
 T = TypeVar("T")
 SSE_DONE = "data: [DONE]\n\n"
@@ -191,28 +199,29 @@ class Api:
         """Continue a dialogue."""
         name = f"chatcmpl-{uuid.uuid4().hex}"
 
-        def prepare(body: bytearray) -> tuple[ChatRequest, list[EngineRequest], bool]:
+        def prepare(body: bytearray) -> tuple[ChatRequest, list[EngineRequest], OfferedTools | None]:
             asked = parse_body(ChatRequest, body)
             check_model(asked.model, self.served)
             self.async_engine.check_room(asked.n)
             requests = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
             check_scored_length(asked, requests)
             light = asked.model_copy(update={"messages": [], "tools": [], "chat_template_kwargs": {}})
-            return light, requests, bool(offered_tools(asked))
+            schemas = offered_tools(asked)
+            return light, requests, OfferedTools(self.served.tool_calls, schemas) if schemas else None
 
-        asked, requests, with_calls = await self.bodies.work(request, prepare)
+        asked, requests, offered = await self.bodies.work(request, prepare)
         answer = ChatResponse(name, asked, requests, self.served.tokenizer)
-        return await self._answer(request, requests, answer, with_calls)
+        return await self._answer(request, requests, answer, offered)
 
     async def _answer(
-        self, request: Request, requests: list[EngineRequest], answer: ApiResponse, with_calls: bool = False
+        self, request: Request, requests: list[EngineRequest], answer: ApiResponse, offered: OfferedTools | None = None
     ) -> Response:
         asked = answer.asked
         has_logprobs = asked.logprobs if isinstance(asked, ChatRequest) else asked.logprobs is not None
         # Log-probs come with the completion, so a stream with log-probs has each choice in one chunk.
         generation = self.async_engine.submit(requests, wants_tokens=asked.stream and not has_logprobs)
         self.metrics.prompt_tokens += answer.num_prompt_tokens
-        choices = Choices(requests, self.served.tokenizer, with_calls)
+        choices = Choices(requests, self.served.tokenizer, offered)
 
         async def deltas(batch: list[EngineEvent]) -> list[ChoiceDelta]:
             return [await self._complete(delta, asked, requests[delta.index]) for delta in choices.take(batch)]

@@ -20,6 +20,7 @@ from torch import Tensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
+from burnish.environments.tools.call_formats import CallFormat, call_format, detect_format
 from burnish.inference.engine_common import MAX_BIASES
 from burnish.inference.native.sampler import add_bias, truncate
 from burnish.models.decoder import Decoder
@@ -129,6 +130,20 @@ class ServedModel:
     """Longest sequence of the model and the cache; None if unknown."""
     max_tokens: int | None = None
     """Most new tokens of a completion, if the server limits them further."""
+    call_format: str | None = None
+    """Format of the model's tool calls; None: the one that its chat template names."""
+
+    @cached_property
+    def tool_calls(self) -> CallFormat:
+        """The format in which the model calls tools."""
+        try:
+            return call_format(self.call_format or detect_format(self.tokenizer))
+        except UserError as error:
+            raise bad_value(
+                "tools",
+                "the chat template of this model names no known format of tool calls: start the server with --call-format",
+                "unsupported_parameter",
+            ) from error
 
     @cached_property
     def text_limit(self) -> TextLimit:

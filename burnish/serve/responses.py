@@ -19,10 +19,13 @@ from typing import Any
 import numpy as np
 
 from burnish.core.engine import Completion, Request
+from burnish.environments.tools.call_formats import END_THINK, FORMATS, CallFormat, ParsedCall
 from burnish.evaluation.model_source import TextStream
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.async_engine import EngineEvent
 from burnish.serve.openai_schema import ChatRequest, CompletionRequest, nan_error
+
+Json = dict[str, Any]
 
 # --- the text of a completion --------------------------------------------------------------------------------------------
 #
@@ -46,21 +49,32 @@ def partial_match(text: str, marks: Sequence[str]) -> int:
 
 
 def completion_text(
-    tokens: Sequence[int], tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]
+    tokens: Sequence[int],
+    tokenizer: Tokenizer,
+    end_tokens: Sequence[int],
+    stops: Sequence[str],
+    shown_ids: frozenset[int] = frozenset(),
 ) -> str:
-    """The whole text of a completion."""
+    """The whole text of a completion. Special tokens have no text, except those in `shown_ids`."""
     if tokens and tokens[-1] in end_tokens:
         tokens = tokens[:-1]
-    text = tokenizer.decode(tokens)
+    shown = [token for token in tokens if not tokenizer.is_special(token) or token in shown_ids]
+    text = tokenizer.decode(shown, skip_special=False)
     return text[: stop_position(text, stops)]
 
 
 class VisibleText:
     """The text of a completion in pieces, token by token."""
 
-    def __init__(self, tokenizer: Tokenizer, end_tokens: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_tokens: Sequence[int],
+        stops: Sequence[str],
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.end_tokens, self.stops = end_tokens, stops
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, shown_ids)
         self._pending = ""  # decoded text that may be the start of a stop string
         self._has_stopped = False
 
@@ -87,83 +101,69 @@ class VisibleText:
 
 # --- tool calls ----------------------------------------------------------------------------------------------------------
 #
-# Tool calls in the text of an answer, in the format of Hermes and Qwen:
-#
-#     <tool_call>
-#     {"name": "get_weather", "arguments": {"city": "Paris"}}
-#     </tool_call>
-#
-# An answer has calls only if everything from the first `<tool_call>` on consists of such blocks. Otherwise all of it stays text: an
-# incomplete or malformed call is not repaired.
+# Serving is stricter than training. An answer has calls only if everything from the first call on consists of calls without a mistake.
+# Otherwise all of it stays text: an incomplete or malformed call is not repaired.
 
-TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+HERMES = FORMATS["hermes"]
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+@dataclass(frozen=True)
+class OfferedTools:
+    """The tools of a request, and the format in which the model calls them."""
+
+    format: CallFormat
+    schemas: Sequence[Json]
 
 
-JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def split_tool_calls(
+    text: str, call_format: CallFormat = HERMES, tools: Sequence[Json] = ()
+) -> tuple[str, list[dict[str, Any]]]:
     """Split an answer into the text before its tool calls and the calls in OpenAI's format. Without calls all of it is text."""
-    at = text.find(TOOL_CALL_OPEN)
-    calls = _read_tool_calls(text[at:]) if at >= 0 else None
-    if not calls:
-        return text, []
-    return text[:at].rstrip(), [
+    found = call_format.parse(text, tools)
+    calls = [call for call in found.calls if isinstance(call, ParsedCall)]
+    if found.calls_at is None or len(calls) < len(found.calls) or found.text_after:
+        return (found.content if call_format.is_framed and not found.calls else text), []
+    return found.content if call_format.is_framed else text[: found.calls_at].rstrip(), [
         {
             "id": f"call_{uuid.uuid4().hex}",
             "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for name, arguments in calls
+        for call in calls
     ]
-
-
-def _read_tool_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """The name and arguments of each block; None unless the text consists of blocks."""
-    calls = []
-    rest = text.strip()
-    while rest:
-        if not rest.startswith(TOOL_CALL_OPEN):
-            return None
-        try:
-            # Read as JSON, not up to the closing tag: an argument may contain one.
-            value, end = JSON_DECODER.raw_decode(rest[len(TOOL_CALL_OPEN) :].lstrip())
-        except (ValueError, RecursionError):
-            return None
-        rest = rest[len(TOOL_CALL_OPEN) :].lstrip()[end:].lstrip()
-        is_call = isinstance(value, dict) and set(value) == {"name", "arguments"}
-        if not (is_call and isinstance(value["name"], str) and isinstance(value["arguments"], dict)):
-            return None
-        if not rest.startswith(TOOL_CALL_CLOSE):
-            return None
-        rest = rest[len(TOOL_CALL_CLOSE) :].lstrip()
-        calls.append((value["name"], value["arguments"]))
-    return calls
 
 
 class ToolCallStream:
     """Splits a streamed answer: text passes until it may be the start of a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_format: CallFormat = HERMES, tools: Sequence[Json] = ()) -> None:
+        self.format, self.tools = call_format, tools
+        # A bare call may also follow the model's reasoning.
+        self._marks = [*call_format.marks, *([END_THINK] if call_format.is_bare else [])]
+        self._shown: list[str] = []
         self._pending = ""
 
     def push(self, text: str) -> str:
         """Add text; return what certainly stands before any call."""
         self._pending += text
-        at = self._pending.find(TOOL_CALL_OPEN)
+        if self.format.is_framed:
+            return ""
+        at = min((at for mark in self._marks if (at := self._pending.find(mark)) >= 0), default=-1)
         if at < 0:
-            at = len(self._pending) - partial_match(self._pending, [TOOL_CALL_OPEN])
+            at = len(self._pending) - partial_match(self._pending, self._marks)
+        if self.format.is_bare and not self._shown and self._pending.lstrip()[:1] in ("", "{"):
+            at = 0
         at = len(self._pending[:at].rstrip())  # drop white space before a call
         shown, self._pending = self._pending[:at], self._pending[at:]
+        if shown:
+            self._shown.append(shown)
         return shown
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest: text, or calls."""
-        return split_tool_calls(self._pending)
+        shown = "".join(self._shown)
+        text, calls = split_tool_calls(shown + self._pending, self.format, self.tools)
+        return text[len(shown) :], calls
 
 
 # --- choices ------------------------------------------------------------------------------------------------------------
@@ -187,11 +187,15 @@ class ChoiceDelta:
 class Choice:
     """State of one choice."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, with_calls: bool) -> None:
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, offered: OfferedTools | None) -> None:
         self.index, self.request, self.tokenizer = index, request, tokenizer
         self.num_tokens = 0
-        self._text = VisibleText(tokenizer, request.sampling.stop_tokens, request.sampling.stop)
-        self._calls = ToolCallStream() if with_calls else None
+        # The control tokens of calls must not be lost in decoding.
+        self._shown_ids = frozenset() if offered is None else tokenizer.special_ids(offered.format.control_tokens)
+        self._text = VisibleText(
+            tokenizer, request.sampling.stop_tokens, request.sampling.stop, shown_ids=self._shown_ids
+        )
+        self._calls = None if offered is None else ToolCallStream(offered.format, offered.schemas)
 
     def take(self, tokens: list[int], completion: Completion | None) -> ChoiceDelta:
         """Add tokens, or the completion, which has all tokens; return the new content."""
@@ -215,7 +219,7 @@ class Choice:
     def _show(self, tokens: list[int], is_last: bool) -> str:
         if is_last and not self.num_tokens:  # decode the whole text, which is much faster than token by token
             options = self.request.sampling
-            return completion_text(tokens, self.tokenizer, options.stop_tokens, options.stop)
+            return completion_text(tokens, self.tokenizer, options.stop_tokens, options.stop, self._shown_ids)
         text = "".join([self._text.push(token) for token in tokens])
         return text + self._text.finish() if is_last else text
 
@@ -223,8 +227,8 @@ class Choice:
 class Choices:
     """The choices of an answer."""
 
-    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, with_calls: bool) -> None:
-        self.all = [Choice(i, request, tokenizer, with_calls) for i, request in enumerate(requests)]
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, offered: OfferedTools | None) -> None:
+        self.all = [Choice(i, request, tokenizer, offered) for i, request in enumerate(requests)]
         self.finishes: Counter[str] = Counter()
 
     @property
@@ -249,7 +253,6 @@ class Choices:
             yield delta
 
 
-Json = dict[str, Any]
 TopTokens = Sequence[tuple[int, float]]
 """Tokens with their log-probs, the likeliest first."""
 

@@ -36,7 +36,7 @@ TEMPLATE = (
 NAME = "tiny"
 
 
-def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
+def byte_tokenizer(template: str | None = TEMPLATE, special: tuple[str, ...] = (START,)) -> Tokenizer:
     """One token for each byte, a few longer ones, and special tokens: characters beyond ASCII take several tokens."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
@@ -49,7 +49,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     inner: Any = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=END, pad_token=PAD, additional_special_tokens=[START]
+        tokenizer_object=backend, eos_token=END, pad_token=PAD, additional_special_tokens=list(special)
     )
     inner.chat_template = template
     return Tokenizer(inner)
@@ -140,7 +140,12 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     max_body, api_key = options.pop("max_body", 2**20), options.pop("api_key", None)
     grace_s, limits = options.pop("grace_s", 300), options.pop("limits", None)
     served = ServedModel(
-        NAME, tokenizer, model.arch.vocab_size, model.arch.max_positions, options.pop("max_tokens", None)
+        NAME,
+        tokenizer,
+        model.arch.vocab_size,
+        model.arch.max_positions,
+        options.pop("max_tokens", None),
+        options.pop("call_format", None),
     )
     assert not options
     loop = AsyncEngine(

@@ -12,6 +12,7 @@ from burnish.config.data import Reward
 from burnish.rewards.judge_options import DEFAULT_TEMPLATE, fill_template
 from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
+from tests.serve.conftest import byte_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi é"}]
 TOOLS = [
@@ -135,6 +136,27 @@ def test_a_call_that_is_none_stays_text(script_server: Any) -> None:
         assert joined(say(script_server, text, tools=TOOLS, stream=True)) == (text, [], "stop")
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert say(script_server, text).choices[0].message.content == text  # nobody offered tools
+
+
+def test_calls_behind_a_special_token_come_back(start_server: Any) -> None:
+    template = "[AVAILABLE_TOOLS]{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    running = start_server(tokenizer=byte_tokenizer(template, ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")))
+    text = 'I add.[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
+    assert running.tokenizer.decode(running.tokenizer.encode(text)).startswith('I add.[{"name"')
+    choice = say(running, text, tools=TOOLS).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I add.", "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments == '{"a": 1}'
+    content, calls, finish = joined(say(running, text, tools=TOOLS, stream=True))
+    assert (content, finish, calls[0].function.name) == ("I add.", "tool_calls", "add")
+
+
+def test_tools_are_refused_where_the_format_of_calls_is_unknown_unless_it_is_named(start_server: Any) -> None:
+    tokenizer = byte_tokenizer("{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(openai.BadRequestError, match="--call-format"):
+        chat(start_server(tokenizer=tokenizer), tools=TOOLS, max_tokens=1)
+    running = start_server(tokenizer=tokenizer, call_format="llama3")
+    message = say(running, '{"name": "add", "parameters": {}}', tools=TOOLS).choices[0].message
+    assert (message.content, message.tool_calls[0].function.name) == (None, "add")
 
 
 def test_without_a_choice_of_tools_the_model_hears_of_none(script_server: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.environments.tools.call_formats import FORMATS, ParsedCall
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.responses import (
     ToolCallStream,
@@ -166,6 +167,41 @@ def test_streamed_in_any_pieces_it_is_the_same(text: str, cuts: list[int]) -> No
     whole_text, whole_calls = split_tool_calls(text)
     assert shown + rest == whole_text
     assert named(calls) == named(whole_calls)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(data=st.data())
+def test_every_format_is_streamed_in_any_pieces_as_it_is_whole(name: str, data: st.DataObject) -> None:
+    chosen = FORMATS[name]
+    call = chosen.write([ParsedCall("add", {"a": "1", "b": "x"})])
+    parts = st.sampled_from([call, chosen.marks[0], "<think>", "</think>", "a", " ", "\n", "{", "<", "[", "`"])
+    text = data.draw(st.lists(parts, max_size=6).map("".join))
+    bounds = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=9))), len(text)]
+    stream = ToolCallStream(chosen)
+    shown = "".join(stream.push(text[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    rest, calls = stream.finish()
+    whole_text, whole_calls = split_tool_calls(text, chosen)
+    assert shown + rest == whole_text
+    assert named(calls) == named(whole_calls)
+    if text == call:
+        assert named(calls) == [("add", {"a": "1", "b": "x"})]
+
+
+def test_calls_in_reasoning_stay_text() -> None:
+    text = f"<think>{CALL}</think>"
+    assert split_tool_calls(text) == (text, [])
+    said, calls = split_tool_calls(f"{text}\n{OTHER}")
+    assert (said, named(calls)) == (text, [("now", {})])
+
+
+def test_special_tokens_of_calls_are_shown_and_no_others(tokenizer: Tokenizer) -> None:
+    start, end = (tokenizer.encode(name)[0] for name in ("<|im_start|>", "<|im_end|>"))
+    tokens = [start, *tokenizer.encode("a"), end, *tokenizer.encode("b"), end]
+    shown_ids = tokenizer.special_ids(["<|im_start|>", "a", "<nothing>"])
+    assert shown_ids == {start}
+    assert completion_text(tokens, tokenizer, (end,), [], shown_ids) == "<|im_start|>ab"
+    stream = VisibleText(tokenizer, (), [], shown_ids)
+    assert "".join([*(stream.push(token) for token in tokens), stream.finish()]) == "<|im_start|>ab"
 
 
 def test_text_before_a_call_comes_at_once() -> None:

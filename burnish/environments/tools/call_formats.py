@@ -75,8 +75,16 @@ class CallFormat(Protocol):
         """Strings of which one stands at the beginning of every call."""
 
     @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Names of the special tokens that a call may contain. A decoder must not leave them out."""
+
+    @property
     def is_bare(self) -> bool:
         """Whether a call may also be a JSON object without marks, at the beginning of an answer."""
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether all text of an answer stands in messages with markup around them, so that `content` is not a part of the raw text."""
 
     @property
     def is_in_template(self) -> bool:
@@ -102,8 +110,15 @@ class BlockFormat:
     reader: Reader
     writer: Writer
     bare_reader: Reader | None = None
+    inner_tokens: tuple[str, ...] = ()
+    """Special tokens of a call besides the marks."""
+    is_framed: bool = False
     is_in_template: bool = True
     result_text: str = "<tool_response>\n{result}\n</tool_response>"
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        return self.marks + self.inner_tokens
 
     @property
     def is_bare(self) -> bool:
@@ -226,7 +241,11 @@ class HarmonyFormat:
 
     name: str = "gpt_oss"
     marks: tuple[str, ...] = ("<|channel|>", "<|start|>", " to=functions.")
+    control_tokens: tuple[str, ...] = tuple(
+        f"<|{name}|>" for name in ("channel", "start", "message", "constrain", "end", "call", "return")
+    )
     is_bare: bool = False
+    is_framed: bool = True
     is_in_template: bool = True
     result_text: str = "<tool_response>\n{result}\n</tool_response>"
 
@@ -289,7 +308,9 @@ _BLOCK_FORMATS = (
     BlockFormat("hermes", (plain.TOOL_CALL,), plain.read_hermes, plain.write_hermes),
     BlockFormat("qwen3_coder", (plain.TOOL_CALL,), plain.read_qwen3_coder, plain.write_qwen3_coder),
     BlockFormat("llama3", (plain.PYTHON_TAG,), plain.read_llama3, plain.write_llama3, plain.read_llama3_bare),
-    BlockFormat("mistral", (plain.TOOL_CALLS,), plain.read_mistral, plain.write_mistral),
+    BlockFormat(
+        "mistral", (plain.TOOL_CALLS,), plain.read_mistral, plain.write_mistral, inner_tokens=("[ARGS]", "[CALL_ID]")
+    ),
     BlockFormat(
         "gemma3",
         (plain.TOOL_CODE, plain.JSON_FENCE),
@@ -301,10 +322,26 @@ _BLOCK_FORMATS = (
     ),
     BlockFormat("smollm2", (plain.TOOL_CALL,), plain.read_smollm2, plain.write_smollm2, is_in_template=False),
     BlockFormat("glm", (plain.TOOL_CALL,), plain.read_glm, plain.write_glm),
-    BlockFormat("deepseek", (control.DEEPSEEK_SECTION,), control.read_deepseek, control.write_deepseek),
-    BlockFormat("kimi", (control.KIMI_SECTION,), control.read_kimi, control.write_kimi),
-    BlockFormat("lfm2", (control.LFM2_CALL,), control.read_lfm2, control.write_lfm2),
-    BlockFormat("gemma4", (control.GEMMA4_CALL,), control.read_gemma4, control.write_gemma4),
+    BlockFormat(
+        "deepseek",
+        (control.DEEPSEEK_SECTION,),
+        control.read_deepseek,
+        control.write_deepseek,
+        inner_tokens=control.DEEPSEEK_TOKENS,
+    ),
+    BlockFormat(
+        "kimi", (control.KIMI_SECTION,), control.read_kimi, control.write_kimi, inner_tokens=control.KIMI_TOKENS
+    ),
+    BlockFormat(
+        "lfm2", (control.LFM2_CALL,), control.read_lfm2, control.write_lfm2, inner_tokens=(control.END_LFM2_CALL,)
+    ),
+    BlockFormat(
+        "gemma4",
+        (control.GEMMA4_CALL,),
+        control.read_gemma4,
+        control.write_gemma4,
+        inner_tokens=(control.END_GEMMA4_CALL, control.GEMMA4_QUOTE),
+    ),
 )
 FORMATS: Mapping[str, CallFormat] = {
     **{block.name: block for block in _BLOCK_FORMATS},
@@ -339,10 +376,10 @@ _FAMILY_FORMATS = {
 """The format of each family that the native decoder runs, for models whose template says nothing."""
 
 
-def call_format(name: str) -> CallFormat:
-    """The format of a name; an unknown name is a `UserError` with the closest one."""
+def call_format(name: str, option: str = "environment.call_format") -> CallFormat:
+    """The format of a name; an unknown name is a `UserError` with the option that names it and the closest format."""
     if name not in FORMATS:
-        raise unknown_name_error("environment.call_format", name, list(FORMATS))
+        raise unknown_name_error(option, name, list(FORMATS))
     return FORMATS[name]
 
 

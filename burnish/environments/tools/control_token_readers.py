@@ -52,6 +52,7 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _KIMI = tuple(f"<|tool_{name}|>" for name in ("calls_section_begin", "calls_section_end", "call_begin", "call_end"))
 _KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 DEEPSEEK_SECTION, KIMI_SECTION = _DEEPSEEK[0], _KIMI[0]
+DEEPSEEK_TOKENS, KIMI_TOKENS = (*_DEEPSEEK, _DEEPSEEK_SEPARATOR), (*_KIMI, _KIMI_SEPARATOR)
 _DEEPSEEK_HEAD = re.compile(rf"\s*function{_DEEPSEEK_SEPARATOR}([^\n<]+)\n```json\s*")
 _DEEPSEEK_PLAIN_HEAD = re.compile(rf"\s*([^\n<]+){_DEEPSEEK_SEPARATOR}\s*")
 _KIMI_HEAD = re.compile(rf"\s*(?:functions\.)?([^\s<]+?)(?::\d+)?\s*{re.escape(_KIMI_SEPARATOR)}\s*")
@@ -141,6 +142,8 @@ def _gemma4_value(text: str, at: int, depth: int = 1) -> tuple[Any, int]:
     if not scalar:
         raise BadCall("expected a value")
     word = scalar[0].strip()
+    if word == "None":  # some versions of the template write it so
+        return None, scalar.end()
     value, end = read_json(word, 0)
     if end < len(word):
         raise BadCall(f"{word[:80]!r} is not a value")
