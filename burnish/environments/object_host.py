@@ -8,20 +8,20 @@ a call that waits for a free thread does not lose time.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.environments.wire import (
-    MAX_REPLY_BYTES,
     CallFailed,
     FailureKind,
     UnsendableValue,
@@ -33,6 +33,7 @@ MAX_TRACEBACK_CHARS = 8_000
 MAX_MESSAGE_CHARS = 2_000
 THREAD_STACK_BYTES = 1 << 20
 """Stacks count as address space, which the memory limit caps. Python's own frames are not on them."""
+NO_REQUEST = -1
 CANCEL_WAIT_S = 0.1
 """How long a reply waits for a cancelled task to end, so that it does not count as left behind."""
 
@@ -128,14 +129,18 @@ class ThreadPool:
 
 
 class ObjectHost:
-    """The objects of a worker process, by number. `answer` takes a request and returns the reply; it never raises."""
+    """The objects of a worker process, by number. `answer` takes a request and returns the reply; it never raises.
 
-    def __init__(self, max_threads: int, max_reply_bytes: int = MAX_REPLY_BYTES) -> None:
+    `mark` is called with the id of a request whenever the event loop begins to run its method, and with `NO_REQUEST` when it stops.
+    """
+
+    def __init__(self, max_threads: int, max_reply_bytes: int, mark: Callable[[int], None]) -> None:
         threading.stack_size(THREAD_STACK_BYTES)
         self._threads = ThreadPool(max_threads)
         self._abandoned_tasks: set[asyncio.Task[Any]] = set()
         self._max_reply_bytes = max_reply_bytes
-        self._factories: dict[tuple[str, str | None], Any] = {}
+        self._mark = mark
+        self._factories: dict[tuple[str, str | None, frozenset[str]], Callable[..., Any]] = {}
         self._objects: dict[int, Any] = {}
 
     @property
@@ -174,17 +179,18 @@ class ObjectHost:
     async def _open(self, request: dict[str, Any]) -> None:
         path, base = request["path"], request["base"]
         options = decode_value(request["options"])
+        checked = (path, base, frozenset(options))
 
         def build() -> Any:
-            if (path, base) not in self._factories:
-                self._factories[path, base] = load_plugin(path, base)
-            factory = self._factories[path, base]
-            check_options(factory, options, path)
-            extra = {"base": base} if "base" not in options and _takes_base(factory) else {}
-            return factory(**options, **extra)
+            if checked not in self._factories:  # reading a signature takes longer than building a small object
+                factory = load_plugin(path, base)
+                check_options(factory, options, path)
+                takes_base = base is not None and "base" not in options and _takes_base(factory)
+                self._factories[checked] = functools.partial(factory, base=base) if takes_base else factory
+            return self._factories[checked](**options)
 
         name = path.rpartition(":")[2]
-        self._objects[request["object"]] = await self._run(build, f"{name}()", request["deadline_s"])
+        self._objects[request["object"]] = await self._run(build, f"{name}()", request)
 
     async def _call(self, request: dict[str, Any]) -> Any:
         if (target := self._objects.get(request["object"])) is None:
@@ -196,7 +202,7 @@ class ObjectHost:
             raise CallFailed("raised", f"{type(target).__name__} has no method {method!r}")
         value = found
         if callable(found):
-            value = await self._run(found, name, request["deadline_s"], *arguments)
+            value = await self._run(found, name, request, *arguments)
         try:
             return encode_value(value, f"what {name} returned", self._max_reply_bytes)
         except UnsendableValue as error:
@@ -209,19 +215,20 @@ class ObjectHost:
         number = request["object"]
         target = self._objects.pop(number)
         if callable(close := getattr(target, "close", None)):
-            await self._run(close, f"{type(target).__name__}.close", request["deadline_s"])
+            await self._run(close, f"{type(target).__name__}.close", request)
         if request["is_kept"]:
             self._objects[number] = target
 
-    async def _run(self, function: Callable[..., Any], name: str, deadline_s: float | None, *arguments: Any) -> Any:
+    async def _run(self, function: Callable[..., Any], name: str, request: dict[str, Any], *arguments: Any) -> Any:
         """Run a function of the user; `CallFailed` if it raises or takes too long."""
+        deadline_s: float = request["deadline_s"]
         try:
             if inspect.iscoroutinefunction(function):
-                outcome = await self._run_task(function(*arguments), deadline_s)
+                outcome = await self._run_task(function(*arguments), request)
             else:
                 outcome = await self._threads.run(lambda: function(*arguments), deadline_s)
                 if isinstance(outcome, Returned) and inspect.isawaitable(outcome.value):
-                    outcome = await self._run_task(_awaited(outcome.value), deadline_s)
+                    outcome = await self._run_task(_awaited(outcome.value), request)
         except DeadlinePassed:
             raise CallFailed("timed_out", f"{name} did not return in {deadline_s:g} s") from None
         except Exception as error:  # such as wrong arguments, or no memory for a thread
@@ -232,10 +239,9 @@ class ObjectHost:
             raise outcome.error
         raise _failure(name, outcome.error) from outcome.error
 
-    async def _run_task(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float | None) -> Outcome:
-        process = os.getpid()
-        task = asyncio.create_task(_outcome(coroutine, process))
-        await asyncio.wait([task], timeout=deadline_s)
+    async def _run_task(self, coroutine: Coroutine[Any, Any, Any], request: dict[str, Any]) -> Outcome:
+        task = asyncio.create_task(_outcome(self._marked(coroutine, request["id"]), os.getpid()))
+        await asyncio.wait([task], timeout=request["deadline_s"])
         if not task.done():
             task.cancel()
             self._abandoned_tasks.add(task)
@@ -244,8 +250,26 @@ class ObjectHost:
             raise DeadlinePassed
         return Raised(asyncio.CancelledError("the method was cancelled")) if task.cancelled() else task.result()
 
+    @types.coroutine
+    def _marked(self, coroutine: Coroutine[Any, Any, Any], request: int) -> Generator[Any, Any, Any]:
+        """Run a coroutine, and mark its request while it runs, so that a method that blocks the event loop is known."""
+        resume: Callable[[], Any] = lambda: coroutine.send(None)  # noqa: E731
+        while True:
+            self._mark(request)
+            try:
+                awaited = resume()
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._mark(NO_REQUEST)
+            try:
+                sent = yield awaited
+                resume = functools.partial(coroutine.send, sent)
+            except BaseException as error:  # noqa: BLE001 - a cancellation, which the method gets
+                resume = functools.partial(coroutine.throw, error)
 
-async def _outcome(coroutine: Coroutine[Any, Any, Any], process: int) -> Outcome:
+
+async def _outcome(coroutine: Awaitable[Any], process: int) -> Outcome:
     """Run a coroutine. SystemExit must not leave the task: it would end the event loop."""
     try:
         return Returned(await coroutine)
@@ -272,7 +296,7 @@ def _takes_base(factory: Any) -> bool:
 
 def _failure(name: str, error: BaseException, kind: FailureKind = "raised") -> CallFailed:
     """What a method raised, with its traceback from the first frame outside of this file."""
-    trace: TracebackType | None = error.__traceback__
+    trace: types.TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     try:

@@ -22,6 +22,8 @@ from burnish.environments.tools.base import ToolResult
 MAX_REPLY_BYTES = 16 << 20
 MAX_DEPTH = 100
 HEADER = struct.Struct("!I")
+MARK = struct.Struct("=q")
+"""The request that a worker's event loop is running, in memory that it shares with the runner."""
 RECORD = "__record__"
 """The key with the name of a record. A dictionary that has this key itself is sent as the record `dict`."""
 RECORDS: dict[str, type[Any]] = {r.__name__: r for r in (Episode, Answer, Observation, End, Event, ToolResult)}

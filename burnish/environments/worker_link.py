@@ -10,18 +10,21 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import burnish
-from burnish.environments.wire import MAX_REPLY_BYTES, MessageReader, frame
+from burnish.environments.wire import MARK, MAX_REPLY_BYTES, MessageReader, frame
 from burnish.run.supervisor.processes import STACKS_SIGNAL, is_stopped, out_of_memory_kills
 
 logger = logging.getLogger(__name__)
@@ -64,10 +67,36 @@ class WorkerLimits:
 class WorkerGone(Exception):
     """The worker process has ended. The text says how, with its last lines of output."""
 
-    def __init__(self, reason: str, is_unresponsive: bool = False) -> None:
+    def __init__(self, reason: str, is_to_blame: bool = False) -> None:
         super().__init__(reason)
-        self.is_unresponsive = is_unresponsive
-        """Whether it was killed because it did not answer."""
+        self.is_to_blame = is_to_blame
+        """Whether the request blocked the process, which was killed for it."""
+
+
+class Link(Protocol):
+    """What a pool needs of a worker process, wherever it runs."""
+
+    gone: asyncio.Future[str]
+    """The reason of the end, once the process is gone."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has ended or is being ended."""
+
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return its reply; `WorkerGone` if the process ends before."""
+
+    def kill(self, reason: str) -> None:
+        """End the process and its children. `gone` tells when that is done."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A request without a reply."""
+
+    future: asyncio.Future[dict[str, Any]]
+    due: float
+    """When it is late."""
 
 
 class _Output(asyncio.Protocol):
@@ -118,16 +147,17 @@ class _Output(asyncio.Protocol):
 class WorkerLink(asyncio.Protocol):
     """One worker process. Make it with `start_worker`."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], lifeline: int, limits: WorkerLimits) -> None:
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes], lifeline: int, marks: int, limits: WorkerLimits
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.number = number
         self.process = process
         self.gone: asyncio.Future[str] = loop.create_future()
-        """The reason of the end, once the process is gone."""
-        self._lifeline = lifeline
+        self._lifeline, self._marks = lifeline, marks
         self._limits = limits
         self._ids = itertools.count()
-        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._reader = MessageReader(self._receive, 2 * limits.max_reply_bytes + (1 << 20))
         self._transport: asyncio.WriteTransport | None = None
         self._output = _Output(number)
@@ -156,7 +186,8 @@ class WorkerLink(asyncio.Protocol):
         if self.is_ending:
             raise WorkerGone(await asyncio.shield(self.gone))
         number = next(self._ids)
-        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = _Pending(future, time.monotonic() + message.get("deadline_s", math.inf))
         assert self._transport is not None
         self._transport.write(frame({"id": number, **message}))
         try:
@@ -185,9 +216,9 @@ class WorkerLink(asyncio.Protocol):
         self.kill()
 
     def _receive(self, message: dict[str, Any]) -> None:
-        future = self._pending.get(message["id"])
-        if future is not None and not future.done():
-            future.set_result(message)
+        pending = self._pending.get(message["id"])
+        if pending is not None and not pending.future.done():
+            pending.future.set_result(message)
 
     # --- the end of the process ----------------------------------------------------------------------------------------
 
@@ -226,14 +257,23 @@ class WorkerLink(asyncio.Protocol):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = await asyncio.to_thread(_wait, self.process)
         await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
+        blamed = self._requests_to_blame() if is_unresponsive else set()
         os.close(self._lifeline)
+        os.close(self._marks)
         if self._transport is not None:
             self._transport.abort()
         text = self._describe(reason or self._exit_text(status))
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(WorkerGone(text, is_unresponsive))
+        for number, pending in self._pending.items():
+            if not pending.future.done():
+                pending.future.set_exception(WorkerGone(text, number in blamed))
         self.gone.set_result(text)
+
+    def _requests_to_blame(self) -> set[int]:
+        """The request that the event loop was running; if it was none, a thread holds Python's lock: those that are late."""
+        (running,) = MARK.unpack(os.pread(self._marks, MARK.size, 0))
+        if running in self._pending:
+            return {running}
+        return {number for number, pending in self._pending.items() if time.monotonic() > pending.due}
 
     def _exit_text(self, status: int) -> str:
         if status >= 0:
@@ -260,6 +300,9 @@ async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
     ours, theirs = socket.socketpair()
     lifeline_theirs, lifeline_ours = os.pipe()
     output_ours, output_theirs = os.pipe()
+    marks = tempfile.TemporaryFile()  # noqa: SIM115 - the link closes it
+    marks.write(MARK.pack(-1))
+    marks.flush()
     root = str(Path(burnish.__file__).parents[1])
     variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     variables["MALLOC_ARENA_MAX"] = "2"  # an arena for each thread would use up the address space
@@ -274,18 +317,20 @@ async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
             "burnish.environments.worker_process",
             str(theirs.fileno()),
             str(lifeline_theirs),
+            str(marks.fileno()),
         ],
         stdin=subprocess.DEVNULL,
         stdout=output_theirs,
         stderr=output_theirs,
-        pass_fds=(theirs.fileno(), lifeline_theirs),
+        pass_fds=(theirs.fileno(), lifeline_theirs, marks.fileno()),
         start_new_session=True,
         env={**os.environ, **variables},
     )
     theirs.close()
     os.close(lifeline_theirs)
     os.close(output_theirs)
-    link = WorkerLink(number, process, lifeline_ours, limits)
+    link = WorkerLink(number, process, lifeline_ours, os.dup(marks.fileno()), limits)
+    marks.close()
     ours.setblocking(False)
     await link.connect(ours, output_ours)
     setup = {

@@ -8,7 +8,7 @@
 Objects are spread over the processes by the number that each has open. The rules of failure:
 
 - A method that raises, returns garbage or passes its deadline fails its own call. Other objects of the process are not affected.
-- A process that ends fails all its calls as `died`, and is replaced.
+- A process that ends fails all its calls as `died`, and is replaced. If a method blocked it, that call is `timed_out`.
 - A process with many threads that were left behind by deadlines gets no more objects, and ends with its last one. Another replaces it.
 - A `UserError` (a wrong path, a wrong option, or one that the object raises) is passed on, and ends the run.
 """
@@ -19,15 +19,15 @@ import asyncio
 import contextlib
 import itertools
 import json
-import time
 from collections import defaultdict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.environments.wire import CallFailed, FailureKind, UnsendableValue, decode_value, encode_value
-from burnish.environments.worker_link import WorkerGone, WorkerLimits, WorkerLink, start_worker
+from burnish.environments.worker_link import Link, WorkerGone, WorkerLimits, start_worker
 
 __all__ = ["CallFailed", "ObjectSpec", "ObjectWorkers", "RemoteObject", "WorkerLimits"]
 
@@ -62,9 +62,8 @@ class ObjectSpec:
 class _Worker:
     """One place of the pool: a process that starts, runs or drains."""
 
-    def __init__(self, number: int, limits: WorkerLimits) -> None:
-        self.number = number
-        self.starting = asyncio.create_task(start_worker(number, limits))
+    def __init__(self, starting: Coroutine[Any, Any, Link]) -> None:
+        self.starting = asyncio.create_task(starting)
         self.open_objects: set[RemoteObject] = set()
         self.num_opening = 0
         self.abandoned = 0
@@ -85,9 +84,13 @@ class _Worker:
         """Whether it is running or may be so soon."""
         return not self.starting.done() or self.is_running
 
-    async def link(self) -> WorkerLink:
+    async def link(self) -> Link:
         """The process, once it is ready; `WorkerGone` if it could not start."""
         return await asyncio.shield(self.starting)
+
+
+StartWorker = Callable[[int, WorkerLimits], Coroutine[Any, Any, Link]]
+"""Starts a worker process, given its number."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ class ObjectWorkers:
         num_workers: int,
         limits: WorkerLimits | None = None,
         *,
+        start: StartWorker = start_worker,
         deadline_s: float = DEADLINE_S,
         open_deadline_s: float = OPEN_DEADLINE_S,
         max_abandoned: int = MAX_ABANDONED,
@@ -155,6 +159,7 @@ class ObjectWorkers:
     ) -> None:
         self.num_workers = num_workers
         self.limits = limits or WorkerLimits()
+        self._start = start
         self.deadline_s = deadline_s
         self.open_deadline_s = open_deadline_s
         self.max_abandoned = max_abandoned
@@ -246,7 +251,7 @@ class ObjectWorkers:
                 await asyncio.sleep(0)  # `_follow` replaces it, or sets the error that ends the run
 
     def _add_worker(self) -> None:
-        worker = _Worker(next(self._worker_numbers), self.limits)
+        worker = _Worker(self._start(next(self._worker_numbers), self.limits))
         self._workers.append(worker)
         task = asyncio.create_task(self._follow(worker))
         self._tasks.add(task)
@@ -294,13 +299,11 @@ class ObjectWorkers:
 
     async def _request(self, worker: _Worker, message: dict[str, Any], deadline_s: float) -> Any:
         """Send a request to a worker and return the value of its reply, or raise how it failed."""
-        sent = time.monotonic()
         try:
             link = await worker.link()
             reply = await link.request({**message, "deadline_s": deadline_s})
         except WorkerGone as gone:
-            is_late = gone.is_unresponsive and time.monotonic() - sent > deadline_s
-            kind: FailureKind = "timed_out" if is_late else "died"
+            kind: FailureKind = "timed_out" if gone.is_to_blame else "died"
             self._counters[kind] += 1
             raise CallFailed(kind, str(gone)) from gone
         if "user_error" in reply:
