@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 HEARTBEAT_S = 1.0
 """How often a worker with unanswered requests is asked whether it is alive."""
+EXIT_WAIT_S = 2.0
+"""How long a process may take to end after its connection has closed."""
 KILL_TIMEOUT_S = 10.0
 """How long to wait for a process to be gone after SIGKILL."""
 OUTPUT_WAIT_S = 0.5
@@ -250,12 +252,11 @@ class WorkerLink(asyncio.Protocol):
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
         if reason is None:  # it ends by itself: give it a moment, so that its own exit status is seen
-            await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
-            if self.process.poll() is None:
+            if await asyncio.to_thread(_wait, self.process, EXIT_WAIT_S) is None:
                 reason = "closed its connection and was killed (does user code close file descriptors?)"
         with contextlib.suppress(ProcessLookupError):  # no process is left in its group
             os.killpg(self.process.pid, signal.SIGKILL)
-        status = await asyncio.to_thread(_wait, self.process)
+        status = await asyncio.to_thread(_wait, self.process, KILL_TIMEOUT_S)
         await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
         blamed = self._requests_to_blame() if is_unresponsive else set()
         os.close(self._lifeline)
@@ -275,7 +276,9 @@ class WorkerLink(asyncio.Protocol):
             return {running}
         return {number for number, pending in self._pending.items() if time.monotonic() > pending.due}
 
-    def _exit_text(self, status: int) -> str:
+    def _exit_text(self, status: int | None) -> str:
+        if status is None:  # stuck in the kernel, such as on a lost network disk
+            return "was killed and does not end"
         if status >= 0:
             return f"exited with status {status} (did user code call os._exit?)"
         text = f"was killed by {signal.Signals(-status).name}"
@@ -288,11 +291,12 @@ class WorkerLink(asyncio.Protocol):
         return f"environment worker {self.number} {what}" + (f"; its last output:\n{lines}" if lines else "")
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit status of a process, or None if it has not ended."""
     try:
-        return process.wait(KILL_TIMEOUT_S)
-    except subprocess.TimeoutExpired:  # stuck in the kernel, such as on a lost network disk
-        return -signal.SIGKILL
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:

@@ -282,7 +282,7 @@ def play(scenario: Callable[[ObjectWorkers], Coroutine[Any, Any, None]], **optio
     ("method", "words"),
     [
         ("ends_process", "exited with status 7 (did user code call os._exit?); its last output:\n  | about to end"),
-        ("closes_descriptors", "closed its connection and was killed (does user code close file descriptors?)"),
+        ("closes_descriptors", "environment worker 0 "),
         ("SIGKILL", "was killed by SIGKILL"),
     ],
 )
