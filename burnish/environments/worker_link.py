@@ -251,9 +251,8 @@ class WorkerLink(asyncio.Protocol):
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
-        if reason is None:  # it ends by itself: give it a moment, so that its own exit status is seen
-            if await asyncio.to_thread(_wait, self.process, EXIT_WAIT_S) is None:
-                reason = "closed its connection and was killed (does user code close file descriptors?)"
+        if reason is None and not await self._has_exited():
+            reason = "closed its connection and was killed (does user code close file descriptors?)"
         with contextlib.suppress(ProcessLookupError):  # no process is left in its group
             os.killpg(self.process.pid, signal.SIGKILL)
         status = await asyncio.to_thread(_wait, self.process, KILL_TIMEOUT_S)
@@ -268,6 +267,15 @@ class WorkerLink(asyncio.Protocol):
             if not pending.future.done():
                 pending.future.set_exception(WorkerGone(text, number in blamed))
         self.gone.set_result(text)
+
+    async def _has_exited(self) -> bool:
+        """Whether the process ends by itself in a moment. It is not reaped, so that its id and its group stay its own."""
+        until = time.monotonic() + EXIT_WAIT_S
+        while time.monotonic() < until:
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+            await asyncio.sleep(0.01)
+        return False
 
     def _requests_to_blame(self) -> set[int]:
         """The request that the event loop was running; if it was none, a thread holds Python's lock: those that are late."""
