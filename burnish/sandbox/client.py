@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import burnish
 from burnish.config.errors import UserError
@@ -30,12 +30,12 @@ PROGRAM_ENVIRONMENT = {
 """The whole environment of a program. A fixed hash seed makes verdicts reproducible."""
 ZYGOTE_LAUNCHER = "import sys; sys.path.append({root!r}); from burnish.sandbox.zygote import main; main()"
 
-NO_SANDBOX_ADVICE = """code rewards run programs in a sandbox, and this system does not allow one: {problem}
+NO_SANDBOX_ADVICE = """{user} run programs in a sandbox, and this system does not allow one: {problem}
 Do one of these:
 - as an ordinary user: allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000;
   on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)
 - in a container: start it with --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined
-- set reward.sandbox=unsafe: programs written by the model then run as you and can reach your files; only time, memory, processes
+- set {setting}: programs written by the model then run as you and can reach your files; only time, memory, processes
   and output stay limited. Do this only on a machine that has nothing to lose."""
 
 
@@ -58,6 +58,32 @@ class RunResult:
     verdicts: list[dict[str, Any]]
 
 
+def no_sandbox_error(problem: str, user: str, setting: str) -> UserError:
+    """The error for a system that does not allow a sandbox. `setting` is what lets `user` do without."""
+    return UserError(NO_SANDBOX_ADVICE.format(problem=problem, user=user, setting=setting))
+
+
+def start_zygote(
+    limits: Limits, is_isolated: bool, serves: Literal["runs", "sessions"], user: str
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a zygote; return its process and our end of its channel. Its first message is `ready` or `failed`."""
+    if not sys.platform.startswith("linux"):
+        raise UserError(f"{user} need Linux, because programs run in its namespaces and under its limits")
+    ours, theirs = socket.socketpair()
+    root = str(Path(burnish.__file__).parents[1])
+    arguments = [str(theirs.fileno()), "isolated" if is_isolated else "unsafe", json.dumps(vars(limits)), serves]
+    launcher = ["-s", "-S", "-P", "-B", "-X", "utf8", "-c", ZYGOTE_LAUNCHER.format(root=root)]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+        env=PROGRAM_ENVIRONMENT,
+    )
+    theirs.close()
+    return process, ours
+
+
 class Sandbox:
     """Runs programs one at a time. The zygote starts with the first program, and again after a failure. Close it, or use `with`."""
 
@@ -69,33 +95,12 @@ class Sandbox:
 
     def start(self) -> None:
         """Start the zygote; UserError with advice if the system does not allow a sandbox."""
-        if not sys.platform.startswith("linux"):
-            raise UserError("code rewards need Linux, because programs run in its namespaces and under its limits")
-        ours, theirs = socket.socketpair()
-        root = str(Path(burnish.__file__).parents[1])
-        arguments = [
-            str(theirs.fileno()),
-            "isolated" if self._is_isolated else "unsafe",
-            json.dumps(vars(self._limits)),
-        ]
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                *("-s", "-S", "-P", "-B", "-X", "utf8", "-c"),
-                ZYGOTE_LAUNCHER.format(root=root),
-                *arguments,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=PROGRAM_ENVIRONMENT,
-        )
-        theirs.close()
+        self._process, ours = start_zygote(self._limits, self._is_isolated, "runs", "code rewards")
         self._channel = ours
         message = self._receive(time.monotonic() + START_TIMEOUT_S)
         if "failed" in message:
             self.close()
-            raise UserError(NO_SANDBOX_ADVICE.format(problem=message["failed"]))
+            raise no_sandbox_error(message["failed"], "code rewards", "reward.sandbox=unsafe")
 
     def run_calls(self, spec: Mapping[str, Any], tests: Mapping[str, Any], wall_s: float) -> RunResult:
         """Load a program and run tests that call it."""

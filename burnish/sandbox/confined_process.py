@@ -137,6 +137,12 @@ def own_pid(processes: int) -> int:
     return int(os.readlink("self", dir_fd=processes))
 
 
+def namespace_pids(process: int, processes: int) -> list[int]:
+    """The pids of a process: in this /proc, then in each pid namespace below it that the process is in."""
+    lines = _read_text(f"{process}/status", processes).splitlines()
+    return [int(pid) for line in lines if line.startswith("NSpid:") for pid in line.split()[1:]]
+
+
 def children_of(process: int, processes: int) -> list[int]:
     """The children of all threads of a process, including adopted ones."""
     return _read_process(process, processes)[0].children

@@ -29,6 +29,7 @@ from burnish.sandbox import namespaces
 MIB = 1 << 20
 OWN_PROCESSES = 6  # the sandbox's own; they run as the same user, so the kernel counts them together with the program's
 SPARE_PROCESSES = 16  # how many more the kernel allows a program, until the supervisor sees the excess and ends it
+PROCESSES_PER_SESSION = 4  # its supervisor, the program and two that it may have started
 
 NAMESPACE_FLAGS = (
     namespaces.CLONE_NEWNS
@@ -209,12 +210,15 @@ class Limits:
     """Limit for standard output, and again for standard error."""
     open_files: int = 64
     """Open files of one process."""
+    max_sessions: int = 0
+    """How many sessions may be open in this sandbox besides the program. The kernel counts the processes of all of them together."""
 
 
 def confine(limits: Limits, cpu_s: float, is_isolated: bool) -> None:
     """Set all limits on this process, permanently. The processes it starts inherit them."""
     # Without a user namespace the kernel would count all processes of the user on the machine, so only the supervisor counts then.
-    processes = limits.processes + OWN_PROCESSES + SPARE_PROCESSES if is_isolated else resource.RLIM_INFINITY
+    others = limits.max_sessions * PROCESSES_PER_SESSION + OWN_PROCESSES + SPARE_PROCESSES
+    processes = limits.processes + others if is_isolated else resource.RLIM_INFINITY
     for which, value in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),

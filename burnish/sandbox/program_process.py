@@ -26,7 +26,8 @@ def reset_interpreter() -> None:
         del sys.modules[name]
 
 
-def _new_module(name: str) -> types.ModuleType:
+def new_module(name: str) -> types.ModuleType:
+    """An empty module that programs can import under this name."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     return module
@@ -49,7 +50,7 @@ def _exit_like_python(code: int) -> NoReturn:
 
 def run_stdio(source: str) -> NoReturn:
     """Run a program that reads standard input and writes standard output."""
-    module, code = _new_module("__main__"), 0
+    module, code = new_module("__main__"), 0
     reset_interpreter()
     try:
         exec(compile(source, "program.py", "exec"), module.__dict__)
@@ -64,7 +65,7 @@ def run_stdio(source: str) -> NoReturn:
 
 def run_calls(channel: socket.socket, spec: dict[str, Any]) -> NoReturn:
     """Load a program, then let the grader call what it defines."""
-    module = _new_module("program")
+    module = new_module("program")
     reset_interpreter()
     sys.set_int_max_str_digits(0)
     try:

@@ -1,6 +1,6 @@
 """The zygote: the process that all programs of a worker are forked from, and the supervisor that watches one run.
 
-    python -c '... zygote.main()' SOCKET isolated|unsafe LIMITS
+    python -c '... zygote.main()' SOCKET isolated|unsafe LIMITS runs|sessions
 
 The zygote has Python started and the standard library loaded, and is already inside the sandbox. It starts with an empty environment, so
 there is nothing to find in its memory. It is the first process of a pid namespace, so nothing outlives it.
@@ -13,6 +13,8 @@ they use, and the time.
 A request is three messages: the kind and the time limit; the program's part; the grader's part or the standard input. The reply is two
 messages. `started` is sent right before the processes receive their parts. A failure before it cannot be caused by the program; a failure
 after it can. The second message says how the run ended.
+
+A zygote for sessions (burnish.sandbox.session_supervisor) serves many at once, each over a socket of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.sandbox import confined_process, grader_process, namespaces, program_process
+from burnish.sandbox import confined_process, grader_process, namespaces, program_process, session_supervisor
 from burnish.sandbox.confined_process import ConfinedProcess, SandboxContext, SetupFailed
 from burnish.sandbox.limits import OWN_PROCESSES, Limits
 from burnish.sandbox.namespaces import STANDARD_LIBRARY
@@ -90,7 +92,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # keeps what is loaded shared with every fork
     send_message(channel, {"ready": True})
-    serve_runs(channel, context)
+    serve = serve_runs if sys.argv[4] == "runs" else session_supervisor.serve_sessions
+    serve(channel, context)
 
 
 def preload() -> None:
