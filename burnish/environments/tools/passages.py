@@ -1,0 +1,74 @@
+"""Passages that a search returns, in the forms of a corpus, and the text that the model reads.
+
+A line of a corpus is `{"id", "title", "text"}`, or `{"id", "contents"}` as in Search-R1, whose first line is the title in quotes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.environments.tools.values import cut, tool_schema
+
+SEARCH_R1 = "Doc {number}(Title: {title}) {text}"
+"""The line of one passage in Search-R1 (2503.09516)."""
+NO_RESULTS = "No results."
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage that a search has found."""
+
+    id: str
+    title: str
+    text: str
+    score: float = 0.0
+
+
+def passage_of(document: Any, where: str, score: float = 0.0) -> Passage:
+    """The passage of a document; ValueError that says `where` if it has neither text nor contents."""
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{where}: expected an object, not {type(document).__name__}")
+    number, title = str(document.get("id", "")), document.get("title")
+    text = document.get("text")
+    if not isinstance(text, str):
+        contents = document.get("contents")
+        if not isinstance(contents, str):
+            raise ValueError(f"{where}: a document has `text` (and `title`) or `contents`, not {', '.join(document)}")
+        if title is None:
+            title, _, text = contents.partition("\n")
+        else:
+            text = contents
+    return Passage(number, "" if title is None else str(title), text, score)
+
+
+def check_format(line: str, where: str) -> str:
+    """The format of a passage's line; UserError if it names unknown fields or shows no text."""
+    try:
+        shown = line.format(number=1, id="i", title="t", text="\0", score=1.0)
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"{where}: format {line!r} cannot be used ({type(error).__name__}: {error}); "
+            "its fields are {number}, {id}, {title}, {text} and {score}"
+        ) from error
+    if "\0" not in shown:
+        raise UserError(f"{where}: format {line!r} does not show {{text}}")
+    return line
+
+
+def format_passages(passages: Sequence[Passage], line: str, max_chars: int) -> str:
+    """The text that the model reads: one line for each passage. Each passage is cut to `max_chars`."""
+    if not passages:
+        return NO_RESULTS
+    return "\n".join(
+        line.format(number=number, id=p.id, title=p.title, text=cut(p.text.strip(), max_chars), score=p.score)
+        for number, p in enumerate(passages, 1)
+    )
+
+
+def search_schema(name: str, what: str) -> dict[str, Any]:
+    """The schema of a search tool."""
+    query = {"type": "string", "description": "What to search for."}
+    return tool_schema(name, what, {"query": query}, ["query"])
