@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
-from burnish.data.tasks import arithmetic, guess_number, reasoning_gym, sort_digits
+from burnish.data.tasks import arithmetic, games, guess_number, reasoning_gym, reverse_text, sort_digits
 from burnish.data.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -19,12 +19,16 @@ TASKS: dict[str, type[Any]] = {
     arithmetic.ADDITION: arithmetic.Addition,
     arithmetic.COUNTDOWN: arithmetic.Countdown,
     guess_number.GUESS_NUMBER: guess_number.GuessNumberTask,
+    reverse_text.REVERSE_TEXT: reverse_text.ReverseText,
+    **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     sort_digits.SORT_DIGITS: sort_digits.score,
     arithmetic.ADDITION: arithmetic.score_addition,
     arithmetic.COUNTDOWN: arithmetic.score_countdown,
     guess_number.GUESS_NUMBER: guess_number.score,
+    reverse_text.REVERSE_TEXT: reverse_text.score,
+    **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 
 
