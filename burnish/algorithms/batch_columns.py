@@ -1,7 +1,9 @@
 """Reading the columns of a batch: action tokens, turns, rewards, groups, accuracy, demonstrations and replayed groups.
 
 Shapes: N tokens and S sequences of a batch, M action tokens, T trajectories, K turns. Action tokens are the tokens of
-`action_mask`, which the model wrote. A trajectory may be several sequences; its statistics hold for each of them.
+`action_mask`, which the model wrote. A trajectory may be several sequences (branches, where its context was rewritten). They are
+adjacent and in order, each action token is in one of them, and every sequence column of a trajectory (its reward, its group) is
+equal in all of them. Everything here treats a trajectory as if its action tokens were one sequence.
 """
 
 from __future__ import annotations
@@ -25,33 +27,83 @@ from burnish.core.segments import (
     segment_sum,
 )
 
+# --- Trajectories
+
+ANSWER_COLUMN = "answer_ids"
+"""Sequence column: the answer of each sequence, a trajectory or one of several draws of it. It takes precedence over `trajectory_ids`."""
+
+
+def answer_ids(batch: Batch) -> Tensor | None:
+    """[S] equal for the sequences of one answer; None if every sequence is an answer."""
+    return batch.sequence.get(ANSWER_COLUMN, batch.sequence.get("trajectory_ids"))
+
+
+def first_sequences(batch: Batch) -> Tensor | None:
+    """[T] the first sequence of each trajectory; None if every sequence is a trajectory."""
+    ids = answer_ids(batch)
+    if ids is None or ids.numel() < 2:
+        return None
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[1:] = ids[1:] != ids[:-1]
+    num = int(is_first.sum())
+    if ids.unique().numel() < num:
+        raise ValueError("the sequences of a trajectory must be next to each other in a batch")
+    return None if num == ids.numel() else is_first.nonzero().squeeze(1)
+
+
+def trajectory_offsets(batch: Batch) -> Tensor:
+    """[T+1] where the tokens of each trajectory start among the N."""
+    first = first_sequences(batch)
+    return batch.offsets if first is None else torch.cat([batch.offsets[first], batch.offsets[-1:]])
+
+
+def per_trajectory(batch: Batch, values: Tensor) -> Tensor:
+    """[S] to [T]: the value of each trajectory's first sequence."""
+    first = first_sequences(batch)
+    return values if first is None else values.index_select(0, first)
+
+
+def per_sequence(batch: Batch, values: Tensor) -> Tensor:
+    """[T] to [S]: the value of each sequence's trajectory. Inverse of `per_trajectory`."""
+    first = first_sequences(batch)
+    if first is None:
+        return values
+    ends = torch.cat([first[1:], first.new_tensor([batch.num_sequences])])
+    return torch.repeat_interleave(values, ends - first)
+
+
 # --- Action tokens
 
 
 @dataclass(frozen=True)
 class ActionTokens:
-    """M action tokens of S sequences, in order.
+    """M action tokens of T trajectories, in order.
 
     Estimators that work token by token compute on these. Prompts and tool results are left out: the next element is the next
     action token, discounts count action tokens only, and values at other tokens (even NaN) are never read.
     """
 
     indices: Tensor | None  # [M] their indices among the N tokens; None if all tokens are action tokens
-    offsets: Tensor  # [S+1] where each sequence's tokens start among the M
+    offsets: Tensor  # [T+1] where each trajectory's tokens start among the M
     num_tokens: int  # N
+    first: Tensor | None = None  # [T] the first sequence of each trajectory; None if every sequence is a trajectory
 
     @property
-    def lengths(self) -> Tensor:  # [S]
+    def lengths(self) -> Tensor:  # [T]
         return self.offsets.diff()
 
     @property
     def last(self) -> Tensor:
-        """[S] index of each sequence's last action token among the M; every sequence must have one."""
+        """[T] index of each trajectory's last action token among the M; every trajectory must have one."""
         empty = self.lengths == 0
         if bool(empty.any()):
-            sequence = int(empty.nonzero()[0])
+            sequence = int(self.of_trajectories(torch.arange(empty.numel(), device=empty.device))[empty][0])
             raise ValueError(f"sequence {sequence} has no token the model wrote to put its reward on")
         return self.offsets[1:] - 1
+
+    def of_trajectories(self, values: Tensor) -> Tensor:
+        """[S] to [T]: the value of each trajectory's first sequence."""
+        return values if self.first is None else values.index_select(0, self.first)
 
     def gather(self, column: Tensor) -> Tensor:
         """[N] to [M]."""
@@ -64,21 +116,23 @@ class ActionTokens:
         return values.new_zeros(self.num_tokens).index_copy_(0, self.indices, values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[S] to [M]: each sequence's value at all its tokens."""
-        return torch.repeat_interleave(values, self.lengths)
+        """[S] to [M]: each trajectory's value, equal in all its sequences, at all its tokens."""
+        return torch.repeat_interleave(self.of_trajectories(values), self.lengths)
 
 
 def action_tokens(batch: Batch) -> ActionTokens:
     """The action tokens of a batch."""
-    return tokens_of_mask(batch.action_mask, batch.offsets)
+    first = first_sequences(batch)
+    offsets = batch.offsets if first is None else torch.cat([batch.offsets[first], batch.offsets[-1:]])
+    return tokens_of_mask(batch.action_mask, offsets, first)
 
 
-def tokens_of_mask(mask: Tensor, offsets: Tensor) -> ActionTokens:
-    """The tokens of a mask [N] over sequences with boundaries `offsets` [S+1]."""
+def tokens_of_mask(mask: Tensor, offsets: Tensor, first: Tensor | None = None) -> ActionTokens:
+    """The tokens of a mask [N] over runs with boundaries `offsets`; run k begins with sequence `first[k]`, or is sequence k."""
     if bool(mask.all()):
-        return ActionTokens(None, offsets, mask.numel())
+        return ActionTokens(None, offsets, mask.numel(), first)
     where = mask.nonzero().squeeze(1)
-    return ActionTokens(where, torch.searchsorted(where, offsets), mask.numel())
+    return ActionTokens(where, torch.searchsorted(where, offsets), mask.numel(), first)
 
 
 def action_lengths(batch: Batch) -> Tensor:
@@ -125,7 +179,8 @@ class Turns(NamedTuple):
     """K turns of an agent, in order, and the M action tokens.
 
     Turns are ragged columns of a batch. `turn_start` is where in its sequence a turn begins. The action tokens from there to
-    the next turn belong to it. Tokens of the environment in between belong to no turn.
+    the next turn belong to it. Tokens of the environment in between belong to no turn. A sequence has the turns whose action
+    tokens it has; the turns of a trajectory are those of its sequences, in order.
     """
 
     token_indices: Tensor  # [M] indices of the action tokens among the N
@@ -144,7 +199,9 @@ class Turns(NamedTuple):
 
 
 def turns_of(batch: Batch) -> Turns:
-    """The turns of a batch whose environment reports them."""
+    """The turns of a batch. Without the column `turn_start`, a turn is a run of action tokens with no other token inside."""
+    if "turn_start" not in batch.ragged:
+        return _runs_of_action_tokens(batch)
     starts = batch.ragged["turn_start"]
     sequence = ids_from_offsets(starts.offsets)
     begins = torch.zeros(batch.num_tokens, dtype=torch.int64, device=batch.tokens.device)
@@ -156,29 +213,41 @@ def turns_of(batch: Batch) -> Turns:
     return Turns(where, of_token, sequence)
 
 
+def _runs_of_action_tokens(batch: Batch) -> Turns:
+    where, sequence = batch.action_mask.nonzero().squeeze(1), batch.sequence_ids
+    is_first = torch.ones_like(where, dtype=torch.bool)
+    is_first[1:] = (where.diff() > 1) | (sequence[where[1:]] != sequence[where[:-1]])
+    return Turns(where, is_first.cumsum(0) - 1, sequence[where[is_first]])
+
+
 def with_turn_rewards(batch: Batch, rewards: Tensor, last: Tensor) -> Tensor:
-    """Moves the rewards that turns earned from the outcome on `last` [S] to the last tokens of those turns.
+    """Moves the rewards that turns earned from the outcome on `last` [T] to the last tokens of those turns.
 
     The part of a trajectory's reward beyond its turns' rewards (the configured reward, a shaper) stays on `last`.
     """
     turns, earned = turns_of(batch), batch.ragged["turn_reward"].values
     of_sequence = segment_sum(earned, turns.sequence_of_turn, batch.num_sequences)
-    if "trajectory_ids" in batch.sequence:
-        trajectory_ids = batch.sequence["trajectory_ids"].unique(return_inverse=True)[1]
-        of_sequence = segment_sum(of_sequence, trajectory_ids, batch.num_sequences)[trajectory_ids]
     placed = rewards.clone()
-    placed[last] -= of_sequence
+    placed[last] -= sum_over_sequences(batch, of_sequence)
     return placed.index_add_(0, turns.last, earned)
+
+
+def sum_over_sequences(batch: Batch, values: Tensor) -> Tensor:
+    """[S] to [T]: the sum over the sequences of each trajectory."""
+    first = first_sequences(batch)
+    if first is None:
+        return values
+    return contiguous_sum(values, torch.cat([first, first.new_tensor([batch.num_sequences])]))
 
 
 # --- Rewards
 
 
 def sequence_rewards(batch: Batch) -> Tensor:
-    """[S] total reward of each sequence: the column `reward`, or the sum of `token_rewards` if there is that column."""
+    """[S] total reward of each sequence's trajectory: `reward`, or the sum of `token_rewards` if there is that column."""
     if "token_rewards" not in batch.token:
         return batch.sequence["reward"]
-    return contiguous_sum(token_rewards(batch), batch.offsets)
+    return per_sequence(batch, contiguous_sum(token_rewards(batch), trajectory_offsets(batch)))
 
 
 def token_rewards(batch: Batch) -> Tensor:
@@ -200,21 +269,21 @@ def token_rewards(batch: Batch) -> Tensor:
 
 
 def action_rewards(batch: Batch, tokens: ActionTokens) -> Tensor:
-    """[M] reward at each action token; an outcome is on the last one of its sequence."""
+    """[M] reward at each action token; an outcome is on the last one of its trajectory."""
     if "token_rewards" in batch.token:
         return tokens.gather(token_rewards(batch))
-    outcome = batch.sequence["reward"]
+    outcome = tokens.of_trajectories(batch.sequence["reward"])
     rewards = outcome.new_zeros(int(tokens.offsets[-1]))
     rewards[tokens.last] = outcome
     return rewards
 
 
 def place_rewards(batch: Batch) -> Tensor:
-    """[N] outcome rewards on the last action token of each sequence; a turn's reward on the turn's last token."""
+    """[N] outcome rewards on the last action token of each trajectory; a turn's reward on the turn's last token."""
     tokens = action_tokens(batch)
     last = tokens.last if tokens.indices is None else tokens.indices[tokens.last]
     rewards = batch.sequence["reward"].new_zeros(batch.num_tokens)
-    rewards[last] = batch.sequence["reward"]
+    rewards[last] = tokens.of_trajectories(batch.sequence["reward"])
     return with_turn_rewards(batch, rewards, last) if "turn_reward" in batch.ragged else rewards
 
 
@@ -265,12 +334,13 @@ class Groups:
 def trajectory_groups(batch: Batch) -> tuple[Tensor, Tensor]:
     """[S] the trajectory of each sequence and [T] the group of each trajectory, both numbered from 0.
 
-    Without `trajectory_ids` every sequence is its own trajectory.
+    Without an id column every sequence is its own trajectory.
     """
     groups, _ = compact_ids(batch.sequence["group_ids"])
-    if "trajectory_ids" not in batch.sequence:
+    ids = answer_ids(batch)
+    if ids is None:
         return torch.arange(batch.num_sequences, device=groups.device), groups
-    trajectory_ids, num = compact_ids(batch.sequence["trajectory_ids"])
+    trajectory_ids, num = compact_ids(ids)
     return trajectory_ids, groups.new_zeros(num).index_copy(0, trajectory_ids, groups)
 
 

@@ -324,7 +324,7 @@ class RolloutStage(Record):
     start: int = Field(ge=2)
     """First step of the stage."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of new tokens of one completion. Soft overlong penalties and the horizon of Dr.GRPO follow it."""
+    """Maximum number of new tokens of one completion. Soft overlong penalties and the horizon of Dr.GRPO follow it, times the turns."""
     n: int | None = Field(None, ge=1)
     """Samples of each prompt."""
     prompts: int | None = Field(None, ge=1)
@@ -452,6 +452,15 @@ class Environment(Record):
     """Address space of one worker process."""
     retries: int = Field(1, ge=0)
     """How often an episode starts again after its environment failed. Then the sample leaves the loss and the group statistics."""
+
+
+def max_written_tokens(max_tokens: int, environment: Environment) -> int:
+    """The most tokens that the model can write in one episode, with at most `max_tokens` in a completion.
+
+    Penalties on length and the horizon of Dr.GRPO both count in it. A trajectory is its length over all turns.
+    """
+    written = max_tokens * environment.max_turns
+    return written if environment.max_tokens is None else min(written, environment.max_tokens)
 
 
 def check_turns(environment: Environment) -> None:

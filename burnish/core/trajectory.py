@@ -340,8 +340,8 @@ def segment_and_tree_columns(
 def step_reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return `step_rewards` [N], which moves rewards from the last token to the step that earned them; {} if there are no steps.
 
-    A trajectory's reward includes the sum of its step rewards, and is placed on the last token by default. The column has each
-    step's reward at the step's last token, and minus their sum at the last token of the sequence. Add it to the default.
+    A trajectory's reward includes the sum of its step rewards, and is placed on its last action token by default. The column has each
+    step's reward at the step's last token, and minus their sum at the last action token of the trajectory. Add it to the default.
     """
     if not any(STEP_REWARDS in t.metadata for t in trajectories):
         return {}

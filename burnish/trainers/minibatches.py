@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences
 from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
 from burnish.algorithms.losses.policy_loss import PolicyLoss
@@ -23,7 +24,7 @@ from burnish.core.segments import compact_ids
 
 
 def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, horizon: int) -> Iterator[Batch]:
-    """Yield `num` parts of nearly equal group count, `epochs` times. A group is never split.
+    """Yield `num` parts of nearly equal group count, `epochs` times. A group is never split, and so no trajectory is.
 
     `horizon` is the divisor of the aggregation seq-mean-token-sum-norm if the config sets none.
     """
@@ -40,10 +41,17 @@ def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
     aggregation = algorithm.aggregation
     others = {name: column for name, column in mini.token.items() if name != "weight"}
     weights = sequence_aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon)
-    mini = replace(mini, token=others).with_sequence(weight=weights)
+    mini = with_answer_ids(replace(mini, token=others).with_sequence(weight=weights))
     if algorithm.auxiliary.positive_nll > 0:
         mini = mini.with_token(nll_weight=positive_nll_weights(mini, algorithm.auxiliary.positive_nll))
     return mini
+
+
+def with_answer_ids(mini: Batch) -> Batch:
+    """Return the mini-batch with `answer_ids` if an answer has several sequences, which losses then see as one."""
+    if ANSWER_COLUMN in mini.sequence or first_sequences(mini) is None:
+        return mini
+    return mini.with_sequence(**{ANSWER_COLUMN: mini.sequence["trajectory_ids"]})
 
 
 # --- Slot functions -------------------------------------------------------------------------------------------------------

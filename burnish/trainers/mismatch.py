@@ -12,7 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import has_demonstrations, sampled_sequences, scatter_sampled, without_replayed
+from burnish.algorithms.batch_columns import (
+    answer_ids,
+    has_demonstrations,
+    sampled_sequences,
+    scatter_sampled,
+    without_replayed,
+)
 from burnish.algorithms.correction.budget import RUNGS, BudgetState
 from burnish.algorithms.correction.corrections import (
     CORRECTIONS,
@@ -180,7 +186,9 @@ def loss_token_metrics(used: ComparedTokens, correction: Slot) -> dict[str, floa
     values = {"mismatch/mean": mean, "mismatch/max": largest}
     if acts_before_advantages(correction):
         return values
-    alone = used.as_batch()
+    alone, ids = used.as_batch(), answer_ids(used.batch)
+    if ids is not None:
+        alone = alone.with_sequence(trajectory_ids=ids)
     if isinstance(correction, BypassCorrection):
         return values | no_correction(alone).metrics
     found: CorrectionResult = CORRECTIONS[correction.name](alone, **slot_options(correction))

@@ -28,6 +28,7 @@ from torch import Tensor
 from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.advantages.returns import AdvantagesAndReturns
 from burnish.algorithms.batch_columns import (
+    ANSWER_COLUMN,
     is_replayed,
     place_rewards,
     replay_anchor_logp,
@@ -477,7 +478,12 @@ def log_pair_counts(batch: Batch, context: StepContext) -> Batch:
 
 
 def _resample(batch: Batch, context: StepContext, function: Callable[..., Tensor], options: dict[str, Any]) -> Batch:
-    return batch.select(function(batch, **options))
+    """The sequences that the resampler draws. Every draw of a trajectory is an answer of its own."""
+    index = function(batch, **options)
+    trajectory = batch.sequence["trajectory_ids"][index]
+    is_first = torch.ones_like(index, dtype=torch.bool)
+    is_first[1:] = (trajectory[1:] != trajectory[:-1]) | (index[1:] <= index[:-1])
+    return batch.select(index).with_sequence(**{ANSWER_COLUMN: is_first.cumsum(0)})
 
 
 def _filter_samples(

@@ -19,11 +19,18 @@ from dataclasses import replace
 
 from torch.autograd.profiler import record_function
 
-from burnish.algorithms.batch_columns import replay_drift, sampled_sequences, without_replayed
+from burnish.algorithms.batch_columns import (
+    per_trajectory,
+    replay_drift,
+    sampled_sequences,
+    trajectory_offsets,
+    without_replayed,
+)
 from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.mismatch_diagnostics import surprise_metrics
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.errors import UserError
+from burnish.config.rollout import max_written_tokens
 from burnish.core.batch import Batch
 from burnish.core.trajectory import pack
 from burnish.rollout.runner import RolloutStopped
@@ -92,7 +99,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
     config, pipeline = context.config, context.pipeline
     refill, settings = config.algorithm.refill, config.rollout.at(step)
     plan = rollout_plan(config, context.policy.tokenizer.eos_ids, step)
-    max_tokens = settings.max_tokens * config.environment.max_turns
+    max_tokens = max_written_tokens(settings.max_tokens, config.environment)
     rollouts: RolloutBatch | None = None
     shaped: Batch | None = None
     num_groups, num_wanted = 0, refill.enough * settings.prompts
@@ -150,11 +157,12 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
         batch, metrics=step_context.metrics, budget=step_context.budget, unfinished=step_context.unfinished
     )
     sampled = sampled_sequences(prepared)
-    result.num_sampled = sampled.num_sequences
-    rewards = without_replayed(sampled).sequence["reward"]
+    result.num_sampled = trajectory_offsets(sampled).numel() - 1
+    new = without_replayed(sampled)
+    rewards = per_trajectory(new, new.sequence["reward"])
     result.reward_mean = float(rewards.mean()) if rewards.numel() else None
     loss = replace(pipeline.loss, entropy_coef=entropy_coefficient(state, config.algorithm))
-    max_tokens = config.rollout.at(step).max_tokens
+    max_tokens = max_written_tokens(config.rollout.at(step).max_tokens, config.environment)
     parts = mini_batches(batch, config.algorithm, training.mini_batches, training.epochs, max_tokens)
     for number, mini in enumerate(parts, (step - 1) * training.mini_batches * training.epochs):
         context.run.display.phase(f"learning, update {len(result.updates) + 1}")

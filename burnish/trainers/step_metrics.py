@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import sampled_sequences
+from burnish.algorithms.batch_columns import per_sequence, per_trajectory, sampled_sequences, trajectory_offsets
 from burnish.config.plugins import is_plugin
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
@@ -47,7 +47,8 @@ def training_metrics(
     if batch is not None:
         values["rollout/sequences_used"] = batch.num_sequences
         values["rollout/tokens_used"] = int(batch.loss_mask.sum())
-        rewards = sampled_sequences(batch).sequence["reward"]
+        sampled = sampled_sequences(batch)
+        rewards = per_trajectory(sampled, sampled.sequence["reward"])
         if is_shaped and rewards.numel():
             values["reward/shaped"] = float(rewards.mean())
     values["actor/updates"] = sum(u.skipped is None for u in updates)

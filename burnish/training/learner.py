@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.errors import UserError
@@ -160,9 +161,11 @@ class Learner:
 
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """Accumulate the gradients of a mini-batch. Returns its loss and metric sums, and [N] outputs at this rank's tokens."""
-        needs = loss.needs & DIFFERENTIABLE_OUTPUTS
-        whole_groups = loss.scope == "groups" and groups_fit_budget(batch, self.packing, "loss_mask", self.ranks)
-        if loss.scope in ("token", "sequence") or whole_groups:
+        needs, scope = loss.needs & DIFFERENTIABLE_OUTPUTS, loss.scope
+        if scope == "sequence" and has_split_answers(batch, self.ranks):
+            scope = "groups"  # the sequences of an answer must be in one view, and a group has all of them
+        whole_groups = scope == "groups" and groups_fit_budget(batch, self.packing, "loss_mask", self.ranks)
+        if scope in ("token", "sequence") or whole_groups:
             total, sums, outputs = self._one_pass(batch, loss, needs, whole_groups)
             with self.meter("communication"):
                 sums = self.ranks.sum_over_ranks(sums | {"": total})
@@ -186,7 +189,7 @@ class Learner:
                 value, amounts = (
                     (zero_loss(outputs), {})
                     if micro_batch.is_padding
-                    else loss(loss_view(micro_batch.batch, **outputs))
+                    else loss(loss_view(micro_batch.batch, **outputs, joins_answers=loss.scope != "token"))
                 )
             with self.meter("backward"):
                 value.backward()
@@ -262,13 +265,18 @@ class Learner:
         self.updates = int(json.loads((directory / "optimizer.json").read_text())["updates"])
 
 
+def has_split_answers(batch: Batch, ranks: Ranks = SOLO) -> bool:
+    """Whether on any rank an answer has several sequences. The column `answer_ids` is on all ranks or on none."""
+    return ANSWER_COLUMN in batch.sequence and ranks.max_over_ranks(int(first_sequences(batch) is not None)) > 0
+
+
 def loss_derivatives(
     batch: Batch, loss: Loss, outputs: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
     """Evaluate a loss on the outputs of a whole mini-batch: its value, metric sums, and d loss / d output as [N] columns."""
     mask = batch.loss_mask
     leaves = {name: column[mask].requires_grad_() for name, column in outputs.items()}
-    value, amounts = loss(loss_view(batch, **leaves))
+    value, amounts = loss(loss_view(batch, **leaves, joins_answers=True))
     found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
     slopes = {name: torch.zeros_like(outputs[name]) for name in leaves}
     for slope, gradient in zip(slopes.values(), found, strict=True):

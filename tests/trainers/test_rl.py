@@ -268,3 +268,31 @@ def test_an_accuracy_that_no_reward_gave_is_not_logged_as_zero() -> None:
         trajectory.accuracy = None
     assert "reward/accuracy" not in step_metrics.reward_metrics(sampled)
     assert step_metrics.reward_metrics(sampled)["reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("environment", "limit"),
+    [
+        (Environment(), 3),
+        (Environment(max_turns=4), 12),
+        (Environment(max_turns=4, max_tokens=10), 10),
+        (Environment(max_turns=4, max_tokens=30), 12),
+    ],
+)
+def test_length_shapers_and_the_horizon_count_the_same_tokens_of_an_episode(
+    environment: Environment, limit: int
+) -> None:
+    """Three written tokens in a limit of `limit`: the penalty begins at its first token, the divisor is the limit."""
+    shaping = (
+        [{"name": "soft_overlong", "cache": limit}] if limit == 3 else [{"name": "soft_overlong", "cache": limit - 1}]
+    )
+    algorithm = {"aggregation": "seq-mean-token-sum-norm", "shaping": shaping}
+    made = job(algorithm, [], rollouts("stop"))
+    made.config.environment = environment
+    _, batch = collect_rollouts(made, 7)
+    assert batch is not None
+    penalty = 1.0 if limit == 3 else 2 / (limit - 1)
+    assert batch.sequence["reward"].tolist() == pytest.approx([1 - penalty, -penalty])
+    learn(made, 7, batch)
+    ((mini, *_),) = [call for call in made.learner.calls if call != "after_update"]
+    assert mini.sequence["weight"].tolist() == [1 / 2 / limit] * 2

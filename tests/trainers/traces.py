@@ -28,7 +28,7 @@ from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Optimizer
-from burnish.config.rollout import Rollout
+from burnish.config.rollout import Environment, Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
@@ -201,6 +201,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
             training=Training(epochs=EPOCHS),
             algorithm=algorithm,
             rollout=Rollout(prompts=PROMPTS, max_tokens=MAX_TOKENS),
+            environment=Environment(),
         ),
         run=SimpleNamespace(display=SimpleNamespace(phase=lambda text: None, note=pytest.fail)),
         state=initial_state(algorithm),

@@ -158,7 +158,7 @@ def _td_errors(batch: Batch, tokens: ActionTokens, values: Tensor, gamma: float)
     errors[last] = -values[last]
     if "token_rewards" in batch.token:
         return errors.add_(tokens.gather(token_rewards(batch)).to(values.dtype))
-    errors[tokens.last] += batch.sequence["reward"].to(values.dtype)
+    errors[tokens.last] += tokens.of_trajectories(batch.sequence["reward"]).to(values.dtype)
     return errors
 
 
@@ -189,8 +189,9 @@ def prime_rloo(
     process = tokens.gather(batch.token["process_rewards"])
     if norm == "batch" and process.numel():
         process = process / (discount_cumsum(process, tokens.offsets, 1.0).abs().max() + 1e-6)
-    lengths = segment_sum(tokens.lengths, trajectory_ids, rewards.numel())
-    total = segment_sum(contiguous_sum(process, tokens.offsets), trajectory_ids, rewards.numel())
+    owner = tokens.of_trajectories(trajectory_ids)
+    lengths = segment_sum(tokens.lengths, owner, rewards.numel())
+    total = segment_sum(contiguous_sum(process, tokens.offsets), owner, rewards.numel())
     baseline = groups.others_mean(total / lengths.clamp(min=1))  # [T]
     dense = discount_cumsum(process - tokens.spread(baseline[trajectory_ids]), tokens.offsets, 1.0)
     outcome = _leave_one_out(rewards, groups)[trajectory_ids].to(dense.dtype)
@@ -273,23 +274,25 @@ def otb(batch: Batch, *, tail: Literal["raw", "zero"]) -> Tensor:
     w is the squared norm of the gradient with respect to the token's logits. pi is the policy before the update: log pi_t is
     the column `policy_logp` if there is one, else `old_logp`, and sum_v pi_v^2 is `sum_p2`. t counts action tokens. The sums
     over a group leave out answers that have ended before t. With a token column `rollout_weight` rho, w_t is multiplied by
-    rho_t^2. Every sequence counts as one answer. A group of one has no baseline. Where only the longest answer of a group
+    rho_t^2. Every trajectory is one answer. A group of one has no baseline. Where only the longest answer of a group
     continues, its advantage is the raw return (`tail` raw) or 0 (`tail` zero).
     """
     tokens = action_tokens(batch)
     cumulative = segment_cumsum(_squared_logit_gradients(batch, tokens), tokens.offsets)
     returns = _undiscounted_returns(batch, tokens).to(cumulative.dtype)
-    groups, num = compact_ids(batch.sequence["group_ids"])
+    of_sequence, num = compact_ids(batch.sequence["group_ids"])
+    groups = tokens.of_trajectories(of_sequence)  # [T]
     longest = segment_max(tokens.lengths.double(), groups, num).long()  # [G]
     starts = offsets_from_lengths(longest)
-    shift = tokens.spread(starts[groups] - tokens.offsets[:-1])
+    shift = torch.repeat_interleave(starts[groups] - tokens.offsets[:-1], tokens.lengths)
     # A cell is a (group, position) pair; `cells` [M] is the cell of each token.
     cells, num_cells = torch.arange(shift.numel(), device=shift.device) + shift, int(starts[-1])
     baseline = segment_sum(returns * cumulative, cells, num_cells) / (segment_sum(cumulative, cells, num_cells) + 1e-8)
     is_single = _reached_by_one_answer(tokens.lengths, groups, longest)  # [cells]
     advantages = returns - baseline.masked_fill_(is_single, 0).index_select(0, cells)
     if tail == "zero":
-        in_tail = is_single.index_select(0, cells) & ~tokens.spread((segment_count(groups, num) == 1)[groups])
+        alone = torch.repeat_interleave((segment_count(groups, num) == 1)[groups], tokens.lengths)
+        in_tail = is_single.index_select(0, cells) & ~alone
         advantages = advantages.masked_fill_(in_tail, 0)
     return tokens.scatter(advantages)
 

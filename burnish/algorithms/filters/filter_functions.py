@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.spo import tokens_of_segments
-from burnish.algorithms.batch_columns import first_index, lexsort, required_accuracy, trajectory_groups
+from burnish.algorithms.batch_columns import (
+    first_index,
+    is_truncated,
+    lexsort,
+    required_accuracy,
+    trajectory_groups,
+)
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.random_keys import uniforms
@@ -127,8 +133,8 @@ def _num_uses(batch: Batch) -> Tensor:
 
 
 def overlong(batch: Batch) -> Tensor:
-    """[N] bool: the loss mask without truncated sequences. DAPO's overlong filtering (2503.14476)."""
-    return batch.loss_mask & ~batch.sequence["truncated"][batch.sequence_ids]
+    """[N] bool: the loss mask without truncated trajectories. DAPO's overlong filtering (2503.14476)."""
+    return batch.loss_mask & ~is_truncated(batch)[batch.sequence_ids]
 
 
 def positives_only(batch: Batch) -> Tensor:

@@ -3,6 +3,9 @@
 A loss of scope `token` or `sequence` gets one view per micro-batch. A loss of scope `group` or `batch` gets one view of
 the whole mini-batch, with log-probs as leaves (see `training/learner.py`). Tokens outside the loss are left out, so
 nothing needs masking, and a sequence without a token in the loss has length 0.
+
+A trajectory of several sequences is one sequence of the view: a loss with one ratio or one number per sequence has one per
+trajectory. A mini-batch with such trajectories has the column `answer_ids`, and the learner keeps their groups whole.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_broadcast, contiguous_sum, ids_from_offsets
 
@@ -91,25 +95,32 @@ def loss_view(
     entropy: Tensor | None = None,
     value: Tensor | None = None,
     kl: Tensor | None = None,
+    joins_answers: bool = True,
 ) -> LossView:
-    """The tokens of a batch that are in the loss; float columns have the dtype of `logp` or `value`."""
+    """The tokens of a batch that are in the loss; float columns have the dtype of `logp` or `value`.
+
+    The sequences of an answer (column `answer_ids`) become one, which needs all of them side by side. A loss of scope `token`
+    computes the same without `joins_answers`, on any part of an answer.
+    """
     mask = batch.loss_mask
     carrier = logp if logp is not None else value
     dtype = carrier.dtype if carrier is not None else torch.float64
     where = None if bool(mask.all()) else mask.nonzero().squeeze(1)
-    offsets = batch.offsets if where is None else torch.searchsorted(where, batch.offsets)
-    columns = _LazyTokenColumns(batch, dtype, where, offsets), _LazyColumns(batch.sequence, dtype)
+    first = first_sequences(batch) if joins_answers and ANSWER_COLUMN in batch.sequence else None
+    starts = batch.offsets if first is None else torch.cat([batch.offsets[first], batch.offsets[-1:]])
+    offsets = starts if where is None else torch.searchsorted(where, starts)
+    columns = _LazyTokenColumns(batch, dtype, where, starts, offsets), _LazyColumns(batch.sequence, dtype, first)
     return LossView(offsets, *columns, logp, entropy, value, kl)
 
 
 class _LazyColumns(Mapping[str, Tensor]):
-    """Columns converted to the loss's dtype on access, because a loss reads few of them."""
+    """Columns converted to the loss's dtype on access, because a loss reads few of them; of the rows `rows`, None for all."""
 
-    def __init__(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.columns, self.dtype = columns, dtype
+    def __init__(self, columns: Mapping[str, Tensor], dtype: torch.dtype, rows: Tensor | None = None) -> None:
+        self.columns, self.dtype, self.rows = columns, dtype, rows
 
     def __getitem__(self, name: str) -> Tensor:
-        column = self.columns[name]
+        column = self.columns[name] if self.rows is None else self.columns[name].index_select(0, self.rows)
         return column.to(self.dtype) if column.is_floating_point() else column
 
     def __iter__(self) -> Iterator[str]:
@@ -120,15 +131,18 @@ class _LazyColumns(Mapping[str, Tensor]):
 
 
 class _LazyTokenColumns(_LazyColumns):
-    """Token columns at the indices `where` (None: all tokens), and `position`, each token's index in its sequence."""
+    """Token columns at the indices `where` (None: all tokens), and `position`, each token's index in its sequence.
 
-    def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None, offsets: Tensor) -> None:
+    `starts` are the offsets of the view's sequences among all tokens, `offsets` those among the tokens of the view.
+    """
+
+    def __init__(self, batch: Batch, dtype: torch.dtype, where: Tensor | None, starts: Tensor, offsets: Tensor) -> None:
         super().__init__({**batch.token, "position": batch.tokens}, dtype)
-        self.batch, self.where, self.offsets = batch, where, offsets
+        self.batch, self.where, self.starts, self.offsets = batch, where, starts, offsets
 
     def __getitem__(self, name: str) -> Tensor:
-        if self.where is None:
-            return self.batch.positions if name == "position" else super().__getitem__(name)
         if name == "position":
-            return self.where - torch.repeat_interleave(self.batch.offsets[:-1], self.offsets.diff())
-        return super().__getitem__(name).index_select(0, self.where)
+            where = torch.arange(self.batch.num_tokens, device=self.starts.device) if self.where is None else self.where
+            return where - torch.repeat_interleave(self.starts[:-1], self.offsets.diff())
+        column = super().__getitem__(name)
+        return column if self.where is None else column.index_select(0, self.where)

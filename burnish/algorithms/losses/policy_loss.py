@@ -41,7 +41,7 @@ class Loss(Protocol):
     def scope(self) -> str:
         """What one view must hold.
 
-        - `token` or `sequence`: any set of whole sequences.
+        - `token` or `sequence`: any set of whole sequences. For `sequence`, trajectories of several sequences make it `groups`.
         - `groups`: any set of whole groups. Loss and metrics of the groups add up.
         - `group` or `batch`: the whole mini-batch.
         """

@@ -24,7 +24,7 @@ class TokenRatio(Slot):
 
 
 class SequenceRatio(Slot):
-    """One ratio per sequence: the geometric mean of its token ratios."""
+    """One ratio per sequence: the geometric mean of its token ratios. A trajectory of several sequences has one ratio."""
 
     formula: ClassVar[str] = "s_i = exp(min(mean_t (logp_t - old_t), 10)), the gradient through the mean"
     paper: ClassVar[str] = "GSPO (2507.18071)"
@@ -33,7 +33,10 @@ class SequenceRatio(Slot):
 
 
 class SequenceTokenRatio(Slot):
-    """The value of the sequence's ratio with each token's own gradient, for advantages that differ inside a sequence."""
+    """The value of the sequence's ratio with each token's own gradient, for advantages that differ inside a sequence.
+
+    A trajectory of several sequences has one ratio.
+    """
 
     formula: ClassVar[str] = "s_it = sg(s_i) exp(logp_it - sg(logp_it))"
     paper: ClassVar[str] = "GSPO-token (2507.18071)"
@@ -42,7 +45,7 @@ class SequenceTokenRatio(Slot):
 
 
 class SequenceProductRatio(Slot):
-    """The ratio of whole sequences, without length normalisation."""
+    """The ratio of whole sequences, without length normalisation. A trajectory of several sequences has one ratio."""
 
     formula: ClassVar[str] = "exp(min(sum_t (logp_t - old_t), 10))"
     scope: ClassVar[Scope] = "sequence"
@@ -99,7 +102,7 @@ class NoClip(Clip):
 
 
 class LogGeoClip(Clip):
-    """Log-ratios clipped token by token, then averaged over the sequence."""
+    """Log-ratios clipped token by token, then averaged over the sequence, or over all sequences of a trajectory."""
 
     formula: ClassVar[str] = (
         "-a_i exp(mean_t x_t), x = min(l, clip(l, -low, high)) if A>0 else max of the two; a_i = mean_t A_t"

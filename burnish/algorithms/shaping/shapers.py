@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.returns import discounted_returns
-from burnish.algorithms.batch_columns import is_correct, is_truncated, trajectory_groups, trajectory_lengths
+from burnish.algorithms.batch_columns import (
+    is_correct,
+    is_truncated,
+    trajectory_groups,
+    trajectory_lengths,
+    trajectory_offsets,
+)
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, to_int64
-from burnish.core.segments import compact_ids, segment_count, segment_max, segment_min
+from burnish.core.segments import compact_ids, ids_from_offsets, segment_count, segment_max, segment_min
 
 # --- Length
 #
@@ -118,7 +124,7 @@ def _required_budgets(batch: Batch, name: str) -> Tensor:
 # --- Repeated n-grams
 #
 # Every window of n action tokens has a 64-bit hash, to which the hash of its trajectory is added. One sort makes equal
-# windows neighbours. A window never crosses from one sequence into another, and tool results are not part of it.
+# windows neighbours. A window never crosses from one trajectory into another, and tool results are not part of it.
 
 
 class NgramWindows(NamedTuple):
@@ -132,15 +138,15 @@ class NgramWindows(NamedTuple):
 def ngram_windows(batch: Batch, ngram: int) -> NgramWindows:
     """All windows of n action tokens, and whether each is a repeat."""
     action_index = batch.action_mask.nonzero().squeeze(1)
-    sequence = batch.sequence_ids[action_index]
-    hashes = ngram_hashes(batch.tokens[action_index], ngram)
-    start = (sequence[: hashes.numel()] == sequence[ngram - 1 :]).nonzero().squeeze(1)
     trajectory_ids, _ = trajectory_groups(batch)
-    keys = hashes[start] + _mix_bits(~trajectory_ids)[sequence[start]]  # ~ makes it negative, unlike any token
+    trajectory = trajectory_ids[batch.sequence_ids[action_index]]
+    hashes = ngram_hashes(batch.tokens[action_index], ngram)
+    start = (trajectory[: hashes.numel()] == trajectory[ngram - 1 :]).nonzero().squeeze(1)
+    keys = hashes[start] + _mix_bits(~trajectory[start])  # ~ makes it negative, unlike any token
     keys, order = keys.sort(stable=True)  # of equal windows the earliest is first
     repeated = torch.zeros_like(start, dtype=torch.bool)
     repeated[order[1:]] = keys[1:] == keys[:-1]
-    return NgramWindows(start, trajectory_ids[sequence[start]], repeated)
+    return NgramWindows(start, trajectory[start], repeated)
 
 
 def repeated_ngram_share(batch: Batch, ngram: int) -> Tensor:
@@ -233,9 +239,10 @@ def repetition_dense(batch: Batch, step: int, *, ngram: int, penalty: float, gam
 
     The undiscounted return of these rewards is R_t, so the penalties have their own discount and the outcome has none.
     """
-    mask, ids = batch.action_mask, batch.sequence_ids
+    mask, offsets = batch.action_mask, trajectory_offsets(batch)
+    ids = ids_from_offsets(offsets)
     penalties = penalty * repeated_ngram_tokens(batch, ngram).double()
-    returns = discounted_returns(penalties, mask, batch.offsets, gamma)
+    returns = discounted_returns(penalties, mask, offsets, gamma)
     action_index = mask.nonzero().squeeze(1)
     own, following = returns[action_index], torch.zeros_like(returns[action_index])
     same = ids[action_index[1:]] == ids[action_index[:-1]]

@@ -29,7 +29,7 @@ class SoftOverlongShaper(Shaper):
     paper: ClassVar[str] = "DAPO (2503.14476), which has max_tokens 20480 and cache 4096"
     name: Literal["soft_overlong"] = "soft_overlong"
     max_tokens: int | None = Field(None, ge=1)
-    """The length with the full penalty; null means rollout.max_tokens x environment.max_turns."""
+    """The length with the full penalty; null means rollout.max_tokens x environment.max_turns, at most environment.max_tokens."""
     cache: int | None = Field(None, ge=1)
     """How many tokens before max_tokens the penalty begins; null means a fifth of max_tokens, as in DAPO."""
     factor: float = Field(1.0, gt=0)
@@ -67,7 +67,7 @@ class CosineShaper(Shaper):
     needs: ClassVar[tuple[str, ...]] = ("accuracy",)
     name: Literal["cosine"] = "cosine"
     max_tokens: int | None = Field(None, ge=1)
-    """The length at which the curve ends; null means rollout.max_tokens x environment.max_turns."""
+    """The length at which the curve ends; null means rollout.max_tokens x environment.max_turns, at most environment.max_tokens."""
     correct: tuple[float, float] = (2.0, 1.0)
     """Reward of a right answer of length 0, and of full length."""
     wrong: tuple[float, float] = (-10.0, 0.0)

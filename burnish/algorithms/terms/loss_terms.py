@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import sampled_token_mask
+from burnish.algorithms.batch_columns import per_sequence, sampled_token_mask, trajectory_offsets
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.segments import contiguous_count, segment_broadcast, segment_count, segment_mean
+from burnish.core.segments import contiguous_count, ids_from_offsets, segment_broadcast, segment_count, segment_mean
 
 # --- Aggregation
 #
@@ -30,13 +30,18 @@ def sequence_aggregation_weights(batch: Batch, mode: str, horizon: int | None = 
 
     - token-mean: 1 / all tokens
     - token-sum: 1
-    - seq-mean-token-sum: 1 / sequences
-    - seq-mean-token-mean: 1 / (sequences x the sequence's tokens)
-    - seq-mean-token-sum-norm: 1 / (sequences x horizon), with a constant horizon (Dr.GRPO)
+    - seq-mean-token-sum: 1 / trajectories
+    - seq-mean-token-mean: 1 / (trajectories x the trajectory's tokens)
+    - seq-mean-token-sum-norm: 1 / (trajectories x horizon), with a constant horizon (Dr.GRPO)
 
-    Only tokens in the loss count, and sequences with at least one of them.
+    Only tokens in the loss count, and trajectories with at least one of them. The sequences of a trajectory count as one.
     """
-    counts = contiguous_count(batch.loss_mask, batch.offsets)  # [S]
+    counts = contiguous_count(batch.loss_mask, trajectory_offsets(batch))  # [T]
+    return per_sequence(batch, _trajectory_weights(counts, mode, horizon))
+
+
+def _trajectory_weights(counts: Tensor, mode: str, horizon: int | None) -> Tensor:
+    """[T] float64 weight of every token in the loss of each trajectory, which has `counts` of them."""
     tokens, sequences = max(int(counts.sum()), 1), max(int((counts > 0).sum()), 1)
     ones = torch.ones(counts.shape, dtype=torch.float64, device=counts.device)
     if mode == "seq-mean-token-mean":
@@ -91,16 +96,17 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center: str = "none") -> tuple[Tensor, float]:
-    """[N] rewards minus coef * KL(old || ref) at action tokens, and the mean over sequences of their mean KL per token.
+    """[N] rewards minus coef * KL(old || ref) at action tokens, and the mean over trajectories of their mean KL per token.
 
     `center` subtracts a mean from the KL first, which leaves the relative signal. `token` subtracts the mean over all action
-    tokens, so that longer answers do not pay more (T1, 2501.11651). `sequence` subtracts the mean over sequences of their
+    tokens, so that longer answers do not pay more (T1, 2501.11651). `sequence` subtracts the mean over trajectories of their
     summed KL from each sum, in equal shares over its tokens.
 
     The subtracted means and the returned KL cover only the policy's own samples: the estimate is not valid for demonstrations.
     The returned KL is not centred. It is nan if the batch has only demonstrations.
     """
-    mask, ids, num = batch.action_mask, batch.sequence_ids, batch.num_sequences
+    offsets = trajectory_offsets(batch)
+    mask, ids, num = batch.action_mask, ids_from_offsets(offsets), offsets.numel() - 1
     kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
     kl = torch.where(mask, kl, torch.zeros_like(kl))
     length = segment_count(ids, num, mask)
@@ -114,7 +120,7 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
 def _kl_center(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:
     """The number, or [N] numbers, subtracted from each token's KL.
 
-    `total` is the summed KL of the policy's own samples, `own` [S] their tokens, `length` [S] the tokens of all sequences.
+    `total` is the summed KL of the policy's own samples, `own` [T] their tokens, `length` [T] the tokens of all trajectories.
     """
     if center == "none":
         return total.new_zeros(())

@@ -12,11 +12,14 @@ from burnish.config.records import Record, Slot, choice
 class Aggregation(Slot):
     """How per-token losses become one number; counts are those of the whole mini-batch."""
 
-    formula: ClassVar[str] = "L = sum_t weight_t L_t, the weights fixed before the mini-batch is split"
+    formula: ClassVar[str] = (
+        "L = sum_t weight_t L_t, the weights fixed before the mini-batch is split; all sequences of a trajectory are one seq"
+    )
     name: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
     """What is averaged and what is summed."""
     horizon: int | None = Field(None, ge=1)
-    """The constant divisor of `seq-mean-token-sum-norm`; null means rollout.max_tokens."""
+    """The constant divisor of `seq-mean-token-sum-norm`; null means the most tokens the model can write in an episode: rollout.max_tokens,
+    times environment.max_turns, at most environment.max_tokens."""
 
 
 # --- The reference

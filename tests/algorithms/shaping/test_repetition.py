@@ -79,11 +79,11 @@ def test_tool_results_inside_a_text_take_no_place_in_its_windows() -> None:
     close(repeated_ngram_share(seen, 2), repeated_ngram_share(written([[1, 2, 1, 2, 1, 2]]), 2).tolist())
 
 
-def test_windows_do_not_cross_sequences_but_repeats_count_over_the_trajectory() -> None:
+def test_windows_and_repeats_go_over_all_sequences_of_a_trajectory_and_no_further() -> None:
     batch = written([[1, 2], [1, 2], [2, 1]])
     close(repeated_ngram_share(batch, 2), [0, 0, 0])
     joined = batch.with_sequence(trajectory_ids=torch.tensor([4, 4, 1]))
-    close(repeated_ngram_share(joined, 2), [0.5, 0.5, 0])
+    close(repeated_ngram_share(joined, 2), [1 / 3, 1 / 3, 0])  # as one sequence 1, 2, 1, 2
 
 
 def test_a_batch_with_nothing_written_has_no_repeats() -> None:
