@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import per_sequence, per_trajectory, sampled_sequences, trajectory_offsets
+from burnish.algorithms.batch_columns import per_trajectory, sampled_sequences
 from burnish.config.plugins import is_plugin
 from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
