@@ -42,6 +42,7 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
     return {
         "id": t.prompt_id,
         "sample": t.sample,
+        **({} if t.role is None else {"role": t.role}),
         "data_source": question.data_source,
         "tags": tags,
         "prompt": prompt.text,

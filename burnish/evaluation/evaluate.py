@@ -143,9 +143,9 @@ class _ScoringQueue:
 
 
 def in_data_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:
-    """Sort rows by question, in the order of the data, then by sample."""
+    """Sort rows by question, in the order of the data, then by sample, and in a game of several players by role."""
     order = {p.row.id: i for i, p in enumerate(prompts)}
-    return sorted(rows, key=lambda row: (order[row["id"]], row["sample"]))
+    return sorted(rows, key=lambda row: (order[row["id"]], row["sample"], row.get("role", "")))
 
 
 def evaluate(

@@ -327,23 +327,21 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
-    """Inverse of `to_arrays`. All arrays of the trajectories are copies."""
+    """Inverse of `to_arrays`. The trajectories are views of a copy of the arrays."""
     if "parents" not in arrays:
         raise UserError(
             "the rollouts of this run were saved by an older version of burnish, which this one cannot read; start a new run from "
             "its checkpoint (model.path)"
         )
-    lengths, sampled = arrays["lengths"], arrays["sampled"]
-    tokens = np.split(arrays["tokens"], np.cumsum(lengths)[:-1]) if len(lengths) else []
-    bounds = np.cumsum(lengths[sampled])
-    of_sampled = zip(np.split(arrays["logp"], bounds), np.split(arrays["versions"], bounds), strict=True)
-    nodes = []
-    for parent, own, is_sampled in zip(arrays["parents"].tolist(), tokens, sampled.tolist(), strict=True):
-        node = TokenNode(parent, own.copy())
+    tokens, logp, versions = (arrays[name].copy() for name in ("tokens", "logp", "versions"))
+    nodes: list[TokenNode] = []
+    at = at_sampled = 0
+    columns = (arrays[name].tolist() for name in ("parents", "lengths", "sampled"))
+    for parent, length, is_sampled in zip(*columns, strict=True):
+        nodes.append(TokenNode(parent, tokens[at : (at := at + length)]))
         if is_sampled:
-            logp, version = next(of_sampled)
-            node.logp, node.version = logp.copy(), version.copy()
-        nodes.append(node)
+            own = slice(at_sampled, at_sampled := at_sampled + length)
+            nodes[-1].logp, nodes[-1].version = logp[own], versions[own]
     result, at = [], 0
     for record, count in zip(_from_bytes(arrays["records"]), arrays["nodes"].tolist(), strict=True):
         record["turns"] = [TurnSpan(*span) for span in record["turns"]]
