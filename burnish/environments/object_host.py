@@ -22,6 +22,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.environments.wire import (
+    NO_REQUEST,
     CallFailed,
     FailureKind,
     UnsendableValue,
@@ -33,7 +34,6 @@ MAX_TRACEBACK_CHARS = 8_000
 MAX_MESSAGE_CHARS = 2_000
 THREAD_STACK_BYTES = 1 << 20
 """Stacks count as address space, which the memory limit caps. Python's own frames are not on them."""
-NO_REQUEST = -1
 CANCEL_WAIT_S = 0.1
 """How long a reply waits for a cancelled task to end, so that it does not count as left behind."""
 

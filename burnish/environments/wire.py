@@ -24,6 +24,7 @@ MAX_DEPTH = 100
 HEADER = struct.Struct("!I")
 MARK = struct.Struct("=q")
 """The request that a worker's event loop is running, in memory that it shares with the runner."""
+NO_REQUEST = -1
 RECORD = "__record__"
 """The key with the name of a record. A dictionary that has this key itself is sent as the record `dict`."""
 RECORDS: dict[str, type[Any]] = {r.__name__: r for r in (Episode, Answer, Observation, End, Event, ToolResult)}

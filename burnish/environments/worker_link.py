@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import burnish
-from burnish.environments.wire import MARK, MAX_REPLY_BYTES, MessageReader, frame
+from burnish.environments.wire import MARK, MAX_REPLY_BYTES, NO_REQUEST, MessageReader, frame
 from burnish.run.supervisor.processes import STACKS_SIGNAL, is_stopped, out_of_memory_kills
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,7 @@ class WorkerLink(asyncio.Protocol):
         self._reader = MessageReader(self._receive, 2 * limits.max_reply_bytes + (1 << 20))
         self._transport: asyncio.WriteTransport | None = None
         self._output = _Output(number)
+        self._output_transport: asyncio.BaseTransport | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._pidfd: int | None = None
@@ -171,7 +172,7 @@ class WorkerLink(asyncio.Protocol):
     async def connect(self, channel: socket.socket, output: int) -> None:
         """Attach to the socket, the output and the end of the process."""
         loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: self._output, os.fdopen(output, "rb", 0))
+        self._output_transport, _ = await loop.connect_read_pipe(lambda: self._output, os.fdopen(output, "rb", 0))
         await loop.create_connection(lambda: self, sock=channel)
         with contextlib.suppress(AttributeError, OSError):  # not Linux: the closed socket tells it
             self._pidfd = os.pidfd_open(self.process.pid)
@@ -197,10 +198,10 @@ class WorkerLink(asyncio.Protocol):
         finally:
             self._pending.pop(number, None)
 
-    def kill(self, reason: str | None = None, is_unresponsive: bool = False) -> None:
+    def kill(self, reason: str | None = None, is_blocked: bool = False) -> None:
         """End the process and its children; also called when it has ended by itself. `gone` tells when that is done."""
         if self._ending is None:
-            self._ending = asyncio.create_task(self._end(reason, is_unresponsive))
+            self._ending = asyncio.create_task(self._end(reason, is_blocked))
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------------
 
@@ -231,22 +232,25 @@ class WorkerLink(asyncio.Protocol):
             if not self._pending:
                 continue
             pong = asyncio.create_task(self.request({"do": "ping"}))
-            done, _ = await asyncio.wait([pong], timeout=self._limits.unresponsive_s)
-            if done:
+            await asyncio.wait([pong], timeout=self._limits.unresponsive_s)
+            if not pong.done():  # if this loop was blocked itself, the answer is waiting to be read
+                await asyncio.wait([pong], timeout=min(HEARTBEAT_S, self._limits.unresponsive_s))
+            if pong.done():
                 if pong.exception() is not None:
                     return
                 continue
             pong.cancel()
-            if is_stopped(self.process.pid):
+            is_paused = is_stopped(self.process.pid)
+            if is_paused:
                 why = "was stopped by a signal"
             else:
                 why = "did not answer: a method blocks the event loop (`time.sleep` or a long computation in an `async def`?) or holds Python's lock"
                 await self._output.ask_for_stacks(self.process.pid)
-            self.kill(f"{why}, for {self._limits.unresponsive_s:g} s, and was killed", is_unresponsive=True)
+            self.kill(f"{why}, for {self._limits.unresponsive_s:g} s, and was killed", is_blocked=not is_paused)
             return
 
-    async def _end(self, reason: str | None, is_unresponsive: bool) -> None:
-        if self._watching is not None and not is_unresponsive:
+    async def _end(self, reason: str | None, is_blocked: bool) -> None:
+        if self._watching is not None:
             self._watching.cancel()
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -257,11 +261,13 @@ class WorkerLink(asyncio.Protocol):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = await asyncio.to_thread(_wait, self.process, KILL_TIMEOUT_S)
         await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
-        blamed = self._requests_to_blame() if is_unresponsive else set()
+        blamed = self._requests_to_blame() if is_blocked else set()
         os.close(self._lifeline)
         os.close(self._marks)
         if self._transport is not None:
             self._transport.abort()
+        if self._output_transport is not None:
+            self._output_transport.close()  # a program that user code started may still hold the other end
         text = self._describe(reason or self._exit_text(status))
         for number, pending in self._pending.items():
             if not pending.future.done():
@@ -309,42 +315,26 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 
 async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
     """Start a worker process in a session of its own, and wait until it is ready; `WorkerGone` if it does not get there."""
-    ours, theirs = socket.socketpair()
-    lifeline_theirs, lifeline_ours = os.pipe()
-    output_ours, output_theirs = os.pipe()
-    marks = tempfile.TemporaryFile()  # noqa: SIM115 - the link closes it
-    marks.write(MARK.pack(-1))
-    marks.flush()
-    root = str(Path(burnish.__file__).parents[1])
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    variables["MALLOC_ARENA_MAX"] = "2"  # an arena for each thread would use up the address space
-    variables["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-    # -P: a file in the working directory must not shadow a module of the standard library. -u: output arrives before a death.
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-u",
-            "-m",
-            "burnish.environments.worker_process",
-            str(theirs.fileno()),
-            str(lifeline_theirs),
-            str(marks.fileno()),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=output_theirs,
-        stderr=output_theirs,
-        pass_fds=(theirs.fileno(), lifeline_theirs, marks.fileno()),
-        start_new_session=True,
-        env={**os.environ, **variables},
-    )
-    theirs.close()
-    os.close(lifeline_theirs)
-    os.close(output_theirs)
-    link = WorkerLink(number, process, lifeline_ours, os.dup(marks.fileno()), limits)
-    marks.close()
-    ours.setblocking(False)
-    await link.connect(ours, output_ours)
+    with contextlib.ExitStack() as theirs:
+        channel, their_channel = socket.socketpair()
+        theirs.enter_context(their_channel)
+        their_lifeline, lifeline = os.pipe()
+        output, their_output = os.pipe()
+        theirs.callback(os.close, their_lifeline)
+        theirs.callback(os.close, their_output)
+        with tempfile.TemporaryFile() as marks:
+            marks.write(MARK.pack(NO_REQUEST))
+            marks.flush()
+            try:
+                process = _spawn((their_channel.fileno(), their_lifeline, marks.fileno()), their_output)
+            except OSError as error:
+                channel.close()
+                os.close(lifeline)
+                os.close(output)
+                raise WorkerGone(f"environment worker {number} could not be started: {error}") from error
+            link = WorkerLink(number, process, lifeline, os.dup(marks.fileno()), limits)
+    channel.setblocking(False)
+    await link.connect(channel, output)
     setup = {
         "memory_gib": limits.memory_gib,
         "max_threads": limits.max_threads,
@@ -356,3 +346,20 @@ async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
         link.kill(f"was not ready {START_TIMEOUT_S:g} s after its start")
         raise WorkerGone(await link.gone) from None
     return link
+
+
+def _spawn(descriptors: tuple[int, ...], output: int) -> subprocess.Popen[bytes]:
+    root = str(Path(burnish.__file__).parents[1])
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    variables["MALLOC_ARENA_MAX"] = "2"  # an arena for each thread would use up the address space
+    variables["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    # -P: a file in the working directory must not shadow a module of the standard library. -u: output arrives before a death.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-u", "-m", "burnish.environments.worker_process", *map(str, descriptors)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=descriptors,
+        start_new_session=True,
+        env={**os.environ, **variables},
+    )

@@ -36,6 +36,7 @@ class Counter(Environment):
     def facts(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "parent": os.getppid(),
             "number": self.number,
             "steps": self.steps,
             "base": self.base,
