@@ -145,6 +145,13 @@ def test_every_countdown_problem_is_solved_by_its_own_solution(options: dict) ->
             assert set(row.prompt) <= set(task.alphabet or "")
 
 
+def test_countdown_problems_of_two_signs_are_solved_with_them() -> None:
+    task = make_task("countdown", {"signs": "+-"}, 0)
+    assert all(not set("*/") & set(task.row("train", i).extra["solution"]) for i in range(50))
+    with pytest.raises(UserError, match="signs should be some of"):
+        make_task("countdown", {"signs": "/"}, 0)
+
+
 NUMBERS = {"numbers": [3, 3, 8, 8]}
 
 

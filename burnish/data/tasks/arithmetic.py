@@ -105,21 +105,32 @@ def _expression_value(node: ast.expr, used: list[int]) -> Fraction:
 
 
 class Countdown:
-    """`min_numbers` to `max_numbers` numbers from 1 to `max_number`, with a whole target from 1 to `max_target`."""
+    """`min_numbers` to `max_numbers` numbers from 1 to `max_number`, with a whole target from 1 to `max_target`.
+
+    Each problem has a solution that uses only `signs`; RAGEN's problems are those of `+-`.
+    """
 
     name = COUNTDOWN
     alphabet = "".join(sorted(set(COUNTDOWN_PROMPT) - set("{}") | set("0123456789, ")))
     score = staticmethod(score_countdown)
 
     def __init__(
-        self, seed: int, min_numbers: int = 3, max_numbers: int = 4, max_number: int = 25, max_target: int = 100
+        self,
+        seed: int,
+        min_numbers: int = 3,
+        max_numbers: int = 4,
+        max_number: int = 25,
+        max_target: int = 100,
+        signs: str = "+-*/",
     ) -> None:
+        if not isinstance(signs, str) or not set(signs) <= set("+-*/") or not set(signs) - {"/"}:
+            raise UserError(f"{COUNTDOWN}: signs should be some of + - * /, and not / alone, got {signs!r}")
         check_span(COUNTDOWN, "numbers", min_numbers, max_numbers, least=2, most=6)
         for key, value, least in (("max_number", max_number, 4), ("max_target", max_target, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UserError(f"{COUNTDOWN}: {key} should be a whole number of {least} or more, got {value!r}")
         self.seed, self.min_numbers, self.max_numbers = seed, min_numbers, max_numbers
-        self.max_number, self.max_target = max_number, max_target
+        self.max_number, self.max_target, self.signs = max_number, max_target, signs
 
     def row(self, split: str, index: int) -> Row:
         """The index-th problem of a split; extra has its numbers and one solution."""
@@ -128,7 +139,7 @@ class Countdown:
         def propose(attempt: int) -> tuple[str, tuple[list[int], int, str]] | None:
             dice = Dice(self.seed, COUNTDOWN, split, index, attempt)
             numbers = [dice.between(1, self.max_number) for _ in range(count)]
-            target, solution = random_expression(numbers, dice)
+            target, solution = random_expression(numbers, dice, self.signs)
             if target.denominator != 1 or not 1 <= target <= self.max_target:
                 return None
             return f"{COUNTDOWN} {sorted(numbers)} {target}", (numbers, int(target), solution)
@@ -139,14 +150,14 @@ class Countdown:
         return Row(f"{COUNTDOWN}/{split}/{index}", prompt, COUNTDOWN, target, extra)
 
 
-def random_expression(numbers: list[int], dice: Dice) -> tuple[Fraction, str]:
-    """A random expression that uses every number once; its value and its text."""
+def random_expression(numbers: list[int], dice: Dice, signs: str = "+-*/") -> tuple[Fraction, str]:
+    """A random expression of these signs that uses every number once; its value and its text."""
     parts = [(Fraction(n), str(n)) for n in numbers]
     while len(parts) > 1:
         left_value, left = parts.pop(dice.between(0, len(parts) - 1))
         right_value, right = parts.pop(dice.between(0, len(parts) - 1))
-        signs = "+-*/" if right_value else "+-*"
-        sign = signs[dice.between(0, len(signs) - 1)]
+        possible = signs if right_value else signs.replace("/", "")
+        sign = possible[dice.between(0, len(possible) - 1)]
         operation = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[sign]
         parts.append((operation(left_value, right_value), f"({left} {sign} {right})"))
     value, text = parts[0]

@@ -143,13 +143,18 @@ class BoardGame(TextGame):
 
     def _turn_text(self) -> str:
         most = min(self.max_actions_per_turn, self.actions_left)
-        left = f"{self.actions_left} action{'s' if self.actions_left > 1 else ''} left"
-        per_turn = f", at most {most} in this turn, separated by {SEPARATOR}" if most > 1 else ", one in this turn"
-        example = f" {SEPARATOR} ".join((self.actions[0], self.actions[-1]) if most > 1 else self.actions[:1])
+        example = f" {SEPARATOR} ".join((self.actions[0], self.actions[-1])) if most > 1 else ""
         return (
             f"Turn {self.turn + 1}:\nState:\n{self._board_text()}\n"
-            f"You have {left}{per_turn}. {format_sentence(self.format, example)}"
+            f"{self._limits_text(most)}{format_sentence(self.format, example)}"
         )
+
+    def _limits_text(self, most: int) -> str:
+        if self.max_actions == 1:
+            return ""
+        left = f"{self.actions_left} action{'s' if self.actions_left > 1 else ''} left"
+        per_turn = f", at most {most} in this turn, separated by {SEPARATOR}" if most > 1 else ", one in this turn"
+        return f"You have {left}{per_turn}. "
 
     def _reply_text(self, reward: float, is_valid: bool) -> str:
         problem = f"Invalid answer: expected actions out of {', '.join(self.actions)}.\n" if not is_valid else ""

@@ -80,20 +80,27 @@ def best_values(lake: Lake, success_rate: float, num_actions: int) -> list[list[
     cells = range(lake.size**2)
     values = [[float(cell == lake.goal) for cell in cells]]
     for _ in range(num_actions):
-        values.append([_best(lake, cell, success_rate, values[-1])[0] for cell in cells])
+        values.append([_best_value(lake, cell, success_rate, values[-1]) for cell in cells])
     return values
 
 
-def _best(lake: Lake, cell: int, success_rate: float, then: list[float]) -> tuple[float, str]:
-    """The value of a cell and its best action, given the values one action later."""
+def best_action(lake: Lake, cell: int, success_rate: float, values: list[list[float]]) -> str:
+    """The best action, given the values with 0, 1, ... actions left after it. Of equal ones, the best with fewer actions left."""
+    return max(
+        ACTIONS,
+        key=lambda action: [round(_after(lake, cell, action, success_rate, then), 12) for then in reversed(values)],
+    )
+
+
+def _best_value(lake: Lake, cell: int, success_rate: float, then: list[float]) -> float:
     if lake.is_end(cell):
-        return float(cell == lake.goal), ACTIONS[0]
-    expected = {
-        action: sum(chance * then[after] for chance, after in outcomes(lake, cell, action, success_rate))
-        for action in ACTIONS
-    }
-    best = max(ACTIONS, key=lambda action: expected[action])
-    return expected[best], best
+        return float(cell == lake.goal)
+    return max(_after(lake, cell, action, success_rate, then) for action in ACTIONS)
+
+
+def _after(lake: Lake, cell: int, action: str, success_rate: float, then: list[float]) -> float:
+    """The expected value after an action."""
+    return sum(chance * then[after] for chance, after in outcomes(lake, cell, action, success_rate))
 
 
 class FrozenLake(BoardGame):
@@ -127,7 +134,7 @@ class FrozenLake(BoardGame):
             lake = generate_lake(self.size, self.frozen, dice)
             return None if lake is None else (f"{self.name}\n{lake.text(lake.start)}", lake)
 
-        self.lake = board_of_seed(episode, self.name, propose, (self.size, str(self.frozen)))
+        self.lake = board_of_seed(self.name, episode.seed, split_of(episode), propose, (self.size, str(self.frozen)))
         self.player = self.lake.start
         self._slips = Dice(self.name, "slips", split_of(episode), episode.seed)
 
@@ -174,7 +181,7 @@ class FrozenLake(BoardGame):
         for left in range(self.actions_left, 0, -1):
             if self.lake.is_end(cell):
                 break
-            actions.append(_best(self.lake, cell, self.success_rate, values[left - 1])[1])
+            actions.append(best_action(self.lake, cell, self.success_rate, values[:left]))
             if self.success_rate < 1:
                 break
             cell = self.lake.step(cell, actions[-1])

@@ -89,7 +89,7 @@ class Game2048(BoardGame):
             tiles = add_tile(add_tile((0,) * SIZE**2, dice), dice)
             return f"{self.name} {tiles}", tiles
 
-        self.tiles = board_of_seed(episode, self.name, propose)
+        self.tiles = board_of_seed(self.name, episode.seed, split_of(episode), propose)
         self._new_tiles = Dice(self.name, "tiles", split_of(episode), episode.seed)
 
     def rules(self) -> str:

@@ -11,7 +11,7 @@ is the probability to bet or call in each of the 12 information sets, so `exploi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from burnish.data.row import Message
@@ -20,6 +20,7 @@ from burnish.environments.base import Answer, End, Episode, Observation
 from burnish.environments.games.text_game import (
     Format,
     TextGame,
+    answer_text,
     choice,
     format_sentence,
     read_answer,
@@ -36,7 +37,7 @@ HISTORIES = {"first": ("", "cb"), "second": ("c", "b")}
 """Histories in which a player decides: `c` check, `b` bet."""
 INFORMATION_SETS = {role: tuple(card + h for card in CARDS for h in HISTORIES[role]) for role in ROLES}
 """A player's card and the history: `Q`, `Qcb` of the first player; `Qc`, `Qb` of the second."""
-FORFEIT = 2.0
+FORFEIT = 2
 
 Policy = Mapping[str, float]
 """The probability to bet or call, by information set."""
@@ -52,10 +53,10 @@ def legal_actions(history: str) -> tuple[str, str]:
     return ("fold", "call") if history.endswith("b") else ("check", "bet")
 
 
-def payoff(deal: tuple[str, str], history: str) -> float | None:
+def payoff(deal: tuple[str, str], history: str) -> int | None:
     """What the first player wins; None while the game goes on. `f` is a fold, `k` a call."""
-    sign = 1.0 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1.0
-    return {"cc": sign, "bf": 1.0, "bk": 2 * sign, "cbf": -1.0, "cbk": 2 * sign}.get(history)
+    sign = 1 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1
+    return {"cc": sign, "bf": 1, "bk": 2 * sign, "cbf": -1, "cbk": 2 * sign}.get(history)
 
 
 LETTERS = {"check": "c", "bet": "b", "fold": "f", "call": "k"}
@@ -137,10 +138,10 @@ class KuhnPoker(TextGame):
         return self._finish(won_or_none, f"{self.deal[0]} {self.deal[1]} {self.history}", {})
 
     async def end(self, reason: Literal["turns", "length"]) -> End:
-        return self._finish(0.0, "", {})
+        return self._finish(0, "", {})
 
-    def _finish(self, won: float, text: str, metrics: dict[str, float]) -> End:
-        return End(rewards={"first": won, "second": -won}, text=text, metrics=metrics)
+    def _finish(self, won: int, text: str, metrics: dict[str, float]) -> End:
+        return End(rewards={"first": float(won), "second": float(-won)}, text=text, metrics=metrics)
 
     def _ask(self) -> Observation:
         role = mover(self.history)
@@ -164,7 +165,7 @@ class KuhnPoker(TextGame):
             "the other player may call it, which adds 1, or fold, which gives up the pot. If neither folds, the higher card wins the pot. "
             "An illegal answer loses 2.\n\n"
         )
-        state = f"You hold {card}. {said}\nActions: {passive}, {active}. {format_sentence(self.format, active)}"
+        state = f"You hold {card}. {said}\nActions: {passive}, {active}. {format_sentence(self.format)}"
         return state if history == "cb" else rules + state
 
     def information_set_messages(self) -> dict[str, list[Message]]:
@@ -179,6 +180,19 @@ class KuhnPoker(TextGame):
                     messages = [user_message(self.question(card, "")), checked, *messages]
                 conversations[key] = messages
         return conversations
+
+    def policy_of_answers(self, answers: Mapping[str, Sequence[str]]) -> dict[str, float]:
+        """The policy that sampled answers show: in each information set, the share of bets or calls among the legal answers.
+
+        An information set without a legal answer counts as undecided, 1/2.
+        """
+        policy = {}
+        for key in (key for keys in INFORMATION_SETS.values() for key in keys):
+            legal = legal_actions(key[1:])
+            read = [(answer_text(text, self.format) or "").lower() for text in answers[key]]
+            chosen = [action for action in read if action in legal]
+            policy[key] = chosen.count(legal[1]) / len(chosen) if chosen else 0.5
+        return policy
 
     # Players.
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Episode
 from burnish.environments.games.boards import STEPS, BoardGame, ObservationKind, cell_name, check_observation
-from burnish.environments.games.text_game import Format, board_of_seed, check_whole, choice
+from burnish.environments.games.text_game import Format, board_of_seed, check_whole, choice, split_of
 
 STEP_REWARD, ON_TARGET, OFF_TARGET, ALL_ON_TARGET = -0.1, 1.0, -1.0, 10.0
 WALK_STEPS_PER_SIDE = 1.7
@@ -99,6 +99,17 @@ def generate_board(size: int, num_boxes: int, dice: Dice) -> Board | None:
     if displacement == 0:
         return None
     return room, _wander(room, player, boxes, 0.8 if displacement == 1 else 0.5, dice), boxes
+
+
+@lru_cache(maxsize=4096)  # all samples of a group play the same board, which takes most of a millisecond to make
+def sokoban_board(size: int, num_boxes: int, seed: int, split: str) -> Board:
+    """The board of a seed in a split."""
+
+    def propose(dice: Dice) -> tuple[str, Board] | None:
+        board = generate_board(size, num_boxes, dice)
+        return None if board is None else (f"sokoban\n{board[0].text(*board[1:])}", board)
+
+    return board_of_seed("sokoban", seed, split, propose, (size, num_boxes))
 
 
 def _carve(size: int, dice: Dice) -> frozenset[int]:
@@ -215,11 +226,8 @@ class Sokoban(BoardGame):
         self.size, self.num_boxes, self.observation = size, boxes, observation
 
     def reset(self, episode: Episode) -> None:
-        def propose(dice: Dice) -> tuple[str, Board] | None:
-            board = generate_board(self.size, self.num_boxes, dice)
-            return None if board is None else (f"{self.name}\n{board[0].text(*board[1:])}", board)
-
-        self.room, self.player, self.boxes = board_of_seed(episode, self.name, propose, (self.size, self.num_boxes))
+        board = sokoban_board(self.size, self.num_boxes, episode.seed, split_of(episode))
+        self.room, self.player, self.boxes = board
 
     def rules(self) -> str:
         return (

@@ -63,13 +63,13 @@ def read_answer(answer: Answer, format: Format, last: Literal["word", "line"] = 
     return None if answer.finish == "length" else answer_text(answer.text, format, last)
 
 
-def format_sentence(format: Format, example: str, last: Literal["word", "line"] = "word") -> str:
-    """The sentence of a prompt that states the format."""
+def format_sentence(format: Format, example: str = "", last: Literal["word", "line"] = "word") -> str:
+    """The sentence of a prompt that states the format. Without an example it suggests no choice."""
     if format == "answer_tag":
-        return f"Answer in the form <think>your thoughts</think><answer>{example}</answer>."
+        return f"Answer in the form <think>your thoughts</think><answer>{example or 'your choice'}</answer>."
     if format == "brackets":
-        return f"End your answer with your choice in square brackets, such as [{example}]."
-    return f"The last {last} of your answer is your choice, such as: {example}"
+        return f"End your answer with your choice in square brackets: [{example or 'your choice'}]."
+    return f"End your answer with your choice as the last {last}" + (f", such as: {example}" if example else ".")
 
 
 def user_message(text: str) -> Message:
@@ -86,15 +86,17 @@ def split_of(episode: Episode) -> str:
 
 
 def board_of_seed(
-    episode: Episode, game: str, propose: Callable[[Dice], tuple[str, T] | None], options: Sequence[int | str] = ()
+    game: str,
+    seed: int,
+    split: str,
+    propose: Callable[[Dice], tuple[str, T] | None],
+    options: Sequence[int | str] = (),
 ) -> T:
-    """The board of an episode, from its seed, its split and the options that shape boards.
+    """The board of a seed in a split. `options` are those that shape boards.
 
     `propose` draws (the text that identifies the board, the board), or None for a failed attempt.
     """
-    split = split_of(episode)
-    key = (game, *options, episode.seed)
-    return first_on_split(split, lambda attempt: propose(Dice(*key, attempt)), f"{game}, seed {episode.seed}")
+    return first_on_split(split, lambda attempt: propose(Dice(game, *options, seed, attempt)), f"{game}, seed {seed}")
 
 
 def choice(dice: Dice, items: Sequence[T]) -> T:

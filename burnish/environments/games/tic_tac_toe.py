@@ -105,9 +105,8 @@ class _TicTacToe(TextGame):
             f"Tic-tac-toe: you play {side}. The first side with three in a row, a column or a diagonal wins. Cells are numbered 0 to 8 row "
             "by row, and a free cell shows its number. An illegal move loses.\n\n"
         )
-        last = "The last word" if self.format == "last_word" else "Your choice"
-        state = f"State:\n{board_text(self.board)}\nYou play {side}. {last} is the number of a free cell. "
-        return (rules if is_first else "") + state + format_sentence(self.format, str(free_cells(self.board)[0]))
+        state = f"State:\n{board_text(self.board)}\nYou play {side}. Choose the number of a free cell. "
+        return (rules if is_first else "") + state + format_sentence(self.format)
 
     def _is_over(self) -> bool:
         return winner(self.board) is not None or not free_cells(self.board)
