@@ -25,6 +25,7 @@ from burnish.environments.games.text_game import (
     check_choice,
     check_number,
     choice,
+    sample,
     shuffled,
     split_of,
     user_message,
@@ -105,7 +106,7 @@ class AlphabetSort(Game):
         sizes = [
             dice.between(self.min_names, self.max_names) for _ in range(dice.between(self.min_turns, self.max_turns))
         ]
-        drawn = list(zip(shuffled(dice, first), shuffled(dice, last), strict=False))
+        drawn = list(zip(sample(dice, first, sum(sizes)), sample(dice, last, sum(sizes)), strict=True))
         self.lists: list[list[Name]] = []
         """The new names of each turn, in the order in which they are shown."""
         for size in sizes:

@@ -104,10 +104,15 @@ def choice(dice: Dice, items: Sequence[T]) -> T:
     return items[dice.between(0, len(items) - 1)]
 
 
+def sample(dice: Dice, items: Sequence[T], num: int) -> list[T]:
+    """Different items in random order."""
+    rest = list(items)
+    return [rest.pop(dice.between(0, len(rest) - 1)) for _ in range(num)]
+
+
 def shuffled(dice: Dice, items: Sequence[T]) -> list[T]:
     """The items in random order."""
-    rest = list(items)
-    return [rest.pop(dice.between(0, len(rest) - 1)) for _ in items]
+    return sample(dice, items, len(items))
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------------
