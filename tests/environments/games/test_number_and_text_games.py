@@ -64,9 +64,11 @@ def test_a_move_pays_the_logarithm_of_what_it_merged_and_adds_one_tile() -> None
 def test_the_game_is_over_when_no_move_changes_the_board_and_solved_at_the_goal() -> None:
     stuck = (2, 4, 2, 4, 4, 2, 4, 2, 2, 4, 2, 4, 4, 2, 4, 2)
     assert legal_moves(stuck) == []
-    almost = game_2048(0, 8, 16, 32, 4, 2, 4, 2, 2, 4, 2, 4, 4, 2, 4, 2)  # the new 2 or 4 lands at the right
-    assert almost.move("Left") == 0.0
-    assert almost.is_over == (legal_moves(almost.tiles) == [])
+    last = game_2048(
+        0, 8, 16, 32, 4, 2, 4, 8, 2, 4, 2, 4, 4, 2, 4, 2
+    )  # the new 2 or 4 fills the last free cell and fits nowhere
+    assert last.move("Left") == 0.0
+    assert (last.is_over, last.is_solved) == (True, False)
     won = game_2048(8, 8, *[0] * 14, goal=16)
     won.move("Right")
     assert (won.is_over, won.is_solved) == (True, True)

@@ -117,8 +117,7 @@ def test_rewards_of_steps_pushes_and_the_end() -> None:
 
 
 def test_a_box_off_its_target_costs_one_and_two_boxes_do_not_move() -> None:
-    game = on_board("######\n#P√__#\n#_XX_#\n#_O__#\n######\n######", boxes=2)
-    game.boxes = game.boxes[:2]
+    game = on_board("######\n#P√__#\n#_X__#\n#_O__#\n######\n######", boxes=2)
     assert game.move("Right") == pytest.approx(-0.1 - 1)
     game = on_board("######\n#PXX_#\n#_OO_#\n#____#\n######\n######", boxes=2)
     assert game.move("Right") == pytest.approx(-0.1)
