@@ -301,7 +301,7 @@ def _check_shaping(a: Algorithm) -> None:
             f"algorithm.shaping changes the reward, which advantage {a.advantage.name} does not read: remove it"
         )
     dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense]
-    discounted = getattr(advantage, "gamma", 1.0) != 1.0
+    discounted = any(getattr(advantage, name, 1.0) != 1.0 for name in ("gamma", "turn_gamma"))
     if dense and (not advantage.by_token or discounted):
         able = [r.model_fields["name"].default for r in ADVANTAGE_RECORDS if r.by_token]
         raise ValueError(

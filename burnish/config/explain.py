@@ -39,7 +39,7 @@ A recipe is a YAML file with these keys. Every key can also be set on the comman
 - An unknown key is an error that names the nearest known one.
 """
 
-TOKEN_LEVEL_ADVANTAGES = ("gae", "otb")
+TOKEN_LEVEL_ADVANTAGES = ("gae", "bilevel_gae", "otb")
 PRESET_NOTE = " The defaults below are those of the slots; a preset changes some of them (`burnish algorithms grpo` prints which)."
 
 

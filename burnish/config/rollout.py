@@ -496,6 +496,12 @@ def check_environment_fits(config: TrainConfig) -> None:
             raise ValueError(
                 "reward.parts has no effect: environment guess_number gives the rewards itself; leave it out"
             )
+    needs_turns = ", ".join(config.algorithm.needs("turns"))
+    if needs_turns and environment.max_turns == 1:
+        raise ValueError(
+            f"{needs_turns} estimates from turn to turn, but environment.max_turns=1 gives each sample one turn: use gae, or an "
+            "environment of several turns with its environment.max_turns"
+        )
     needs_states = ", ".join(config.algorithm.needs("states"))
     if needs_states and environment.name == SINGLE_TURN:
         raise ValueError(

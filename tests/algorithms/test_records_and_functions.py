@@ -178,7 +178,7 @@ def make_trees() -> Batch:
 def make_turns() -> Batch:
     """Every answer in two turns that begin in states which come again."""
     batch = make_batch()
-    states = torch.tensor([5, 6, 5, 5, 5, 7, 5, 6, 6, 5, 5, 6, 5, 7, 7, 5])
+    states = torch.tensor([5, 6, 5, 5, 5, 7, 5, 7, 7, 5, 5, 6, 5, 7, 7, 5])
     columns = {
         "turn_start": torch.tensor([1, 2] * 8),
         "turn_state": states,
@@ -261,6 +261,7 @@ NORM = {"aggregation": "seq-mean-token-sum-norm"}
 BARE = {"ratio": "none", "clip": "none"}
 WEIGHTS = {"loss": "sg_logprob"}
 GAE = {"advantage": {"name": "gae", "lam": 0.9, "gamma": 0.9}, "critic": {}}
+BILEVEL = {"advantage": {"name": "bilevel_gae", "lam": 0.9, "gamma": 0.9}, "critic": {}, "batch": "turns"}
 FADING = {"advantage": {"name": "reinforce", "gamma": 0.5}}
 TREES, SEGMENTS = {"batch": "trees"}, {"batch": "segments"}
 PAIRS = {**BARE, "advantage": "none", "batch": "pairs"}
@@ -339,6 +340,19 @@ MOVES: dict[str, list[Move]] = {
     "GigpoAdvantage.omega": advantage("gigpo", "omega", 0.5, batch="turns"),
     "GigpoAdvantage.gamma": advantage("gigpo", "gamma", 0.5, batch="turns"),
     "GigpoAdvantage.normalise": advantage("gigpo", "normalise", "std", batch="turns"),
+    "HgpoAdvantage.history": advantage("hgpo", "history", 0, batch="turns"),
+    "HgpoAdvantage.alpha": advantage("hgpo", "alpha", 0.0, batch="turns"),
+    "HgpoAdvantage.gamma": advantage("hgpo", "gamma", 0.5, batch="turns"),
+    "HgpoAdvantage.normalise": advantage("hgpo", "normalise", "none", batch="turns"),
+    "HgpoAdvantage.episode": advantage("hgpo", "episode", True, batch="turns"),
+    "RebnAdvantage.gamma": advantage("rebn", "gamma", 0.5, batch="turns"),
+    "BilevelGaeAdvantage.gamma": [(BILEVEL, "advantage.gamma", [0.5])],
+    "BilevelGaeAdvantage.lam": [(BILEVEL, "advantage.lam", [0.5])],
+    "BilevelGaeAdvantage.turn_gamma": [(BILEVEL, "advantage.turn_gamma", [0.5])],
+    "BilevelGaeAdvantage.turn_lam": [(BILEVEL, "advantage.turn_lam", [0.5])],
+    "BilevelGaeAdvantage.lam_critic": [(BILEVEL, "advantage.lam_critic", [1.0])],
+    "BilevelGaeAdvantage.whiten": [(BILEVEL, "advantage.whiten", [False])],
+    "BilevelGaeAdvantage.ddof": [(BILEVEL, "advantage.ddof", [0])],
     "SpoTreeAdvantage.normalise": advantage("spo_tree", "normalise", "std", **TREES),
     "PpoClip.low": [({}, "clip.low", [0.1])],
     "PpoClip.high": [({}, "clip.high", [0.28])],
@@ -457,8 +471,22 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "advantage": {
         name: {"advantage": name}
         for name in ADVANTAGES
-        if name not in ("gae", "prime_rloo", "none", "gigpo", "spo_tree", "spo_chain", "grpo_passk", "opo")
+        if name
+        not in (
+            "gae",
+            "bilevel_gae",
+            "prime_rloo",
+            "none",
+            "gigpo",
+            "hgpo",
+            "spo_tree",
+            "spo_chain",
+            "grpo_passk",
+            "opo",
+        )
     }
+    | {name: {"advantage": name, "batch": "turns"} for name in ("gigpo", "hgpo")}
+    | {"bilevel_gae": BILEVEL}
     | {"gae": GAE, "opo": {"advantage": "opo"}, "prime_rloo": {"advantage": "prime_rloo", "process": {}}},
     "ratio": {name: {"clip": "none", "ratio": name, **FADING} for name in RATIOS if name != "none"}
     | {"none": {**BARE, "loss": "logprob"}},

@@ -38,6 +38,10 @@ def test_a_name_alone_is_an_environment() -> None:
         ([*ONE_TURN, "data.train={task: sort_digits}"], "gigpo compares turns that begin in the same state"),
         (["environment.max_turns=1"], "max_turns=1 ends it after the first guess: set environment.max_turns"),
         (["environment={name: game.py:Game, max_turns: 1}"], "gigpo compares turns that begin in the same state, but environment.max_turns=1"),
+        (
+            ["environment={name: game.py:Game, max_turns: 1}", "algorithm=ppo", "algorithm.advantage=bilevel_gae"],
+            "bilevel_gae estimates from turn to turn, but environment.max_turns=1 gives each sample one turn",
+        ),
         (["rollout.n=1"], "compares samples of one prompt"),
         (["algorithm.advantage=spo_tree"], "cannot be restored to such a state"),
         (

@@ -175,7 +175,7 @@ def test_the_same_slots_under_another_name_are_the_same_algorithm() -> None:
 
 def test_every_function_is_called_by_a_preset_or_by_one_of_the_others() -> None:
     by_presets = set().union(*(trace_of(name, BATCHES.get(name, "")).called for name in PRESETS))
-    by_others = set().union(*(trace_of(name).called for name in OTHERS))
+    by_others = set().union(*(trace_of(name, BATCHES.get(name, "")).called for name in OTHERS))
     every = {(slot, name) for slot, tables in TABLES.items() for table in tables for name in table}
     every |= {
         (slot, record.model_fields["name"].default) for slot in ("ratio", "loss") for record in SLOT_RECORDS[slot]

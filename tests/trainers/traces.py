@@ -49,6 +49,9 @@ BARE: dict[str, Any] = {"ratio": "none", "clip": "none"}
 KL = {"loss": {"estimator": "k3", "coef": 0.001}, "reference": "frozen"}
 OTHERS: dict[str, dict[str, Any]] = {
     "softmean": {"advantage": "softmean", "kl": KL},
+    "hgpo": {"advantage": "hgpo", "kl": KL},
+    "rebn": {"advantage": {"name": "rebn", "gamma": 0.9}, "kl": KL},
+    "bilevel_gae": {"advantage": {"name": "bilevel_gae", "lam": 0.9}, "critic": {}, "kl": KL},
     "seq_prod": {"ratio": "seq_prod", "kl": KL},
     "token-sum": {"aggregation": "token-sum", "kl": KL},
     "overlong": {"filters": ["overlong"], "kl": KL},
@@ -60,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 BATCHES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
     "spo_tree": "trees",
-    "gigpo": "turns",
+    **dict.fromkeys(("gigpo", "hgpo", "rebn", "bilevel_gae"), "turns"),
     "spo_chain": "segments",
 }
 """Algorithms whose rollouts are not independent samples of a prompt."""

@@ -1,7 +1,7 @@
 """Slot `advantage`: the function of each choice, from rewards to advantages, without gradient.
 
 An advantage function takes a batch and the options of its record. It returns one value per sequence [S], or one per token
-[N] with 0 outside `action_mask`. `gae` returns `AdvantagesAndReturns`, because the critic has its own targets. The outcome
+[N] with 0 outside `action_mask`. Those with a critic return `AdvantagesAndReturns`, because it has its own targets. The outcome
 is the sequence column `reward`; if rewards are per token (KL in the reward, dense shaping), it is the token column
 `token_rewards`. Group statistics count every trajectory once and include all samples of the group, whatever the loss mask.
 """
@@ -28,7 +28,6 @@ from burnish.algorithms.advantages.returns import (
     AdvantagesAndReturns,
     distillation,
     gae,
-    gigpo,
     otb,
     prime_rloo,
     raft,
@@ -38,6 +37,7 @@ from burnish.algorithms.advantages.returns import (
     zero_advantages,
 )
 from burnish.algorithms.advantages.spo import spo_chain, spo_tree
+from burnish.algorithms.advantages.turns import bilevel_gae, gigpo, hgpo, rebn
 
 ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "grpo": grpo,
@@ -58,6 +58,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "win_rate": win_rate,
     "prime_rloo": prime_rloo,
     "gigpo": gigpo,
+    "hgpo": hgpo,
+    "rebn": rebn,
+    "bilevel_gae": bilevel_gae,
     "spo_chain": spo_chain,
     "spo_tree": spo_tree,
     "distillation": distillation,

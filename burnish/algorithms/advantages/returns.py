@@ -1,4 +1,4 @@
-"""Advantages from returns: return-to-go with a baseline, a critic, process rewards, a teacher, or turns of an agent.
+"""Advantages from returns: return-to-go with a baseline, a critic, process rewards, or a teacher.
 
 Discounts count action tokens. With outcome rewards and no discount the return is the same at every token, so such
 advantages stay one value per sequence [S].
@@ -25,11 +25,9 @@ from burnish.algorithms.batch_columns import (
     token_rewards,
     tokens_of_mask,
     trajectory_groups,
-    turns_of,
     whitened,
     whitened_tokens,
 )
-from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import (
     compact_ids,
@@ -152,14 +150,20 @@ def gae(
 
 def _td_errors(batch: Batch, tokens: ActionTokens, values: Tensor, gamma: float) -> Tensor:
     """[M] delta_t = r_t + gamma V_{t+1} - V_t."""
-    errors = values.neg()
-    errors[:-1].add_(values[1:], alpha=gamma)
-    last = tokens.offsets[1:][tokens.lengths > 0] - 1
-    errors[last] = -values[last]
+    errors = value_differences(values, tokens.offsets, gamma)
     if "token_rewards" in batch.token:
         return errors.add_(tokens.gather(token_rewards(batch)).to(values.dtype))
     errors[tokens.last] += tokens.of_trajectories(batch.sequence["reward"]).to(values.dtype)
     return errors
+
+
+def value_differences(values: Tensor, offsets: Tensor, gamma: float) -> Tensor:
+    """[M] gamma V_{t+1} - V_t inside each run values[offsets[i]:offsets[i+1]]; V behind a run is 0."""
+    differences = values.neg()
+    differences[:-1].add_(values[1:], alpha=gamma)
+    last = offsets[1:][offsets.diff() > 0] - 1
+    differences[last] = -values[last]
+    return differences
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
@@ -224,43 +228,6 @@ def distillation(batch: Batch, *, outcome: float) -> Tensor:
     groups = Groups(ids, int(ids.max()) + 1)
     relative = group_normalised(rewards, groups, "none", 0.0, "zero").index_select(0, trajectory_ids)
     return advantages + outcome * segment_broadcast(relative, batch.sequence_ids) * batch.action_mask
-
-
-# --- Turns of agents
-
-
-def gigpo(batch: Batch, *, omega: float, gamma: float, normalise: Literal["none", "std"]) -> Tensor:
-    """[N] A = (R - mean_g) / F + omega (Rs_k - mean_anchor) / F, with Rs_k = sum_{j>=k} gamma^(j-k) r_j. GiGPO (2505.10978).
-
-    R is the episode's reward, Rs_k the return from turn k on. An anchor is all turns of a group that begin in the same state,
-    at any time; a turn alone in its anchor gets 0 from it. F is 1, or the deviation + 1e-6. The ragged columns of the turns
-    give where each begins, what it earned and its state. Reward that no turn earned counts for the last turn.
-    """
-    if "turn_state" not in batch.ragged:
-        raise UserError(
-            "advantage gigpo compares the turns of a group that begin in the same state, and the environment reports none: give every "
-            "Turn a state (a text, equal for equal states), or use grpo"
-        )
-    trajectory_ids, rewards, groups = group_rewards(batch)
-    std = "group" if normalise == "std" else "none"
-    episode = group_normalised(rewards, groups, std, eps=1e-6)
-    turns = turns_of(batch)
-    trajectory = trajectory_ids[turns.sequence_of_turn]
-    states, num_states = compact_ids(batch.ragged["turn_state"].values)
-    anchors, num = compact_ids(groups.ids[trajectory] * num_states + states)
-    placed = token_rewards(batch) if "token_rewards" in batch.token else place_rewards(batch)
-    turn_rewards = segment_sum(placed[turns.token_indices], turns.turn_of_token, turns.num_turns)
-    returns = turn_returns(turn_rewards, trajectory, gamma)
-    step = group_normalised(returns, Groups(anchors, num), std, eps=1e-6, singleton="zero")
-    advantages = episode[trajectory] + omega * step
-    return advantages.new_zeros(batch.num_tokens).index_copy_(0, turns.token_indices, advantages[turns.turn_of_token])
-
-
-def turn_returns(rewards: Tensor, trajectory: Tensor, gamma: float) -> Tensor:
-    """[K] discounted return from each turn to the end of its trajectory; turns of a trajectory are in order."""
-    order = torch.argsort(trajectory, stable=True)
-    offsets = offsets_from_lengths(segment_count(trajectory, int(trajectory.max()) + 1))
-    return torch.empty_like(rewards).index_copy_(0, order, discount_cumsum(rewards[order], offsets, gamma))
 
 
 # --- Optimal token baseline

@@ -308,6 +308,70 @@ class GigpoAdvantage(AdvantageRecord):
     """F: 1, or the standard deviation + 1e-6."""
 
 
+class HgpoAdvantage(AdvantageRecord):
+    """Each turn of an agent relative to turns of its group with the same state, and more so with the same history of states."""
+
+    formula: ClassVar[str] = (
+        "A = sum_k w_k (Rs - mean of the cluster)/F, w_k ~ (k+1)^alpha; cluster k: turns of the group with the same last k states"
+    )
+    paper: ClassVar[str] = "HGPO (recipe of verl-agent)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "states")
+    name: Literal["hgpo"] = "hgpo"
+    history: int = Field(2, ge=0)
+    """Number of earlier states that may be compared too; 0 compares turns of the same state alone, as GiGPO does."""
+    alpha: float = Field(1.0, ge=0)
+    """How much more a longer common history counts; 0 weighs all clusters equally."""
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount per turn in the turn's return Rs."""
+    normalise: Literal["none", "std"] = "std"
+    """F: 1, or the cluster's population standard deviation + 1e-6."""
+    episode: bool = False
+    """Also compare the episode's reward with its group, as cluster 0."""
+
+
+class RebnAdvantage(AdvantageRecord):
+    """The return from each turn on, normalised over all turns of the batch."""
+
+    formula: ClassVar[str] = "A_k = (G_k - mean)/(std + 1e-9) over all turns of the batch, G_k = r_k + gamma G_{k+1}"
+    paper: ClassVar[str] = "ReBN of GEM (2510.01051)"
+    name: Literal["rebn"] = "rebn"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per turn."""
+
+
+class BilevelGaeAdvantage(AdvantageRecord):
+    """Generalised advantage estimation from turn to turn, and from token to token inside a turn."""
+
+    formula: ClassVar[str] = (
+        "Y_k = B_k + V(e_k), B_k = R_k + turn_gamma V(e_{k+1}) - V(e_k) + turn_gamma turn_lam B_{k+1}; "
+        "then GAE(gamma, lam) inside turn k with reward Y_k at its last token e_k"
+    )
+    paper: ClassVar[str] = "RAGEN (2504.20073), VAGEN (2510.16907)"
+    needs: ClassVar[tuple[str, ...]] = ("critic", "turns")
+    by_token: ClassVar[bool] = True
+    name: Literal["bilevel_gae"] = "bilevel_gae"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per action token inside a turn."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """The actor's lambda inside a turn."""
+    turn_gamma: float = Field(0.95, ge=0, le=1)
+    """Discount per turn."""
+    turn_lam: float | None = Field(None, ge=0, le=1)
+    """The actor's lambda between turns; null is lam."""
+    lam_critic: float | None = Field(None, ge=0, le=1)
+    """Both lambdas of the critic's targets; null is those of the actor."""
+    whiten: bool = True
+    """Whiten the advantages over all tokens in the loss."""
+    ddof: Ddof = 1
+    """The variance of whitening is divided by the number of tokens minus this."""
+
+    @model_validator(mode="after")
+    def _check_unused_options(self) -> BilevelGaeAdvantage:
+        if not self.whiten and self.ddof != 1:
+            raise ValueError("bilevel_gae: ddof belongs to the whitening, which is off: leave it out")
+        return self
+
+
 class SpoChainAdvantage(AdvantageRecord):
     """The increase of the Monte-Carlo value over the token's segment."""
 
@@ -379,6 +443,9 @@ ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     WinRateAdvantage,
     PrimeRlooAdvantage,
     GigpoAdvantage,
+    HgpoAdvantage,
+    RebnAdvantage,
+    BilevelGaeAdvantage,
     SpoChainAdvantage,
     SpoTreeAdvantage,
     DistillationAdvantage,

@@ -1,8 +1,9 @@
-"""Turns of agents: where their tokens are, what they earned, and GiGPO on the worked example of ALGORITHMS.md 4.14."""
+"""Turns of agents: where their tokens are, what they earned, and the advantages of turns on their worked examples."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.advantages.returns import turn_returns
+from burnish.algorithms.advantages.turns import turn_returns
 from burnish.algorithms.batch_columns import place_rewards, turns_of
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory, TurnSpan, chain_nodes, pack
-from tests.algorithms.functions_with_defaults import gae, gigpo
+from tests.algorithms.functions_with_defaults import bilevel_gae, gae, gigpo, hgpo, rebn
 
 Episode = list[tuple[str, int, float]]
 """Turns: the state, how many tokens were written, what they earned."""
@@ -152,3 +153,123 @@ def test_gigpo_equals_a_loop_over_turns(group: list[Episode], gamma: float, omeg
 def test_returns_of_turns_follow_their_trajectories() -> None:
     earned = torch.tensor([1.0, 0, 2, 0, 4], dtype=torch.float64)
     close(turn_returns(earned, torch.tensor([1, 0, 1, 0, 1]), 0.5).tolist(), [3.0, 0, 4, 0, 4])
+
+
+# --- Bi-level GAE, on the worked example of ALGORITHMS-2026.md N5.2 ---------------------------------------------------------
+
+
+def two_turns() -> Batch:
+    """Turns of three and two tokens with an observation between; values .5, .6, .4 and .3, .8; rewards .2 and 1."""
+    batch = pack([trajectory(0, [("a", 3, 0.2), ("b", 2, 1.0)])])
+    values = torch.full((batch.num_tokens,), math.nan, dtype=torch.float64)
+    values[batch.action_mask] = torch.tensor([0.5, 0.6, 0.4, 0.3, 0.8], dtype=torch.float64)
+    return batch.with_token(values=values)
+
+
+def at_actions(batch: Batch, values: Tensor) -> list[float]:
+    assert (values[~batch.action_mask] == 0).all()
+    return values[batch.action_mask].tolist()
+
+
+def test_bilevel_gae_on_the_worked_example() -> None:
+    batch = two_turns()
+    found = bilevel_gae(batch, lam=0.95, turn_gamma=0.9, whiten=False)
+    close(at_actions(batch, found.advantages), [0.533628, 0.45645, 0.691, 0.69, 0.2])
+    close(at_actions(batch, found.returns), [1.033628, 1.05645, 1.091, 0.99, 1])
+    whitened = bilevel_gae(batch, lam=0.95, turn_gamma=0.9).advantages
+    close(at_actions(batch, whitened), [0.095695, -0.284765, 0.871489, 0.866559, -1.548978])
+    monte_carlo = bilevel_gae(batch, turn_gamma=1.0, whiten=False)
+    close(at_actions(batch, monte_carlo.advantages), [0.7, 0.6, 0.8, 0.7, 0.2])
+    close(at_actions(batch, monte_carlo.returns), [1.2, 1.2, 1.2, 1, 1])
+    close(at_actions(batch, bilevel_gae(batch).returns), [1.15, 1.15, 1.15, 1, 1])
+    targets = bilevel_gae(batch, lam=0.95, turn_gamma=0.95, lam_critic=1.0).returns
+    close(at_actions(batch, targets), [1.15, 1.15, 1.15, 1, 1])
+
+
+turn = st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=3), *[st.floats(0, 1)] * 4)
+def test_bilevel_gae_equals_a_loop_over_turns_and_tokens(
+    played: list[list[list[tuple[float, float]]]], gamma: float, lam: float, turn_gamma: float, turn_lam: float
+) -> None:
+    """Tokens are (value, reward): rewards, such as a KL, may be on any token."""
+    batch = pack([trajectory(k, [("s", len(t), 0.0) for t in turns]) for k, turns in enumerate(played)])
+    cells = [cell for turns in played for tokens in turns for cell in tokens]
+    values, rewards = (torch.zeros(batch.num_tokens, dtype=torch.float64) for _ in range(2))
+    values[batch.action_mask] = torch.tensor([v for v, _ in cells], dtype=torch.float64)
+    rewards[batch.action_mask] = torch.tensor([r for _, r in cells], dtype=torch.float64)
+    expected = []
+    for turns in played:
+        following, found = (0.0, 0.0), []
+        for tokens in reversed(turns):
+            earned, own = sum(r for _, r in tokens), tokens[-1][0]
+            between = earned + turn_gamma * following[0] - own + turn_gamma * turn_lam * following[1]
+            following = (own, between)
+            ahead, later = 0.0, 0.0
+            for k in reversed(range(len(tokens))):
+                value, reward = tokens[k]
+                y = reward + (between + own - earned if k == len(tokens) - 1 else 0.0)
+                later = y + gamma * ahead - value + gamma * lam * later
+                ahead = value
+                found.append(later)
+        expected += found[::-1]
+    batch = batch.with_token(values=values, token_rewards=rewards)
+    options = {"gamma": gamma, "lam": lam, "turn_gamma": turn_gamma, "turn_lam": turn_lam}
+    close(at_actions(batch, bilevel_gae(batch, whiten=False, **options).advantages), expected, atol=1e-9)
+
+
+def test_bilevel_gae_of_one_turn_is_gae_and_of_turns_without_discount_the_return() -> None:
+    one = pack([trajectory(0, [("a", 4, 1.0)]), trajectory(1, [("a", 2, 0.5)])])
+    one = one.with_token(values=torch.linspace(-1, 1, one.num_tokens, dtype=torch.float64))
+    for name in ("advantages", "returns"):
+        level, plain = (getattr(f(one, gamma=0.9, lam=0.8), name) for f in (bilevel_gae, gae))
+        torch.testing.assert_close(level, plain, atol=1e-12, rtol=0)
+    several = two_turns()
+    exact = gae(several.with_token(token_rewards=place_rewards(several)), whiten=False)
+    torch.testing.assert_close(bilevel_gae(several, turn_gamma=1.0, whiten=False).returns, exact.returns)
+
+
+# --- ReBN and HGPO, on the worked examples of N5.3 and N5.4 -----------------------------------------------------------------
+
+
+def test_rebn_on_the_worked_example() -> None:
+    batch = batch_of(WORKED)  # returns .95, 1 | 0, 0, 0
+    got = by_turn(batch, rebn(batch, gamma=0.95))
+    close(got, [1.048057, 1.141634, -0.729897, -0.729897, -0.729897])
+    equal = batch_of([[("a", 2, 0.0), ("b", 1, 1.0)], [("a", 3, 1.0)]])
+    assert by_turn(equal, rebn(equal)) == [0, 0, 0]
+
+
+HISTORIES: list[Episode] = [
+    [("s0", 1, 0), ("s1", 2, 0), ("s2", 1, 1)],
+    [("s0", 2, 0), ("s1", 1, 0), ("s2", 1, 0)],
+    [("s3", 1, 0), ("s1", 1, 0.5)],
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"history": 2, "normalise": "none"}, [0.405, 0.443333, 0.5, -0.405, -0.456667, -0.5, 0, 0.033333]),
+        ({"history": 0, "normalise": "none"}, [0.405, 0.433333, 0.5, -0.405, -0.466666, -0.5, 0, 0.033333]),
+        ({"history": 2}, [0.999997, 1.070783, 0.999998, -0.999997, -1.106997, -0.999998, 0, 0.090535]),
+    ],
+)
+def test_hgpo_on_the_worked_example(options: dict[str, object], expected: list[float]) -> None:
+    batch = batch_of(HISTORIES)
+    close(by_turn(batch, hgpo(batch, gamma=0.9, **options)), expected, atol=2e-6)
+
+
+def test_hgpo_with_the_episode_as_the_widest_cluster() -> None:
+    """By hand: returns of episodes 1, 0, .5, so a_0 = .5, -.5, 0 with weight 1 beside weight 2 of the state's cluster."""
+    batch = batch_of(HISTORIES)
+    got = by_turn(batch, hgpo(batch, gamma=0.9, history=0, normalise="none", episode=True))
+    first = (0.5 + 2 * 0.405) / 3
+    close(got[:2] + got[6:], [first, (0.5 + 2 * 0.433333) / 3, 0, 0.033333], atol=2e-6)
+
+
+def test_hgpo_without_states_is_told_what_is_missing() -> None:
+    with pytest.raises(UserError, match="advantage hgpo compares the turns"):
+        hgpo(replace(two_turns(), ragged={}))
