@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from burnish.environments.chat_transitions import Renderings
 REASONING_VARIABLES = ("reasoning_content", "thinking", "reasoning")
 WORD = "FirstWord"
 JOINT = "\n\n"
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 Parse = Callable[[str], tuple[str, str | None, Sequence[Any]] | None]
 """Splits the text of an answer into content, reasoning and tool calls; None if the text is content alone. A call is a mapping with `name`,
@@ -37,6 +39,8 @@ class Traits:
     """It writes `tool_calls` of messages. Otherwise the text of a call is content."""
     takes_reasoning: bool
     """It reads the reasoning of a message apart from its content."""
+    needs_short_ids: bool = False
+    """Ids of calls must have nine letters and digits (Mistral's). Others are replaced."""
 
     def notes(self) -> list[str]:
         """Say how messages are changed for this template."""
@@ -65,7 +69,7 @@ class Traits:
                 if not self.has_tool_role or (self.alternates and not after_calls):
                     message = as_user(message)
                 else:
-                    message = _with_call(message, calls, num_results)
+                    message = self._with_call(message, calls, num_results)
                 num_results += 1
             elif role == "system" and not self.has_system:
                 if previous is None and not found:
@@ -89,19 +93,23 @@ class Traits:
             found.append({"role": "user", "content": system.strip()})
         return found
 
+    def _with_call(self, message: Message, calls: Sequence[Mapping[str, Any]], index: int) -> Message:
+        """Return the result of a tool with the id and the name of its call: the call of its id, or the call in the same place."""
+        if not calls:
+            return {**message, "tool_call_id": self.valid_id(message.get("tool_call_id"), index)}
+        own = [call for call in calls if call["id"] == message.get("tool_call_id")]
+        call = own[0] if own else calls[min(index, len(calls) - 1)]
+        return {"name": call["function"]["name"], **message, "tool_call_id": call["id"]}
+
+    def valid_id(self, identity: Any, index: int) -> str:
+        """Return an id that the template accepts: the given one if possible, else one made of an index."""
+        is_valid = bool(identity) and (not self.needs_short_ids or SHORT_ID.fullmatch(str(identity)) is not None)
+        return str(identity) if is_valid else call_id(index)
+
 
 def as_user(message: Message) -> Message:
     """Return the result of a tool as a user message."""
     return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-
-
-def _with_call(message: Message, calls: Sequence[Mapping[str, Any]], index: int) -> Message:
-    """Return the result of a tool with the id and the name of its call: the call of its id, or the call in the same place."""
-    if not calls:
-        return {"tool_call_id": call_id(index), **message}
-    own = [call for call in calls if call["id"] == message.get("tool_call_id")]
-    call = own[0] if own else calls[min(index, len(calls) - 1)]
-    return {"name": call["function"]["name"], **message, "tool_call_id": call["id"]}
 
 
 def find_traits(render: Renderings) -> Traits:
@@ -121,9 +129,10 @@ def find_traits(render: Renderings) -> Traits:
     # A template that writes any role as it is (Llama 3, SmolLM2) has a role for tools only if it mentions them.
     has_tool_role = (mentions("tool") or mentions("ipython")) and _writes(render, [user, before, result])
     alternates = not _writes(render, [user, {**again, "content": WORD}])
-    return Traits(
-        has_system, has_tool_role, alternates, takes_calls, any(mentions(name) for name in REASONING_VARIABLES)
-    )
+    long = {**called, "tool_calls": [tool_call("name", {"value": WORD}, "a-longer-identity")]}
+    needs_short_ids = takes_calls and not _writes(render, [user, long]) and not _writes(render, [user, long, again])
+    takes_reasoning = any(mentions(name) for name in REASONING_VARIABLES)
+    return Traits(has_system, has_tool_role, alternates, takes_calls, takes_reasoning, needs_short_ids)
 
 
 def _writes(render: Renderings, messages: list[Message]) -> bool:
@@ -141,7 +150,7 @@ def answer_message(text: str, clean: str, parse: Parse | None, traits: Traits, n
     """
     parsed = parse(text) if parse is not None else None
     content, reasoning, given = parsed if parsed is not None else (*split_reasoning(clean), ())
-    calls = [_call(call, num_calls + index) for index, call in enumerate(given)]
+    calls = [_call(call, num_calls + index, traits) for index, call in enumerate(given)]
     if calls and not traits.takes_calls:
         return {"role": "assistant", "content": clean}
     if reasoning is not None and not traits.takes_reasoning:
@@ -164,11 +173,12 @@ def split_reasoning(text: str) -> tuple[str, str | None]:
     return content.lstrip("\n"), thought.lstrip().removeprefix("<think>").strip("\n")
 
 
-def _call(call: Any, index: int) -> dict[str, Any]:
+def _call(call: Any, index: int, traits: Traits) -> dict[str, Any]:
     """Return a call of any accepted form as templates read it."""
 
     def get(source: Any, key: str) -> Any:
         return source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
 
     inner = get(call, "function") or call
-    return tool_call(str(get(inner, "name")), get(inner, "arguments") or {}, str(get(call, "id") or call_id(index)))
+    identity = traits.valid_id(get(call, "id"), index)
+    return tool_call(str(get(inner, "name")), get(inner, "arguments") or {}, identity)

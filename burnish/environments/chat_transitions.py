@@ -144,6 +144,7 @@ class TransitionTable:
     render: Renderings
     tools: Tools | None = None
     _made: dict[tuple[tuple[Shape, ...], Shape, tuple[Shape, ...]], Transition] = field(default_factory=dict)
+    _beginnings: dict[tuple[Shape, ...], tuple[str, str]] = field(default_factory=dict)
 
     def find(self, history: tuple[Shape, ...], answer: Shape, new: tuple[Shape, ...]) -> Transition:
         """Return the transition. Raises `UserError` if the template refuses such a conversation."""
@@ -152,6 +153,30 @@ class TransitionTable:
         if made is None:
             made = self._made[key] = self._make(history, answer, new)
         return made
+
+    def continued(self, shapes: tuple[Shape, ...], messages: Sequence[Message]) -> tuple[str, str] | None:
+        """Return what the template writes for messages behind a conversation of these shapes, and the opening of the next turn.
+
+        None if it would change the conversation before them, or if the text must be tokenised together with what stands before it.
+        """
+        found = self._beginnings.get(shapes)
+        if found is None:
+            closed, opened = (self.render(stand_ins(shapes), self.tools, opens=opens) for opens in (False, True))
+            opening = opened[len(closed) :] if opened.startswith(closed) else opened
+            found = self._beginnings[shapes] = (closed, opening)
+        beginning, opening = found
+        whole = self.render([*stand_ins(shapes), *messages], self.tools)
+        if not whole.startswith(beginning) or not whole.endswith(opening):
+            return None
+        added = whole[len(beginning) : len(whole) - len(opening)]
+        if not added or not self._may_split(beginning, added) or not self._may_split(added, opening):
+            return None
+        return added, opening
+
+    def _may_split(self, left: str, right: str) -> bool:
+        """Return whether two texts have the same tokens apart as together, because a control token stands between them."""
+        tokenizer = self.render.tokenizer
+        return not right or tokenizer.find_control(right) == 0 or tokenizer.ends_with_control(left)
 
     def _make(self, history: tuple[Shape, ...], answer: Shape, new: tuple[Shape, ...]) -> Transition:
         render, tools = self.render, self.tools

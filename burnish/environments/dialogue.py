@@ -36,6 +36,8 @@ History = Literal["as_template", "keep"]
 MAX_CACHED_PROMPTS = 1024
 MAX_OVERLAP = 8
 """Tokens at the end of an answer that may also stand at the start of what the template writes behind it."""
+UNREAD: Message = {"role": "assistant", "content": ""}
+"""Stands for an answer that was not decoded."""
 PROBE_TOOLS: Tools = (
     {
         "type": "function",
@@ -259,8 +261,11 @@ class Conversation:
         """Turns at which the template would rewrite what was read: branches, or where `keep` differs from the template."""
         self._renderer, self._shapes, self._tools = renderer, shapes, tools
         self._table = renderer._table(tools) if renderer.is_chat else None
-        self._messages: list[Message | tuple[int, ...]] = list(messages)
-        """The history. Answers are token ids until a branch needs their text."""
+        self._messages: list[Message] = list(messages)
+        self._answers: dict[int, tuple[int, ...]] = {}
+        """The tokens of the answers, by their places in `_messages`. Answers are decoded only where the template depends on their text."""
+        self._root: Root | None = Root((), shapes, len(messages))
+        """None once the template has changed the text of a root: then all of the conversation is rendered for each branch."""
         self._unfinished: tuple[int, ...] = ()
         """Tokens of the assistant's turn before the next completion, where `append_text` continued it."""
         self._num_calls = 0
@@ -291,7 +296,8 @@ class Conversation:
                 renderer.traits.fitted(_without_tools(messages), {"role": "assistant"}),
             )
             transition, shapes = self._transition(answer, new)
-        self._messages += [said if answer is None else answer, *new]
+        self._answers[len(self._messages)] = said
+        self._messages += [UNREAD if answer is None else answer, *new]
         self._shapes = shapes
         if not transition.appends:
             self.num_rewrites += 1
@@ -319,13 +325,40 @@ class Conversation:
         return self._table.find(self._shapes, said, shapes), self._renderer.grown(self._shapes, said, shapes)
 
     def _rendered(self) -> tuple[int, ...]:
-        """Return the tokens of the whole conversation as the template writes it."""
-        renderer = self._renderer
-        for index, message in enumerate(self._messages):
-            if isinstance(message, tuple):
-                self._messages[index] = renderer.answer(message, 0)
-        messages = [message for message in self._messages if not isinstance(message, tuple)]
-        return tuple(renderer.tokenizer.encode(renderer.render(messages, self._tools)))
+        """Return the tokens of the whole conversation as the template writes it, from the root of a branch.
+
+        Where the template keeps the text of the last root, only the messages since then are rendered and tokenised.
+        """
+        assert self._table is not None
+        renderer, root = self._renderer, self._root
+        encode = renderer.tokenizer.encode
+        for index, tokens in self._answers.items():
+            if self._messages[index] is UNREAD:
+                self._messages[index] = renderer.answer(tokens, 0)
+        try:
+            added = root and self._table.continued(root.shapes, self._messages[root.num_messages :])
+            if root and added:
+                if not root.tokens:
+                    opening = renderer.render(self._messages[: root.num_messages], self._tools, opens=False)
+                    root = Root(tuple(encode(opening)), root.shapes, root.num_messages)
+                self._root = Root((*root.tokens, *encode(added[0])), self._shapes, len(self._messages))
+                return (*self._root.tokens, *encode(added[1]))
+            self._root = None
+            return tuple(encode(renderer.render(self._messages, self._tools)))
+        except UserError:  # the template refuses something in a message, such as a number as the name of a tool
+            answers = {index: renderer.plain_answer(tokens) for index, tokens in self._answers.items()}
+            plain = [answers.get(index, message) for index, message in enumerate(self._messages)]
+            fitted = renderer.traits.fitted(_without_tools(plain))
+            return tuple(encode(renderer.render(fitted, self._tools)))
+
+
+@dataclass(frozen=True)
+class Root:
+    """The beginning of the last branch, which the template keeps: its tokens without the opening of the assistant's turn."""
+
+    tokens: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    num_messages: int
 
 
 def _without_tools(messages: Sequence[Message]) -> list[Message]:

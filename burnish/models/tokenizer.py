@@ -338,6 +338,10 @@ class Tokenizer:
         vocabulary = self._inner.get_vocab()
         return frozenset(vocabulary[name] for name in names if name in vocabulary) & self._special_ids
 
+    def ends_with_control(self, text: str) -> bool:
+        """Whether a rendered text ends with a control token."""
+        return text.endswith(tuple(self._control.names))
+
     def has_same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every token id stands for the same text in both, so that ids of one are valid for the other's model."""
         return bool(self._inner.get_vocab() == other._inner.get_vocab()) and self._special_ids == other._special_ids
