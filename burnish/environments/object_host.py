@@ -21,6 +21,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
+from burnish.environments.base import End, Environment, Observation
 from burnish.environments.wire import (
     NO_REQUEST,
     CallFailed,
@@ -30,6 +31,8 @@ from burnish.environments.wire import (
     encode_value,
 )
 
+RETURNS: dict[str, tuple[type, ...]] = {"start": (Observation,), "step": (Observation, End), "end": (End,)}
+"""What the methods of an `Environment` return."""
 MAX_TRACEBACK_CHARS = 8_000
 MAX_MESSAGE_CHARS = 2_000
 THREAD_STACK_BYTES = 1 << 20
@@ -162,7 +165,7 @@ class ObjectHost:
                 raise ValueError(f"unknown request {what!r}")
             return {"value": None}
         except UserError as error:
-            return {"user_error": str(error)}
+            return {"user_error": f"{error}{_memory_hint(str(error))}"}
         except CallFailed as failed:
             return self._failed_reply(failed)
         except Exception as error:  # noqa: BLE001 - a request without a reply would wait for ever
@@ -203,12 +206,21 @@ class ObjectHost:
         value = found
         if callable(found):
             value = await self._run(found, name, request, *arguments)
+            self._check_kind(target, method, value)
         try:
             return encode_value(value, f"what {name} returned", self._max_reply_bytes)
         except UnsendableValue as error:
             raise CallFailed("bad_reply", str(error)) from error
         except Exception as error:  # the value's own code may raise anything
             raise _failure(f"what {name} returned cannot be read", error, "bad_reply") from error
+
+    def _check_kind(self, target: Any, method: str, value: Any) -> None:
+        """Refuse what is not of the record that the method of an environment must return."""
+        expected = RETURNS.get(method) if isinstance(target, Environment) else None
+        if expected is not None and not isinstance(value, expected):
+            wanted = " or ".join(kind.__name__ for kind in expected)
+            found = f"{type(target).__name__}.{method} returned {type(value).__name__}"
+            raise CallFailed("bad_reply", f"{found}; it must return {wanted} (burnish.environments.base)")
 
     async def _close(self, request: dict[str, Any]) -> None:
         """Call the object's own `close`, and forget the object unless it `is_kept` and could be closed."""
@@ -294,6 +306,14 @@ def _takes_base(factory: Any) -> bool:
         return False
 
 
+def _memory_hint(text: str) -> str:
+    """What to do about an error that comes from the memory limit; a library that does not fit raises an ImportError."""
+    signs = ("MemoryError", "failed to map segment", "annot allocate memory", "can't start new thread")
+    if not any(sign in text for sign in signs):
+        return ""
+    return "; environment.memory_gib limits the address space of a worker process with all its episodes: raise it"
+
+
 def _failure(name: str, error: BaseException, kind: FailureKind = "raised") -> CallFailed:
     """What a method raised, with its traceback from the first frame outside of this file."""
     trace: types.TracebackType | None = error.__traceback__
@@ -304,6 +324,5 @@ def _failure(name: str, error: BaseException, kind: FailureKind = "raised") -> C
         frames = "".join(traceback.format_exception(type(error), error, trace))
     except Exception as second:  # noqa: BLE001 - an exception whose own text cannot be made
         text, frames = f"{type(error).__name__} (its text raises {type(second).__name__})", ""
-    if isinstance(error, MemoryError):
-        text += " (environment.memory_gib limits the memory of a worker process and all episodes in it)"
+    text += _memory_hint(text)
     return CallFailed(kind, f"{name}: {text}"[:MAX_MESSAGE_CHARS], frames[-MAX_TRACEBACK_CHARS:])

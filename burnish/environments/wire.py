@@ -32,6 +32,59 @@ _FIELDS = {record: tuple(f.name for f in fields(record)) for record in RECORDS.v
 _TUPLE_FIELDS = {"messages", "tools", "stop", "events"}
 """Fields of records that are tuples; JSON has lists."""
 
+_RETURNED = (Observation, End, Event, ToolResult)
+"""Records that user code makes. Their fields are checked, because a wrong one would fail in the runner, far from its cause."""
+
+
+_NEVER_NONE = {(ToolResult, "text"), (Observation, "reward")}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(item) for item in value.values())
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in value
+    )
+
+
+def _are(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "messages": ("a tuple of messages with a role each, or None", _or_none(_are_messages)),
+    "text": ("a text", _or_none(_is_text)),
+    "reward": ("a number", _or_none(_is_number)),
+    "rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
+    "metrics": ("a dictionary of numbers", _are_numbers),
+    "state": ("a text or None", _or_none(_is_text)),
+    "role": ("a text or None", _or_none(_is_text)),
+    "tools": ("a tuple of JSON schemas, or None", _or_none(_are(dict))),
+    "stop": ("a tuple of texts, or None", _or_none(_are(str))),
+    "success": ("a boolean or None", _or_none(lambda value: isinstance(value, bool))),
+    "new_conversation": ("a boolean", lambda value: isinstance(value, bool)),
+    "events": ("a tuple of `Event`", _are(dict)),
+    "kind": ("a text", _is_text),
+    "what": ("a text", _is_text),
+    "message": ("a text", _is_text),
+    "traceback": ("a text", _is_text),
+}
+"""For each field of a record that user code makes: what it must be in words, and the check of its encoded value."""
+
 FailureKind = Literal["raised", "timed_out", "died", "bad_reply"]
 
 
@@ -83,14 +136,24 @@ class _Encoder:
             return [self.encode(item, f"{place}[{k}]", depth + 1) for k, item in enumerate(value)]
         if isinstance(value, Mapping):
             return self.mapping(value, place, depth)
-        if type(value) in _FIELDS:
-            record: dict[str, Any] = {RECORD: type(value).__name__}
-            for name in _FIELDS[type(value)]:
-                record[name] = self.encode(getattr(value, name), f"{place}.{name}", depth + 1)
-            return record
+        for kind in _FIELDS:
+            if isinstance(value, kind):
+                return self.record(value, kind, place, depth)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of numpy or torch
             return self.encode(value.item(), place, depth + 1)
         raise UnsendableValue(f"{place} is of type {_type_name(value)}; {_advice(value)}")
+
+    def record(self, value: Any, kind: type[Any], place: str, depth: int) -> dict[str, Any]:
+        encoded: dict[str, Any] = {RECORD: kind.__name__}
+        for name in _FIELDS[kind]:
+            encoded[name] = item = self.encode(getattr(value, name), f"{place}.{name}", depth + 1)
+            if kind in _RETURNED:
+                expected, is_right = FIELD_CHECKS[name]
+                if not is_right(item) or (item is None and (kind, name) in _NEVER_NONE):
+                    raise UnsendableValue(
+                        f"{place}.{name} is of type {_type_name(getattr(value, name))}; it must be {expected}"
+                    )
+        return encoded
 
     def add(self, size: int) -> None:
         self.size += size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import math
 import os
 import signal
@@ -27,8 +26,6 @@ import burnish
 from burnish.environments.wire import MARK, MAX_REPLY_BYTES, NO_REQUEST, MessageReader, frame
 from burnish.run.supervisor.processes import STACKS_SIGNAL, is_stopped, out_of_memory_kills
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 60.0
 HEARTBEAT_S = 1.0
 """How often a worker with unanswered requests is asked whether it is alive."""
@@ -40,7 +37,7 @@ OUTPUT_WAIT_S = 0.5
 """How long to wait for the last output of a process, or for the stacks it was asked for."""
 NUM_OUTPUT_LINES = 20
 MAX_LINE_CHARS = 500
-MAX_LOGGED_LINES = 10_000
+MAX_LOGGED_LINES = 100_000
 OWN_FRAMES = (
     "/asyncio/",
     "/threading.py",
@@ -64,6 +61,8 @@ class WorkerLimits:
     max_reply_bytes: int = MAX_REPLY_BYTES
     unresponsive_s: float = 30.0
     """A worker whose event loop does not answer for so long is killed."""
+    log: str | None = None
+    """File to which the output of user code is appended. Without it, only error messages show the last lines."""
 
 
 class WorkerGone(Exception):
@@ -102,12 +101,13 @@ class _Pending:
 
 
 class _Output(asyncio.Protocol):
-    """Reads what a process prints: logs it up to a limit, and keeps the last lines for error messages."""
+    """Reads what a process prints: writes it to the log up to a limit, and keeps the last lines for error messages."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, log: str | None) -> None:
         self.lines: deque[str] = deque(maxlen=NUM_OUTPUT_LINES)
         self.ended = asyncio.get_running_loop().create_future()
         self._number = number
+        self._log = open(log, "ab", 0) if log is not None else None  # noqa: SIM115 - closed with the connection
         self._part = b""
         self._num_logged = 0
         self._are_stacks = False
@@ -117,10 +117,17 @@ class _Output(asyncio.Protocol):
         self._part = self._part[:MAX_LINE_CHARS]  # a line without end must not fill the runner's memory
         for line in complete:
             self._add(line)
+        if self._log is not None and complete and self._num_logged < MAX_LOGGED_LINES:
+            self._num_logged += len(complete)
+            if self._num_logged >= MAX_LOGGED_LINES:
+                complete = [f"more than {MAX_LOGGED_LINES} lines of this process; the rest is not logged".encode()]
+            self._log.write(b"".join(b"%d| %s\n" % (self._number, line[:MAX_LINE_CHARS]) for line in complete))
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._part:
             self._add(self._part)
+        if self._log is not None:
+            self._log.close()
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -137,13 +144,6 @@ class _Output(asyncio.Protocol):
         if self._are_stacks and (not text or any(part in text for part in OWN_FRAMES)):
             return
         self.lines.append(text)
-        self._num_logged += 1
-        if self._num_logged <= MAX_LOGGED_LINES:
-            logger.info("environment worker %d: %s", self._number, text)
-        if self._num_logged == MAX_LOGGED_LINES:
-            logger.warning(
-                "environment worker %d: more than %d lines; the rest is not logged", self._number, MAX_LOGGED_LINES
-            )
 
 
 class WorkerLink(asyncio.Protocol):
@@ -162,7 +162,7 @@ class WorkerLink(asyncio.Protocol):
         self._pending: dict[int, _Pending] = {}
         self._reader = MessageReader(self._receive, 2 * limits.max_reply_bytes + (1 << 20))
         self._transport: asyncio.WriteTransport | None = None
-        self._output = _Output(number)
+        self._output = _Output(number, limits.log)
         self._output_transport: asyncio.BaseTransport | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None

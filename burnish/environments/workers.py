@@ -23,13 +23,15 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from burnish.config.errors import UserError
 from burnish.environments.wire import CallFailed, FailureKind, UnsendableValue, decode_value, encode_value
 from burnish.environments.worker_link import Link, WorkerGone, WorkerLimits, start_worker
 
 __all__ = ["CallFailed", "ObjectSpec", "ObjectWorkers", "RemoteObject", "WorkerLimits"]
+
+T = TypeVar("T")
 
 MAX_FAILED_STARTS = 3
 MAX_ABANDONED = 8
@@ -128,10 +130,14 @@ class RemoteObject:
         except UnsendableValue as error:
             raise TypeError(f"{self.spec.path}: {error}") from error
         try:
-            return decode_value(await self._pool._request(self._worker, message, deadline_s or self._pool.deadline_s))
-        except CallFailed:
+            value = await self._pool._request(self._worker, message, deadline_s or self._pool.deadline_s)
+        except BaseException:
             self._is_reusable = False  # its state is unknown, and a thread may still be using it
             raise
+        try:
+            return decode_value(value)
+        except (LookupError, TypeError) as error:  # only user code that writes to the socket can cause it
+            raise CallFailed("bad_reply", f"{self.spec.path}: {method}: {error}") from error
 
     async def close(self) -> None:
         """Call the object's own `close` and free it. A second call does nothing, and so does one after the worker's death.
@@ -140,7 +146,8 @@ class RemoteObject:
         """
         if not self._is_closed:
             self._is_closed = True
-            await self._pool._close(self, self._worker, self._number, self._is_reusable)
+            pool = self._pool  # a cancelled caller must not leave an object behind
+            await asyncio.shield(pool._task(pool._close(self, self._worker, self._number, self._is_reusable)))
 
 
 class ObjectWorkers:
@@ -175,7 +182,8 @@ class ObjectWorkers:
         self._failed_starts = 0
         self._fatal: UserError | None = None
         self._is_closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._following: set[asyncio.Task[None]] = set()
 
     def counters(self) -> dict[str, int]:
         """Counts since the start: processes (`started`, `restarts`), objects (`opened`, `reused`), failed calls (`timed_out`, `died`)."""
@@ -192,10 +200,21 @@ class ObjectWorkers:
             reused = RemoteObject(self, idle.worker, idle.number, spec, is_reusable)
             idle.worker.open_objects.add(reused)
             return reused
+        try:
+            options = encode_value(spec.options, "options", MAX_REQUEST_BYTES)
+        except UnsendableValue as error:
+            raise UserError(f"{spec.path}: {error}") from error
+        opening = self._task(self._build(spec, options, is_reusable))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._close_unused)
+            raise
+
+    async def _build(self, spec: ObjectSpec, options: Any, is_reusable: bool) -> RemoteObject:
         worker = await self._ready_worker()
         try:
             number = next(self._numbers)
-            options = encode_value(spec.options, "options", MAX_REQUEST_BYTES)
             message = {"do": "open", "object": number, "path": spec.path, "options": options, "base": spec.base}
             await self._request(worker, message, self.open_deadline_s)
             opened = RemoteObject(self, worker, number, spec, is_reusable)
@@ -205,6 +224,11 @@ class ObjectWorkers:
             self._drain_if_needed(worker)
         self._counters["opened"] += 1
         return opened
+
+    def _close_unused(self, opening: asyncio.Task[RemoteObject]) -> None:
+        """Close an object whose `open` was cancelled meanwhile."""
+        if not opening.cancelled() and opening.exception() is None:
+            self._task(opening.result().close()).add_done_callback(lambda closing: closing.exception())
 
     async def aclose(self) -> None:
         """Close the objects that are open, for a few seconds, and end all processes."""
@@ -222,8 +246,15 @@ class ObjectWorkers:
                 link = await worker.link()
                 link.kill("was ended with the pool")
                 await link.gone
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._following)
         self._workers, self._draining = [], set()
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something to its end, even if nothing waits for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- processes -----------------------------------------------------------------------------------------------------
 
@@ -253,9 +284,8 @@ class ObjectWorkers:
     def _add_worker(self) -> None:
         worker = _Worker(self._start(next(self._worker_numbers), self.limits))
         self._workers.append(worker)
-        task = asyncio.create_task(self._follow(worker))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._following.add(task := self._task(self._follow(worker)))
+        task.add_done_callback(self._following.discard)
 
     async def _follow(self, worker: _Worker) -> None:
         """Wait for the start and the end of a process, and replace it."""

@@ -93,11 +93,15 @@ def test_scalars_of_numpy_become_numbers() -> None:
         ({"a": {1}}, "the value['a'] is of type set; make a sorted list"),
         ([float("inf")], "the value[0] is inf; a number must be finite"),
         ({1: 2}, "the value has the key 1 of type int"),
-        (End(text=3.0, reward=object()), "the value.reward is of type object; only texts"),  # type: ignore[arg-type]
+        (End(reward=object()), "the value.reward is of type object; only texts"),  # type: ignore[arg-type]
+        (End(reward="1"), "the value.reward is of type str; it must be a number"),  # type: ignore[arg-type]
+        (Observation(text=["a"]), "the value.text is of type list; it must be a text"),  # type: ignore[arg-type]
+        (Observation(({"content": "x"},)), "the value.messages is of type tuple; it must be a tuple of messages"),
+        (ToolResult(None), "the value.text is of type NoneType; it must be a text"),  # type: ignore[arg-type]
         ("x" * 2000, "the value has more than 0.0009"),
         (1 << 5000, "the value is an integer of 5001 bits"),
     ],
-    ids=["bytes", "set", "infinite", "key", "field", "long", "integer"],
+    ids=["bytes", "set", "infinite", "key", "object", "reward", "text", "messages", "result", "long", "integer"],
 )
 def test_what_is_not_plain_is_refused_with_its_place_and_type(value: Any, words: str) -> None:
     with pytest.raises(wire.UnsendableValue, match="^" + words.replace("[", r"\[")):
@@ -138,7 +142,6 @@ def test_an_episode_is_played_in_a_worker(run: Any, shared: ObjectWorkers) -> No
             assert await game.call("start", EPISODE) == Observation(text="rows/1#0.0", metrics={"seed": 5.0})
             assert await game.call("step", Answer("a", "<a>")) == Observation(text="<a>")
             assert await game.call("step", Answer("end", "end")) == End(reward=2.0)
-            assert await game.call("end", "turns") == End()
             facts = await game.call("facts")
             assert facts["base"] == HERE  # a class that takes `base` gets the folder of relative paths
             assert facts["pid"] != os.getpid()
@@ -164,7 +167,7 @@ def test_a_class_that_knows_nothing_of_burnish_is_hosted(run: Any, shared: Objec
         ("raises_async", "raised", "Counter.raises_async: KeyError: 'lost'"),
         ("exits", "raised", "Counter.exits: SystemExit: 3"),
         ("exits_async", "raised", "Counter.exits_async: SystemExit: 3"),
-        ("allocates", "raised", "Counter.allocates: MemoryError:  (environment.memory_gib limits"),
+        ("allocates", "raised", "Counter.allocates: MemoryError: ; environment.memory_gib limits"),
         ("missing", "raised", "Counter has no method 'missing'"),
         ("hangs", "timed_out", "Counter.hangs did not return in 0.05 s"),
         ("hangs_async", "timed_out", "Counter.hangs_async did not return in 0.05 s"),
@@ -172,6 +175,7 @@ def test_a_class_that_knows_nothing_of_burnish_is_hosted(run: Any, shared: Objec
         ("returns_bytes", "bad_reply", "what Counter.returns_bytes returned is of type bytes"),
         ("returns_nan", "bad_reply", "what Counter.returns_nan returned.reward is nan"),
         ("returns_object", "bad_reply", "what Counter.returns_object returned[1] is of type _thread.lock"),
+        ("end", "bad_reply", "Counter.end returned str; it must return End"),
         ("returns_much", "bad_reply", "the value has more than 16 MiB"),
     ],
 )
@@ -212,12 +216,37 @@ def test_a_task_past_its_deadline_is_cancelled_and_a_thread_is_left_behind(run: 
     run(scenario())
 
 
-def test_output_and_forks_of_user_code_do_not_reach_the_wire(run: Any, shared: ObjectWorkers) -> None:
+def test_output_and_forks_of_user_code_reach_the_log_and_not_the_wire(run: Any, tmp_path: Path) -> None:
+    log = tmp_path / "workers.log"
+
     async def scenario() -> None:
-        async with opened(shared, 1) as (game,):
+        workers = ObjectWorkers(1, WorkerLimits(log=str(log)))
+        async with opened(workers, 1) as (game,):
             assert await game.call("prints") == 5
             assert await game.call("forks") > 0
             assert await game.call("echo", 1) == 1
+        await workers.aclose()
+
+    run(scenario())
+    lines = log.read_text().splitlines()
+    assert len(lines) == 2001
+    assert lines[1999] == "0| 1999 " + "y" * 495
+    assert lines[2000] == '0| {"id": 0}'
+
+
+def test_an_object_whose_opening_is_cancelled_is_closed(run: Any, shared: ObjectWorkers) -> None:
+    async def scenario() -> None:
+        before = shared.counters()["opened"]
+        opening = asyncio.create_task(shared.open(COUNTER))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        while left := shared._tasks - shared._following:  # the opening, then the closing
+            await asyncio.wait(left)
+            await asyncio.sleep(0)
+        assert shared.counters()["opened"] == before + 1
+        assert not shared._workers[0].open_objects
 
     run(scenario())
 

@@ -92,6 +92,9 @@ class Counter(Environment):
     def returns_object(self) -> list[Any]:
         return [1, threading.Lock()]
 
+    async def end(self, reason: str = "") -> Any:
+        return "the end"
+
     def returns_much(self) -> str:
         return "x" * 50_000_000
 
