@@ -67,8 +67,8 @@ def function_schema(function: Any, where: str) -> dict[str, Any]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             raise UserError(
-                f"tool {where}: parameter {str(parameter)!r} of {function.__name__} cannot be described in a schema; "
-                "a tool takes named parameters only"
+                f"tool {where}: parameter {parameter.name!r} of {function.__name__} is {parameter.kind.description}, which a schema cannot "
+                "describe; a tool takes named parameters only"
             )
         if parameter.annotation is inspect.Parameter.empty:
             raise UserError(

@@ -104,17 +104,20 @@ class McpServer:
     async def list_tools(self) -> list[dict[str, Any]]:
         """The schemas of the server's tools; UserError if it does not start. It must come before `make_tools`."""
         if self._schemas is None:
-            connection = _Connection(self)
+            connection = self._least_busy() if self.is_shared else _Connection(self)
+            is_kept = False
             try:
                 session = await connection.open()
                 async with asyncio.timeout(self.start_timeout_s):
                     listed = await _list_all(session)
+                is_kept = self.is_shared
             except McpServerDied as error:
                 raise UserError(str(error)) from error
             except TimeoutError as error:
                 raise UserError(f"{self.where}: it did not list its tools in {self.start_timeout_s:g} s") from error
             finally:
-                await connection.close()
+                if not is_kept:
+                    await connection.close()
             names = [tool.name for tool in listed]
             for name in self._wanted or ():
                 if name not in names:

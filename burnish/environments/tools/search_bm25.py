@@ -94,19 +94,21 @@ class SearchBM25(Tool):
 class BM25Index:
     """The index of a corpus, built on first use."""
 
+    _file = -1
+
     def __init__(self, corpus: Path, k1: float = 0.9, b: float = 0.4, cache: Path | None = None) -> None:
         if not corpus.is_file():
             raise UserError(f"BM25 search: there is no corpus {corpus}")
         if k1 < 0 or not 0 <= b <= 1:
             raise UserError(f"BM25 search: k1 must be 0 or more and b from 0 to 1, not {k1} and {b}")
-        self._bm25s = import_bm25s()
+        self._bm25s, self._corpus = import_bm25s(), corpus
         folder = cache or corpus.with_name(corpus.name + ".bm25")
         with _locked(folder):
             if not _is_current(folder, corpus, k1, b):
                 _build(self._bm25s, folder, corpus, k1, b)
             self._retriever = self._bm25s.BM25.load(str(folder), mmap=True)
             self._offsets = np.load(folder / OFFSETS_FILE, mmap_mode="r")
-            self._corpus = os.open(corpus, os.O_RDONLY)
+            self._file = os.open(corpus, os.O_RDONLY)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -129,17 +131,19 @@ class BM25Index:
 
     def _passage(self, number: int, score: float) -> Passage:
         begin, end = int(self._offsets[number]), int(self._offsets[number + 1])
-        return passage_of(json.loads(os.pread(self._corpus, end - begin, begin)), f"passage {number}", score)
+        try:
+            return passage_of(json.loads(os.pread(self._file, end - begin, begin)), f"passage {number}", score)
+        except ValueError as error:
+            raise RuntimeError(f"the corpus {self._corpus} was changed while it was in use: {error}") from error
 
     def close(self) -> None:
         """Close the corpus file."""
-        if self._corpus >= 0:
-            os.close(self._corpus)
-            self._corpus = -1
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_corpus"):
-            self.close()
+        self.close()
 
 
 # --- building --------------------------------------------------------------------------------------------------------
