@@ -402,6 +402,17 @@ MOVES: dict[str, list[Move]] = {
     "ZeroSignalFilter.metric": listed("filters", "zero_signal", "metric", "accuracy", shaping=["lcpo_exact"]),
     "DifficultyBandFilter.low": listed("filters", "difficulty_band", "low", 0.4),
     "DifficultyBandFilter.high": listed("filters", "difficulty_band", "high", 0.4),
+    "SnrFilter.mode": [
+        move
+        for mode in (
+            "softmax",
+            "top",
+            "relative",
+        )  # there are two groups with a spread, so each differs from linear alone
+        for move in listed("filters", "snr", "mode", mode, options={"share": 0.55})
+    ],
+    "SnrFilter.share": listed("filters", "snr", "share", 0.5),
+    "SnrFilter.slack": listed("filters", "snr", "slack", 1.0),
     "CppoFilter.prune": listed("filters", "cppo", "prune", 0.25),
     "TreeEdgesFilter.most": listed("filters", "tree_edges", "most", 2, 3, advantage="spo_tree", **TREES),
     "ProbMaskFilter.below": listed("filters", "prob_mask", "below", 0.2),
@@ -523,6 +534,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "filters": {name: {"filters": [name]} for name in FUNCTIONS["filters"]}
     | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}}
+    | {"snr": {"filters": [{"name": "snr", "share": 0.5}]}}
     | {"tree_edges": {"filters": ["tree_edges"], "advantage": "spo_tree", **TREES}}
     | {"pairs": {**BARE, "advantage": "none", "loss": "simpo", "filters": ["pairs"]}},
     "shaping": {name: {"shaping": [name], "advantage": "reinforce"} for name in SHAPERS if name != "stop_properly"}

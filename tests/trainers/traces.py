@@ -55,6 +55,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seq_prod": {"ratio": "seq_prod", "kl": KL},
     "token-sum": {"aggregation": "token-sum", "kl": KL},
     "overlong": {"filters": ["overlong"], "kl": KL},
+    "snr": {"filters": [{"name": "snr", "share": 0.5}], "kl": KL},
     "repetition": {"shaping": [{"name": "repetition", "ngram": 1}], "kl": KL},
     "stop_properly": {"shaping": ["stop_properly"], "kl": KL},
     "iterate": {"kl": {**KL, "reference": {"name": "iterate", "every": 400}}},

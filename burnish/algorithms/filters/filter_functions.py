@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.spo import tokens_of_segments
 from burnish.algorithms.batch_columns import (
+    Groups,
     first_index,
     is_truncated,
     lexsort,
@@ -34,6 +35,9 @@ from burnish.core.segments import (
     segment_min,
     segment_sum,
 )
+
+MIN_SPREAD = 1e-10
+"""Rewards whose standard deviation is at most this are equal."""
 
 # --- Group filters, before advantages: [S] bool, the same for all samples of a prompt; True is kept
 #
@@ -71,10 +75,42 @@ def truncation(batch: Batch) -> Tensor:
     return (segment_max(batch.sequence["truncated"].double(), groups, num) == 0)[groups]
 
 
+def snr(batch: Batch, *, mode: Literal["linear", "softmax", "top", "relative"], share: float, slack: float) -> Tensor:
+    """[S] bool: keep the groups of largest reward spread, which have the highest signal-to-noise ratio. RAGEN-2 (2604.06268).
+
+    The spread s_g is the sample standard deviation of the group's rewards, one per trajectory. Groups are taken in order of
+    falling spread, ties in the order of the batch, and only if s_g > 0.
+
+    - linear: while the sum of the spreads taken so far is below share * (sum of all) - slack.
+    - softmax: the fewest groups whose softmax(s) add up to `share`.
+    - top: the ceil(share * number of groups) first ones.
+    - relative: those with s_g >= share * (largest s).
+    """
+    trajectory_ids, group_of_trajectory = trajectory_groups(batch)
+    of_sequence, num = compact_ids(batch.sequence["group_ids"])
+    rewards = segment_mean(batch.sequence["reward"], trajectory_ids, group_of_trajectory.numel())
+    groups = Groups(group_of_trajectory, num)
+    deviation = groups.deviation(rewards - groups.mean(rewards)).masked_fill(groups.is_constant(rewards), 0)
+    spread = deviation[first_index(group_of_trajectory, num)]  # [G]
+    ordered, order = spread.sort(descending=True, stable=True)
+    if mode == "linear":
+        taken = ordered.cumsum(0) - ordered < share * ordered.sum() - slack
+    elif mode == "softmax":
+        probabilities = ordered.softmax(0)
+        taken = probabilities.cumsum(0) - probabilities < share - 1e-12  # rounding must not take one group more
+    elif mode == "top":
+        taken = torch.arange(num, device=order.device) < math.ceil(share * num - 1e-9)
+    else:
+        taken = ordered >= share * ordered[0]
+    keep = torch.zeros_like(taken).index_copy(0, order, taken & (ordered > MIN_SPREAD))
+    return keep[of_sequence]
+
+
 GROUP_FILTERS: dict[str, Callable[..., Tensor]] = {
     "zero_signal": zero_signal,
     "difficulty_band": difficulty_band,
     "truncation": truncation,
+    "snr": snr,
 }
 """The function of each group filter."""
 

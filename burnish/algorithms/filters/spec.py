@@ -69,6 +69,33 @@ class TruncationFilter(FilterRecord):
     name: Literal["truncation"] = "truncation"
 
 
+class SnrFilter(FilterRecord):
+    """Keeps the groups whose rewards differ most: the others add the noise of the regularisers and little signal of the task."""
+
+    formula: ClassVar[str] = (
+        "s_g = std of the group's rewards; groups in order of falling s > 0 while the sum taken is below share * sum(s) - slack"
+        + REFILLED
+    )
+    paper: ClassVar[str] = "RAGEN-2 (2604.06268)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    of_groups: ClassVar[bool] = True
+    reads_reward: ClassVar[bool] = True
+    name: Literal["snr"] = "snr"
+    mode: Literal["linear", "softmax", "top", "relative"] = "linear"
+    """linear: groups that hold `share` of the summed spread. softmax: the fewest whose softmax(s) add up to `share`. top: `share` of the
+    groups. relative: those with at least `share` of the largest spread."""
+    share: float = Field(0.9, gt=0, le=1)
+    """How much is kept, in the unit of `mode`."""
+    slack: float = Field(0.01, ge=0)
+    """Subtracted from the bound of mode linear, so that a group is not kept for the last hundredth."""
+
+    @model_validator(mode="after")
+    def _check_slack_is_used(self) -> SnrFilter:
+        if self.mode != "linear" and self.slack != 0.01:
+            raise ValueError(f"snr.slack has no effect with mode {self.mode}: use mode linear, or leave it out")
+        return self
+
+
 # --- Sample filters, after advantages
 
 
@@ -167,6 +194,7 @@ FILTER_RECORDS: tuple[type[FilterRecord], ...] = (
     ZeroSignalFilter,
     DifficultyBandFilter,
     TruncationFilter,
+    SnrFilter,
     OverlongFilter,
     PositivesOnlyFilter,
     CppoFilter,

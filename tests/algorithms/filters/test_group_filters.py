@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from burnish.algorithms.filters.filter_functions import truncation
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from tests.algorithms.functions_with_defaults import GROUP_FILTERS, difficulty_band, zero_signal
+from tests.algorithms.functions_with_defaults import GROUP_FILTERS, difficulty_band, snr, zero_signal
 
 NAN = float("nan")
 
@@ -100,3 +102,45 @@ def test_group_filters_follow_their_samples_when_rows_are_permuted(data: st.Data
     order = torch.tensor(data.draw(st.permutations(range(size))))
     for function in GROUP_FILTERS.values():
         assert torch.equal(function(batch)[order], function(batch.select(order)))
+
+
+# --- snr, on the worked example of ALGORITHMS-2026.md N6.1: spreads .57735, 0, .5, .08165 -----------------------------------
+
+SPREAD = [1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0.4, 0.6, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 2]),
+        ({"share": 0.5}, [0]),
+        ({"share": 1.0}, [0, 2, 3]),
+        ({"share": 1.0, "slack": 0.1}, [0, 2]),
+        ({"slack": 0.0}, [0, 2]),
+        ({"mode": "softmax", "share": 0.322}, [0]),
+        ({"mode": "softmax", "share": 0.62}, [0, 2]),
+        ({"mode": "softmax", "share": 0.63}, [0, 2, 3]),
+        ({"mode": "softmax", "share": 1.0}, [0, 2, 3]),
+        ({"mode": "top", "share": 0.5}, [0, 2]),
+        ({"mode": "top", "share": 0.51}, [0, 2, 3]),
+        ({"mode": "top", "share": 1.0}, [0, 2, 3]),
+        ({"mode": "relative", "share": 0.9}, [0]),
+        ({"mode": "relative", "share": 0.8}, [0, 2]),
+    ],
+)
+def test_snr_keeps_the_groups_of_largest_spread(options: dict[str, Any], kept: list[int]) -> None:
+    found = snr(grouped(SPREAD, [k // 4 for k in range(16)]), **options)
+    assert found.view(4, 4).all(1).nonzero().squeeze(1).tolist() == kept
+    assert torch.equal(found.view(4, 4).any(1), found.view(4, 4).all(1))
+
+
+def test_snr_keeps_nothing_where_rewards_are_equal_or_alone() -> None:
+    batch = grouped([0.1, 0.1, 5.0], [0, 0, 1])
+    assert all(not snr(batch, mode=mode).any() for mode in ("linear", "softmax", "top", "relative"))
+
+
+def test_snr_counts_a_trajectory_of_two_sequences_once() -> None:
+    """The spreads are .7071 and .4525. With the first reward counted twice they would be .5774 and .4525."""
+    batch = grouped([1.0, 1.0, 0.0, 1.0, 0.36], [0, 0, 0, 1, 1])
+    batch = batch.with_sequence(trajectory_ids=torch.tensor([0, 0, 1, 2, 3]))
+    assert snr(batch, mode="relative", share=0.7).tolist() == [True] * 3 + [False] * 2
