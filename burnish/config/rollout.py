@@ -18,6 +18,18 @@ LOCAL_ENGINE_KEYS = ("dtype", "max_model_len", "enforce_eager")
 SERVER_KEYS = ("weights_dir", "timeout_s")
 """Keys of `rollout.vllm` that apply to a server only."""
 SINGLE_TURN, GUESS_NUMBER = "single_turn", "guess_number"
+GAME_TURNS = {
+    GUESS_NUMBER: 3,
+    "sokoban": 5,
+    "frozen_lake": 5,
+    "bandit": 1,
+    "game_2048": 50,
+    "tic_tac_toe": 5,
+    "tic_tac_toe_self_play": 9,
+    "kuhn_poker": 3,
+    "alphabet_sort": 3,
+}
+"""Games whose environment and task have the same name, with a usual number of turns."""
 
 
 # --- sources: when the rollouts of a step are made ------------------------------------------------------------------------
@@ -464,11 +476,25 @@ def max_written_tokens(max_tokens: int, environment: Environment) -> int:
 
 
 def check_turns(environment: Environment) -> None:
-    """Refuse guess_number with a single turn."""
-    if environment.name == GUESS_NUMBER and environment.max_turns == 1:
+    """Refuse a game of several turns with a single turn."""
+    usual = GAME_TURNS.get(environment.name, 1)
+    if usual > 1 and environment.max_turns == 1:
         raise ValueError(
-            "environment guess_number is a game of several turns, but environment.max_turns=1 ends it after the first guess: set "
-            "environment.max_turns, such as 3 for its 7 numbers"
+            f"environment {environment.name} is a game of several turns, but environment.max_turns=1 ends it after the first answer: set "
+            f"environment.max_turns, such as {usual}"
+        )
+
+
+def check_game_task(environment: Environment, task: str | None, what: str) -> None:
+    """Refuse a game without the rows of its task, and rows of a game without its environment. `what` names the data source."""
+    if task in GAME_TURNS and environment.name != task:
+        raise ValueError(
+            f"task {task} is a game: set environment.name={task} and environment.max_turns={GAME_TURNS[task]}; environment "
+            f"{environment.name} cannot play it"
+        )
+    if environment.name in GAME_TURNS and task != environment.name:
+        raise ValueError(
+            f"environment {environment.name} needs rows of the task {environment.name}, but data has {what}"
         )
 
 
@@ -481,21 +507,13 @@ def check_environment_fits(config: TrainConfig) -> None:
         raise ValueError(
             "environment.max_tokens has no effect with environment.max_turns=1: rollout.max_tokens limits a completion"
         )
-    sources = [*config.data.train, *config.data.validation]
-    if environment.name == SINGLE_TURN and any(source.task == GUESS_NUMBER for source in sources):
-        raise ValueError(
-            "task guess_number is a game of several turns: set environment=guess_number and environment.max_turns"
-        )
+    for source in [*config.data.train, *config.data.validation]:
+        check_game_task(environment, source.task, str(source.task or source.path or source.plugin))
     check_turns(environment)
-    if environment.name == GUESS_NUMBER:
-        other = next((source for source in sources if source.task != GUESS_NUMBER), None)
-        if other is not None:
-            what = other.task or other.path or other.plugin
-            raise ValueError(f"environment guess_number needs numbers of the task guess_number, but data has {what}")
-        if [part.name for part in config.reward.parts] != ["task"]:
-            raise ValueError(
-                "reward.parts has no effect: environment guess_number gives the rewards itself; leave it out"
-            )
+    if environment.name in GAME_TURNS and [part.name for part in config.reward.parts] != ["task"]:
+        raise ValueError(
+            f"reward.parts has no effect: environment {environment.name} gives the rewards itself; leave it out"
+        )
     needs_turns = ", ".join(config.algorithm.needs("turns"))
     if needs_turns and environment.max_turns == 1:
         raise ValueError(

@@ -203,7 +203,7 @@ def build_remote_engine(
 
     def check(requests: Sequence[Request]) -> None:
         if isinstance(module, Decoder):  # other engines check by themselves
-            check_requests(requests, frozenset(), partial(check_native_request, model=module, decode=decode))
+            check_requests(requests, (), partial(check_native_request, model=module, decode=decode))
 
     trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
     asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)

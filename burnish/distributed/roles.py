@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from burnish.algorithms.terms.spec import TeacherReference
-from burnish.config.data import Reward, Source
+from burnish.config.data import Reward, Source, Template
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.rollout import Environment, Rollout, Vllm, gpu_refusal
@@ -19,7 +19,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
 from burnish.distributed.judge_process import EngineJudge
-from burnish.environments.registry import environment_factory
+from burnish.environments.registry import environment_of, environment_renderer
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
@@ -303,16 +303,35 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
 
 def build_runner(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> RolloutRunner:
     """The driver of the configured environment."""
-    return build_environment_driver(config.environment, policy, engine, config.seed, base)
+    if config.environment.max_turns > 1 and (paged := find_paged_engine(engine)) is not None:
+        paged.num_contexts = max(stage.n * stage.prompts for stage in config.rollout.all_stages())
+    return build_environment_driver(config.environment, policy, engine, config.seed, base, config.data.template)
 
 
 def build_environment_driver(
-    environment: Environment, policy: PolicyModel, engine: Engine, seed: int, base: Path | None = None
+    environment: Environment,
+    policy: PolicyModel,
+    engine: Engine,
+    seed: int,
+    base: Path | None = None,
+    template: Template | None = None,
 ) -> RolloutRunner:
     """The driver of an environment; a trajectory is limited by the model's positions and by `environment.max_tokens`."""
-    factory = environment_factory(environment, policy.tokenizer, base)
-    limits = policy.max_positions, environment.max_tokens
-    return RolloutRunner(engine, factory, policy.tokenizer, seed, environment.max_turns, *limits)
+    factory, host = environment_of(environment, policy.tokenizer, base)
+    return RolloutRunner(
+        engine,
+        factory,
+        policy.tokenizer,
+        seed,
+        environment.max_turns,
+        policy.max_positions,
+        environment.max_tokens,
+        host=host,
+        renderer=environment_renderer(environment, policy.tokenizer, template or Template())
+        if host is not None
+        else None,
+        retries=environment.retries,
+    )
 
 
 def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:

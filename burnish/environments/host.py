@@ -47,6 +47,8 @@ class EnvironmentKind:
     runs_in: RunsIn
     make: Callable[[], Environment] | None = None
     """Makes one object, for `runner` and `loop`."""
+    make_with_workers: Callable[[Callable[[], Awaitable[ObjectWorkers]]], Environment] | None = None
+    """Makes one object for `loop` that opens its tools in the worker processes."""
     spec: ObjectSpec | None = None
     """What a worker process makes, for `worker`."""
     is_reusable: bool = False
@@ -85,8 +87,7 @@ class Session:
                 reply = await self._remote.call(method, argument, deadline_s=kind.deadline_s)
             else:
                 if self._environment is None:
-                    assert kind.make is not None, "an environment outside of workers has a factory"
-                    self._environment = kind.make()
+                    self._environment = self._made()
                 work: Awaitable[Any] = getattr(self._environment, method)(argument)
                 reply = await (work if kind.runs_in == "runner" else asyncio.wait_for(work, kind.deadline_s))
         except (UserError, EpisodeFailed):
@@ -103,6 +104,12 @@ class Session:
             failed = "reset_failed" if method == "start" else "step_failed"
             raise EpisodeFailed(failed, f"{method}() raised {type(error).__name__}: {error}", text) from error
         return checked_reply(reply, method)
+
+    def _made(self) -> Environment:
+        if self.kind.make_with_workers is not None:
+            return self.kind.make_with_workers(self._host.workers)
+        assert self.kind.make is not None, "an environment outside of workers has a factory"
+        return self.kind.make()
 
     async def close(self) -> None:
         """Close the environment. Errors do not matter any more: the episode has ended."""

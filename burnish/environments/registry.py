@@ -1,61 +1,201 @@
-"""Builds the environment that a config names: a built-in one, or a class from a user's file."""
+"""Builds the environment that a config names: a built-in one, one of another library through its adapter, or a class from a user's file."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from burnish.config.data import Template
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
+from burnish.config.rollout import SINGLE_TURN
 from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.data.template import template_kind
-from burnish.environments.base import MakeEnvironment, SingleTurn
+from burnish.environments import dialogue
+from burnish.environments.adapters.recognise import ADAPTERS, adapter_for
+from burnish.environments.base import Environment, MakeEnvironment, SingleTurn
+from burnish.environments.dialogue import ChatRenderer
+from burnish.environments.guess_number import GuessNumber
+from burnish.environments.host import EnvironmentHost, EnvironmentKind
+from burnish.environments.tools.call_formats import ParsedCall, call_format, detect_format
+from burnish.environments.tools.tool_registry import TAG_SYSTEMS, tool_environment_maker
+from burnish.environments.workers import ObjectSpec, ObjectWorkers, WorkerLimits
 from burnish.models.tokenizer import Tokenizer
+
+GAMES_PACKAGE = "burnish.environments.games"
+BUILT_IN = {
+    "sokoban": f"{GAMES_PACKAGE}.sokoban:Sokoban",
+    "frozen_lake": f"{GAMES_PACKAGE}.frozen_lake:FrozenLake",
+    "bandit": f"{GAMES_PACKAGE}.bandit:Bandit",
+    "countdown": f"{GAMES_PACKAGE}.countdown:CountdownGame",
+    "tic_tac_toe": f"{GAMES_PACKAGE}.tic_tac_toe:TicTacToe",
+    "tic_tac_toe_self_play": f"{GAMES_PACKAGE}.tic_tac_toe:TicTacToeSelfPlay",
+    "kuhn_poker": f"{GAMES_PACKAGE}.kuhn_poker:KuhnPoker",
+    "game_2048": f"{GAMES_PACKAGE}.game_2048:Game2048",
+    "alphabet_sort": f"{GAMES_PACKAGE}.alphabet_sort:AlphabetSort",
+    "mem_agent": "burnish.environments.mem_agent:MemAgent",
+    "multi_turn_correction": "burnish.environments.self_correction:SelfCorrection",
+}
+"""Environments on messages, by name."""
+TOKEN_ENVIRONMENTS: dict[str, type[Any]] = {SINGLE_TURN: SingleTurn, "guess_number": GuessNumber}
+TOOLS = "tools"
+MESSAGE_KEYS = ("tools", "call_format", "max_calls", "history", "workers", "deadline_s", "memory_gib", "retries")
+"""Settings that only environments on messages have."""
+MAX_WORKERS = 8
+EPISODE_DEADLINES = 4
+"""A step of an environment with tools may take this many deadlines of a tool: a call, its second try on another worker, and waiting."""
+MakeObjectWorkers = Callable[[], ObjectWorkers]
+
+
+def environment_names() -> list[str]:
+    """All names that `environment.name` takes besides classes in files."""
+    return [*TOKEN_ENVIRONMENTS, TOOLS, *TAG_SYSTEMS, *BUILT_IN, *ADAPTERS]
 
 
 def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> MakeEnvironment:
-    """Return a function that builds the environment of a prompt. `base` is the folder of relative plug-in paths."""
-    cls = _environment_class(config.name, base)
+    """Return a function that builds an environment on tokens. `base` is the folder of relative plug-in paths."""
+    cls = _class_of(config.name, base)
+    unused = [key for key in MESSAGE_KEYS if getattr(config, key) != getattr(EnvironmentConfig(), key)]
+    if unused:
+        raise UserError(
+            f"environment.{unused[0]} has no effect on {config.name}, which works on tokens and calls no tools: leave it out"
+        )
     check_options(cls, config.options, f"environment {config.name}")
     return lambda prompt: cls(prompt, tokenizer, **config.options)
 
 
+def environment_of(
+    config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None, make_workers: MakeObjectWorkers | None = None
+) -> tuple[MakeEnvironment | None, EnvironmentHost | None]:
+    """Return the factory of an environment on tokens, or the host of one on messages. Names and options are checked here.
+
+    `make_workers` replaces the worker processes of this machine, such as by actors.
+    """
+    if _is_on_tokens(_class_of(config.name, base)):
+        return environment_factory(config, tokenizer, base), None
+    return None, EnvironmentHost(environment_kind(config, tokenizer, base), make_workers or local_workers(config))
+
+
+def environment_renderer(config: EnvironmentConfig, tokenizer: Tokenizer, template: Template) -> ChatRenderer:
+    """Return what turns messages into tokens for an environment."""
+    if config.name != TOOLS:
+        return ChatRenderer(tokenizer, template, config.history)
+    written = call_format(config.call_format if config.call_format != "auto" else detect_format(tokenizer))
+
+    def parse(text: str) -> tuple[str, str | None, Sequence[Any]] | None:
+        found = written.parse(text)
+        is_readable = all(isinstance(call, ParsedCall) for call in found.calls)
+        return (found.content, found.reasoning, found.calls) if is_readable else None
+
+    return ChatRenderer(tokenizer, template, config.history, parse)
+
+
+def local_workers(config: EnvironmentConfig) -> MakeObjectWorkers:
+    """Return a function that starts the worker processes of a config."""
+    num_workers = config.workers or min(MAX_WORKERS, os.cpu_count() or 1)
+    return lambda: ObjectWorkers(num_workers, WorkerLimits(config.memory_gib), deadline_s=config.deadline_s)
+
+
+def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> EnvironmentKind:
+    """Return the configured environment on messages, after checking its options."""
+    name = config.name
+    takes_tools = name == TOOLS or name in TAG_SYSTEMS
+    if config.tools and not takes_tools:
+        raise UserError(
+            f"environment.tools has no effect on {name}: only {', '.join((TOOLS, *TAG_SYSTEMS))} have tools"
+        )
+    if takes_tools:
+        make = tool_environment_maker(config, tokenizer, base)
+        return EnvironmentKind(name, "loop", make_with_workers=make, deadline_s=EPISODE_DEADLINES * config.deadline_s)
+    if config.call_format != "auto" or config.max_calls is not None:
+        key = "call_format" if config.call_format != "auto" else "max_calls"
+        raise UserError(
+            f"environment.{key} has no effect on {name}, which has no tools of burnish: see its own options"
+        )
+    cls, options, path = _class_of(name, base), dict(config.options), BUILT_IN.get(name) or ADAPTERS.get(name) or name
+    if is_plugin(name) and (adapter := adapter_for(cls)) is not None:
+        cls, path, options = _import(ADAPTERS[adapter]), ADAPTERS[adapter], {"target": name, **options}
+    given = options if "base" not in _parameters(cls) else {**options, "base": None}
+    check_options(cls, given, f"environment {name}")
+    shared = {
+        "is_reusable": cls.is_reusable,
+        "takes_truncated": cls.takes_truncated,
+        "roles": tuple(cls.roles),
+        "correct_at": cls.correct_at,
+        "deadline_s": config.deadline_s,
+    }
+    folder = None if base is None else str(base)
+    if cls.runs_in == "worker" or is_plugin(name):
+        return EnvironmentKind(name, "worker", spec=ObjectSpec(path, options, folder), **shared)
+    extra = {"base": folder} if "base" in _parameters(cls) else {}
+    return EnvironmentKind(name, cls.runs_in, make=lambda: cls(**options, **extra), **shared)
+
+
 def check_template_for_turns(
     config: EnvironmentConfig, tokenizer: Tokenizer, template: Template, base: Any = None
-) -> None:
-    """Raise if an environment of several turns meets a chat template that cannot append messages. Called before anything is sampled.
+) -> list[str]:
+    """Check that messages can be appended to answers with the chat template, before anything is sampled. Returns notes for the user.
 
-    Environments whose module does not import `Dialogue` are not checked: they build their own tokens.
+    Environments on tokens whose module does not import `Dialogue` are not checked: they build their own tokens.
     """
-    from burnish.environments import dialogue
-
     if config.max_turns == 1:
-        return
+        return []
     if template.prerendered and tokenizer.has_chat_template:
         raise UserError(
             "environment.max_turns is above 1 and data.prerendered is true: replies would follow the model's answers without the markup "
             "of the chat template; give messages or plain prompts in the rows, which the template renders, or set environment.max_turns=1"
         )
+    cls = _class_of(config.name, base)
+    if not _is_on_tokens(cls):
+        found = environment_renderer(config, tokenizer, template).check()
+        notes = [f"chat template: {note}" for note in found.notes]
+        if found.rewrites:
+            what = "the trajectory branches" if config.history == "as_template" else "the sampled tokens are kept"
+            notes.append(
+                f"the chat template rewrites earlier turns ({'; '.join(found.rewrites)}): {what} (environment.history={config.history})"
+            )
+        return notes
     if template_kind(tokenizer, template) == "plain":
-        return
-    module_values = vars(sys.modules[_environment_class(config.name, base).__module__]).values()
+        return []
+    module_values = vars(sys.modules[cls.__module__]).values()
     if any(value is dialogue or value is dialogue.Dialogue for value in module_values):
         dialogue.check_template_appends(tokenizer)
+    return []
 
 
-def _environment_class(name: str, base: Any) -> Any:
-    from burnish.environments.guess_number import GuessNumber
-
-    built_in = {"single_turn": SingleTurn, "guess_number": GuessNumber}
-    if name in built_in:
-        return built_in[name]
+def _class_of(name: str, base: Any) -> Any:
+    """Return the class that a name stands for. For a user's class of another library, that class itself."""
+    if name in TOKEN_ENVIRONMENTS:
+        return TOKEN_ENVIRONMENTS[name]
+    if name == TOOLS or name in TAG_SYSTEMS:
+        return Environment
+    if name in BUILT_IN or name in ADAPTERS:
+        return _import(BUILT_IN.get(name) or ADAPTERS[name])
     if not is_plugin(name):
-        raise unknown_name_error("environment", name, [*built_in, "path/to/file.py:Class"])
+        raise unknown_name_error("environment", name, [*environment_names(), "path/to/file.py:Class"])
     cls = load_plugin(name, base)
-    for method in ("start", "observe"):
-        if not callable(getattr(cls, method, None)):
-            raise UserError(
-                f"environment {name}: the class has no method {method!r} (needs start() and observe(completion, text))"
-            )
-    return cls
+    is_ours = isinstance(cls, type) and issubclass(cls, Environment)
+    if is_ours or _is_on_tokens(cls) or adapter_for(cls) is not None:
+        return cls
+    raise UserError(
+        f"environment {name}: it is no environment that burnish knows. Expected a subclass of burnish.environments.base.Environment, a class "
+        "with start() and observe(completion, text), or a class of TRL, gymnasium, skyrl-gym or TextArena (name its adapter in "
+        "environment.name and the class in environment.options.target if it is not recognised)"
+    )
+
+
+def _is_on_tokens(cls: Any) -> bool:
+    return all(callable(getattr(cls, method, None)) for method in ("start", "observe"))
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _parameters(cls: Any) -> set[str]:
+    return set(inspect.signature(cls).parameters)

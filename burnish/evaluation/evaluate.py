@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.config.data import RewardPart
+from burnish.config.data import RewardPart, Template
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin, is_plugin_file, plugin_source
 from burnish.config.rollout import SINGLE_TURN, Environment, Rollout
@@ -65,9 +65,10 @@ def make_driver(
     seed: int,
     environment: Environment = Environment(),  # noqa: B008 (a frozen record)
     base: Path | None = None,
+    template: Template | None = None,
 ) -> RolloutRunner:
     """Return the rollout runner of an environment; by default, of single-turn questions."""
-    return build_environment_driver(environment, policy, engine, seed, base)
+    return build_environment_driver(environment, policy, engine, seed, base, template)
 
 
 def sample_and_score(

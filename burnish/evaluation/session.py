@@ -145,7 +145,8 @@ def run_evaluations(
                 _check_rows(rewards, one)
                 num_found = len(journal.rows)
                 config, base = one.job.config, one.job.base
-                driver = make_driver(policy, engine, config.seed, config.environment, base)
+                driver = make_driver(policy, engine, config.seed, config.environment, base, config.data.template)
+                inner.callback(driver.close)
                 work = _measure(one, journal, driver, rewards, say, progress)
             found.append(_finish(one, journal, best_by, work, start_s, num_found))
             journal.close(remove=True)
@@ -174,7 +175,8 @@ def _journal(job: EvalJob, stack: ExitStack) -> PartialCompletions:
 def _prepare(job: EvalJob, policy: PolicyModel, say: Say) -> PreparedEval:
     """Read the prompts of a job and resolve its sampling options."""
     config, positions = job.config, policy.max_positions
-    check_template_for_turns(config.environment, policy.tokenizer, config.data.template, job.base)
+    for text in check_template_for_turns(config.environment, policy.tokenizer, config.data.template, job.base):
+        say(f"{job.paths.name}: {text}")
     data = config.prompts(positions)
     prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, job.base)
     longest = max(len(p.tokens) for p in prompts)

@@ -21,7 +21,7 @@ from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.loading import Loaded, load
 from burnish.config.model import Model
 from burnish.config.records import Record, name_to_record
-from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN, Environment, check_turns
+from burnish.config.rollout import GAME_TURNS, SINGLE_TURN, Environment, check_game_task, check_turns
 from burnish.config.schema import ValidationMode
 from burnish.data.files import find_files, read_records
 from burnish.data.published_datasets import BENCHMARKS, benchmark_source
@@ -70,11 +70,8 @@ class EvalConfig(Record):
         named = [key for key in ("path", "new", "lora", "adapter") if getattr(self.model, key) is not None]
         if named:
             raise ValueError(f"the model is the command's first argument; model.{named[0]} has no effect here")
-        if (self.data.source.task == GUESS_NUMBER) != (self.environment.name == GUESS_NUMBER):
-            raise ValueError(
-                "environment guess_number and task guess_number belong together: set environment.name and environment.max_turns for "
-                "task:guess_number, and environment=single_turn for anything else"
-            )
+        source = self.data.source
+        check_game_task(self.environment, source.task, str(source.task or source.path or source.plugin))
         check_turns(self.environment)
         if self.sampling.n > 1 and self.sampling.temperature == 0:
             raise ValueError(
@@ -151,9 +148,8 @@ def _from_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict
         found["sampling.max_tokens"] = run["rollout"]["max_tokens"]
         found["sampling.stop"] = run["rollout"]["stop"]
     environment = run.get("environment", {})
-    if environment.get("name", SINGLE_TURN) != SINGLE_TURN and (
-        environment["name"] != GUESS_NUMBER or task == GUESS_NUMBER
-    ):
+    name = environment.get("name", SINGLE_TURN)
+    if name != SINGLE_TURN and (name not in GAME_TURNS or task == name):
         found["environment"] = environment
     parts = run.get("reward", {}).get("parts", [])
     if parts and any(part["name"] == "task" for part in parts) == (task is not None):

@@ -138,6 +138,7 @@ class AheadSource(SyncSource):
             with self.runner.stop_request.allowed():
                 self.runner.stop_request.request()
                 self._work.wait(CLOSE_TIMEOUT_S)
+        super().close()
 
     def _start(self, upcoming: _NextRound, plan: RolloutPlan) -> None:
         """Read the round from the journal, or start to generate it in a background thread. Only the main thread writes to the journal."""

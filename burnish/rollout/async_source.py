@@ -258,6 +258,7 @@ class AsyncSource:
     def close(self) -> None:
         self.thread.close(CLOSE_TIMEOUT_S)
         self.in_flight.close()
+        self.runner.close()
 
     def _fill(self, step: int, plan: RolloutPlan, round: int) -> None:
         """Draw new groups, so that the complete and the new ones are enough for this step and the next.

@@ -201,8 +201,11 @@ class InFlightTrajectories:
             active.session = runner.host.open()
             return self._ask(active, "start", self._episode(active))
 
+        make = runner.make_environment
+        assert make is not None, "a runner has a host or a factory"
+
         def start() -> Turn | Done:
-            active.environment = runner.make_environment(active.draw.prompt)
+            active.environment = make(active.draw.prompt)
             return active.environment.start()
 
         reply = _call_environment(start, "start", row.id)

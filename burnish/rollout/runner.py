@@ -82,7 +82,7 @@ class RolloutRunner:
     def __init__(
         self,
         engine: Engine,
-        make_environment: MakeEnvironment,
+        make_environment: MakeEnvironment | None,
         tokenizer: Tokenizer,
         seed: int,
         max_turns: int = 1,

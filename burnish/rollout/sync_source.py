@@ -323,7 +323,7 @@ class SyncSource:
             )
 
     def close(self) -> None:
-        """Nothing to do."""
+        self.runner.close()
 
 
 def generate_round(builder: RoundBuilder, plan: RolloutPlan) -> list[Trajectory]:

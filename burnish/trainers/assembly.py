@@ -36,7 +36,7 @@ from burnish.data.tasks.registry import make_demonstrations
 from burnish.distributed import roles
 from burnish.distributed.ray_roles import Roles, start_roles
 from burnish.distributed.roles import build_process_reward_model, check_process_reward_model
-from burnish.environments.registry import check_template_for_turns, environment_factory
+from burnish.environments.registry import check_template_for_turns, environment_of
 from burnish.models.activation_checkpointing import check_activations, set_activations
 from burnish.models.compiled_layers import check_compile
 from burnish.models.policy import AnyPolicy, PolicyModel
@@ -143,8 +143,8 @@ def build_inputs(
             "through transformers: use k3+ or k2, whose gradients are unbiased"
         )
     roles.engine_kind(config.rollout, policy.arch is not None)
-    environment_factory(config.environment, policy.tokenizer, base)
-    check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
+    environment_of(config.environment, policy.tokenizer, base)
+    template_notes = check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
     curriculum = config.algorithm.curriculum
     stream = PromptStream(
         config.data.train, policy.tokenizer, config.data, config.seed, "train", base, curriculum, read
@@ -158,7 +158,7 @@ def build_inputs(
         rewards.check(stream.rows())
         rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
     shown, missing = build_demonstrations(config, policy, stream, base)
-    notes = [note for note in (stream.report(), missing) if note is not None]
+    notes = [note for note in (stream.report(), missing) if note is not None] + template_notes
     notes += [TRUNCATED_SAMPLING_NOTE] if config.rollout.top_p < 1 or config.rollout.top_k else []
     notes += config_notes(config)
     imitated, left_out = list[Example](), 0

@@ -213,6 +213,7 @@ def run_controls(
             runner = roles.build_runner(config, policy, roles.build_engine(policy, config.rollout), base)
             held_out = held_out_prompts(config, base, policy)
             results[title] = build_validation(config, run, policy, runner, rewards, held_out, f"control-{number}-")(0)
+            runner.close()
             run.display.stop()
             accuracies = [f"{k.split('/')[1]} {v:.3f}" for k, v in results[title].items() if k.endswith("/accuracy")]
             tell(f"control, {title}: {', '.join(accuracies)}")

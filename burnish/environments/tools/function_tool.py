@@ -47,13 +47,24 @@ class FunctionTool(Tool):
 
     async def call(self, arguments: dict[str, Any]) -> ToolResult | str:
         """Check the arguments and call the function. A sync function runs in this thread, one call at a time."""
+        result = self._called(arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return result if isinstance(result, ToolResult) else result_text(result)
+
+    def _called(self, arguments: dict[str, Any]) -> Any:
         try:
             checked = check_arguments(self.schema, arguments)
         except WrongArguments as error:
             return error_result(str(error), "wrong_arguments")
-        result = self.function(**checked)
-        if inspect.isawaitable(result):
-            result = await result
+        return self.function(**checked)
+
+
+class BlockingFunctionTool(FunctionTool):
+    """Calls a sync function. `call` is a plain method, so a worker process runs each call in a thread of its own."""
+
+    def call(self, arguments: dict[str, Any]) -> ToolResult | str:  # type: ignore[override]
+        result = self._called(arguments)
         return result if isinstance(result, ToolResult) else result_text(result)
 
 
