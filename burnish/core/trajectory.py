@@ -65,12 +65,10 @@ class TokenNode:
     parent: int
     """Index of the node before it, which is smaller than its own; -1 for a root."""
     tokens: np.ndarray  # int64
-    logp: np.ndarray | None = (
-        None  # float32: log-probs under the sampling distribution; None if the model did not sample the node
-    )
-    version: np.ndarray | None = (
-        None  # int32: version of the weights that sampled each token; None if the model did not
-    )
+    logp: np.ndarray | None = None  # float32
+    """Log-probs under the distribution that the tokens were sampled from. None: the model did not sample the node."""
+    version: np.ndarray | None = None  # int32
+    """Version of the weights that sampled each token, if the model sampled the node."""
 
     @property
     def is_sampled(self) -> bool:
@@ -177,6 +175,9 @@ class Trajectory:
 
         A path whose sampled nodes are all in earlier paths is left out. If no node was sampled, the first path stays.
         """
+        for index, node in enumerate(self.nodes):
+            if node.parent >= index:
+                raise ValueError(f"{self.id}: node {index} has the parent {node.parent}, which does not come before it")
         if empty := [k for k, node in enumerate(self.nodes) if node.is_sampled and not len(node.tokens)]:
             raise ValueError(f"{self.id}: node {empty[0]} was sampled but has no tokens; leave such nodes out")
         inner = {node.parent for node in self.nodes}
@@ -211,8 +212,6 @@ class Trajectory:
     def _path(self, leaf: int) -> list[int]:
         path = [leaf]
         while (parent := self.nodes[path[-1]].parent) >= 0:
-            if parent >= path[-1]:
-                raise ValueError(f"{self.id}: node {path[-1]} has the parent {parent}, which does not come before it")
             path.append(parent)
         return path[::-1]
 

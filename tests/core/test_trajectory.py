@@ -188,6 +188,8 @@ def test_a_branch_without_a_sampled_token_of_its_own_is_no_sequence() -> None:
 def test_wrong_forests_are_named() -> None:
     with pytest.raises(ValueError, match=r"p#0\.0: node 0 has the parent 1, which does not come before it"):
         _ = Trajectory("p", 0, 0, [node(1, 1), node(-1, 2), node(0, 3)], "stop", "").sequences
+    with pytest.raises(ValueError, match=r"node 1 has the parent 1"):
+        _ = Trajectory("p", 0, 0, [node(-1, 1), node(1, 2)], "stop", "").sequences
     with pytest.raises(ValueError, match=r"node 1 was sampled but has no tokens"):
         _ = Trajectory("p", 0, 0, [node(-1, 1), node(0, sampled=True)], "stop", "").sequences
 
