@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from burnish.environments.tools.call_values import (
+    MAX_CALLS,
     BadCall,
     Call,
     MalformedCall,
@@ -250,25 +251,29 @@ def _bare_call(text: str, at: int, keys: Sequence[str]) -> Found | None:
 
 
 def read_llama3_bare(text: str, at: int, tools: Sequence[Schema]) -> Found | None:
-    """`{"name": ..., "parameters": {}}` at the beginning of an answer."""
-    return _bare_call(text, at, ("parameters",))
+    """`{"name": ..., "parameters": {}}` at the beginning of an answer, perhaps several with semicolons between them."""
+    found = _bare_call(text, at, ("parameters",))
+    if found is None:
+        return None
+    calls, end = found
+    while len(calls) <= MAX_CALLS:
+        following = skip_space(text, end)
+        following = skip_space(text, following + 1) if text.startswith(";", following) else following
+        found = _bare_call(text, following, ("parameters",))
+        if found is None:
+            break
+        calls, end = calls + found[0], found[1]
+    return calls, end
 
 
 def read_llama3(text: str, at: int, tools: Sequence[Schema]) -> Found:
-    """What follows `<|python_tag|>`: JSON calls with semicolons between them, `tool.call(...)`, or code."""
+    """What follows `<|python_tag|>`: JSON calls, `tool.call(...)`, or code."""
     inside = skip_space(text, at + len(PYTHON_TAG))
+    found = read_llama3_bare(text, inside, tools)
+    if found is not None:
+        return found
     end = text.find(PYTHON_TAG, inside)
     end = len(text) if end < 0 else end
-    calls: list[Call] = []
-    position = inside
-    while found := _bare_call(text, position, ("parameters",)):
-        calls += found[0]
-        position = skip_space(text, found[1])
-        if not text.startswith(";", position):
-            return calls, found[1]
-        position = skip_space(text, position + 1)
-    if calls:
-        return calls, position
     body = text[inside:end].strip()
     try:
         if not body:

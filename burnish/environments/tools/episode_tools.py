@@ -127,7 +127,8 @@ class EpisodeTools:
             kind = EVENT_KINDS[error.kind]
             if error.kind == "died" or self.on_error == "fail":
                 raise EpisodeFailed(kind, f"tool {name!r}: {error.message}", error.traceback) from error
-            text = f"{name} {error.message}" if error.kind == "timed_out" else error.message
+            is_late = error.kind == "timed_out"
+            text = f"{name} timed out after {self.limits.deadline_s:g} s" if is_late else error.message
             return failed(error.kind, self._shortened(text)[0], Event(kind, name, error.message, error.traceback))
         result = as_result(value)
         text, is_cut = self._shortened(result.text)

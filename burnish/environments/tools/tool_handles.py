@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -133,7 +133,7 @@ OpenRemote = Callable[[], Awaitable[Remote]]
 
 
 @contextlib.contextmanager
-def _as_tool_failure() -> Any:
+def _as_tool_failure() -> Iterator[None]:
     from burnish.environments.workers import CallFailed
 
     try:

@@ -129,6 +129,7 @@ def test_one_call_has_exactly_the_form_of_its_family(name: str) -> None:
         ("llama3", '\n{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
         ("llama3", '<|python_tag|>brave_search.call(query="x y")', [ParsedCall("brave_search", {"query": "x y"})]),
         ("llama3", "<|python_tag|>print(1)\nprint(2)", [ParsedCall("code_interpreter", {"code": "print(1)\nprint(2)"})]),
+        ("llama3", '{"name": "now", "parameters": {}}; {"name": "add", "parameters": {"a": 1, "b": 2}} {"a": 1}', [ParsedCall("now", {}), ADD]),
         ("llama3", '{"name": "Ann", "age": 3}', []),
         ("llama3", 'The call is {"name": "add", "parameters": {}}', []),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]now[ARGS]{}', [ADD, ParsedCall("now", {})]),

@@ -357,7 +357,7 @@ def test_a_stateless_tool_is_called_again_elsewhere_if_its_process_dies() -> Non
 def test_an_object_that_hung_gets_no_more_calls() -> None:
     tool, opened = remote_tool([call_failed("timed_out")], ["ok"])
     _, first, second = play(ToolEnvironment([tool], "hermes"), calls(CALL), calls(CALL))
-    assert contents(first) == ["Error: remote it timed_out"]
+    assert contents(first) == ["Error: remote timed out after 30 s"]
     assert contents(second) == ["ok"]
     assert opened[0].is_closed
 
