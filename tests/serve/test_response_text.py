@@ -170,6 +170,7 @@ def test_streamed_in_any_pieces_it_is_the_same(text: str, cuts: list[int]) -> No
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
+@settings(max_examples=40)
 @given(data=st.data())
 def test_every_format_is_streamed_in_any_pieces_as_it_is_whole(name: str, data: st.DataObject) -> None:
     chosen = FORMATS[name]

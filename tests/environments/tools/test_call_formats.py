@@ -64,7 +64,7 @@ CALLS = st.lists(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(calls=CALLS)
 def test_calls_are_read_back_as_written(name: str, calls: list[ParsedCall]) -> None:
     chosen = FORMATS[name]
@@ -73,7 +73,7 @@ def test_calls_are_read_back_as_written(name: str, calls: list[ParsedCall]) -> N
     assert (found.content, found.text_after, found.calls_at) == ("", "", 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 @given(calls=CALLS)
 def test_calls_are_read_as_the_template_of_qwen_writes_them(calls: list[ParsedCall]) -> None:
     if not (TOKENIZERS / "qwen2.5").is_dir():
@@ -307,7 +307,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=25).map("".join))
 def test_no_text_makes_a_format_raise(text: str) -> None:
     for name in NAMES:
