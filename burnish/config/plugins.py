@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from burnish.config.errors import UserError, did_you_mean
 
 PLUGIN_FORMS = "path/to/file.py:name or package.module:name"
 REFERENCE_PATTERN = re.compile(r"(stage|run):([\w-]+)")
+_import_lock = threading.RLock()
 _plugin_folders: set[Path] = set()
 """Folders that were added to `sys.path` for plug-ins."""
 
@@ -52,7 +54,8 @@ def load_plugin(spec: str, base: str | Path | None = None) -> Any:
     if is_plugin_module(spec):
         module = _import_module(spec, base)
     elif is_plugin_file(spec):
-        module = _import_file(_find_file(spec, base), spec)
+        with _import_lock:  # another thread must not see a module of which half has run
+            module = _import_file(_find_file(spec, base), spec)
     else:
         raise UserError(f"plug-in {spec!r} is not of the form {PLUGIN_FORMS}")
     attribute = spec.rpartition(":")[2]

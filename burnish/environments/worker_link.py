@@ -186,12 +186,14 @@ class WorkerLink(asyncio.Protocol):
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return its reply; `WorkerGone` if the process ends before."""
+        assert self._transport is not None
+        if self._transport.is_closing():
+            self.kill()
         if self.is_ending:
             raise WorkerGone(await asyncio.shield(self.gone))
         number = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pending[number] = _Pending(future, time.monotonic() + message.get("deadline_s", math.inf))
-        assert self._transport is not None
         self._transport.write(frame({"id": number, **message}))
         try:
             return await future
@@ -232,6 +234,7 @@ class WorkerLink(asyncio.Protocol):
             if not self._pending:
                 continue
             pong = asyncio.create_task(self.request({"do": "ping"}))
+            pong.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if this task is cancelled
             await asyncio.wait([pong], timeout=self._limits.unresponsive_s)
             if not pong.done():  # if this loop was blocked itself, the answer is waiting to be read
                 await asyncio.wait([pong], timeout=min(HEARTBEAT_S, self._limits.unresponsive_s))

@@ -360,6 +360,7 @@ class ObjectWorkers:
         except CallFailed as failed:
             if failed.kind != "died":
                 raise
+            self._counters["died"] -= 1  # nothing was left to free, so no call has failed
         finally:
             worker.open_objects.discard(remote)
             self._drain_if_needed(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,10 @@ def test_two_plugins_with_different_neighbours_of_one_name_are_refused(tmp_path:
 @pytest.mark.parametrize("text", ["grpo", "a b:c", "http://host:8000", "x.py", "1a:b", "a.:b", "C:\\x:y", "a:b:c"])
 def test_other_texts_are_no_plugins(text: str) -> None:
     assert not is_plugin(text)
+
+
+def test_threads_that_load_a_file_at_once_all_see_the_whole_module(tmp_path: Path, restored_path: None) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.05)\nVALUE = 1\n")
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: load_plugin("slow_to_import.py:VALUE", tmp_path), range(8)))
+    assert found == [1] * 8
