@@ -2,7 +2,7 @@
 
 The code runs in burnish's sandbox, as the programs of the `code` reward do: without network, without the machine's files, with limits on
 time, memory, processes and output. Only the standard library can be imported. The tools themselves only wait, so they run in the event loop:
-each call is a few milliseconds of another process. `python -m burnish.environments.tools.python_tool` measures it on this machine.
+each call is a few milliseconds of another process (bench/python_tool.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 import warnings
 from typing import Any, ClassVar, Literal
 
@@ -212,26 +211,3 @@ def close_sandboxes() -> None:
     """Kill all sandboxes of this process. They also end with the thread that started them."""
     while _sandboxes:
         _sandboxes.popitem()[1].close()
-
-
-async def _measure(num_calls: int = 200) -> None:
-    """Print how many calls a second each tool answers, and how long one takes."""
-    tool, session = PythonTool(), PythonSession()
-    for what, each in (("stateless", tool), ("session", session)):
-        await each.call({"code": "x = 1"})
-        began = time.perf_counter()
-        for _ in range(num_calls):
-            await each.call({"code": "x = 1\nx + 1"})
-        alone_ms = (time.perf_counter() - began) / num_calls * 1e3
-        many = [each if each is tool else PythonSession() for _ in range(num_calls)]
-        if each is session:
-            await asyncio.gather(*(other.call({"code": "x = 1"}) for other in many))
-        began = time.perf_counter()
-        await asyncio.gather(*(other.call({"code": "x = 1\nx + 1"}) for other in many))
-        rate = num_calls / (time.perf_counter() - began)
-        print(f"{what}: {alone_ms:.1f} ms a call, {rate:.0f} calls/s of {num_calls} at once")
-    close_sandboxes()
-
-
-if __name__ == "__main__":
-    asyncio.run(_measure())
