@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from burnish.environments.adapters.tool_calls import (
 )
 from burnish.environments.adapters.user_code import (
     finite,
+    light_function_schema,
     load_target,
     prompt_messages,
     row_columns,
@@ -71,6 +73,8 @@ class TrlEnvironment(Environment):
         self.format = format_named(format).name
         self.thread = UserThread()
         self.max_calls = max_calls
+        # The import takes seconds, which belong to the construction and not to the first episode.
+        importlib.import_module("transformers.utils.chat_template_utils")
         self.functions = tools_of_functions([load_target(spec, base, packages) for spec in tools], self.thread)
         self.instances: dict[str, Any] = {}
         self.instance: Any = None
@@ -143,27 +147,12 @@ def tools_of_functions(functions: Sequence[Callable[..., Any]], thread: UserThre
     """Functions as tools, by their `__name__`. Sync ones run in the thread, one after another."""
     tools: dict[str, CallableTool] = {}
     for function in functions:
-        schema = function_schema(function)
+        schema = light_function_schema(function)
         name = str(schema["function"]["name"])
         if name in tools:
             raise UserError(f"two tools are called {name!r}; rename one of the functions")
         tools[name] = CallableTool(schema, _caller(function, name, thread), inspect.iscoroutinefunction(function))
     return tools
-
-
-def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, from its type hints and docstring."""
-    from transformers.utils import get_json_schema
-
-    try:
-        schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise UserError(
-            f"{name} cannot be a tool: {error}. Every parameter needs a type hint and a line under `Args:` of the docstring; "
-            "a method that is no tool should start with an underscore"
-        ) from error
-    return schema
 
 
 def _caller(function: Callable[..., Any], name: str, thread: UserThread) -> Callable[[dict[str, Any]], Any]:

@@ -17,8 +17,7 @@ from uuid import uuid4
 from pydantic import BaseModel, Field
 
 from burnish.config.errors import UserError
-from burnish.environments.adapters.trl import function_schema
-from burnish.environments.adapters.user_code import install_stand_ins
+from burnish.environments.adapters.user_code import install_stand_ins, light_function_schema
 
 # --- verl.tools.schemas -----------------------------------------------------------------------------------------------------
 
@@ -174,13 +173,7 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
 
 
 def _inferred_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    variadic = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-    if variadic:
-        raise ValueError(
-            f"function tool {name!r} takes {', '.join(variadic)} of any number; a JSON schema needs named parameters"
-        )
-    schema = function_schema(function)
+    schema = light_function_schema(function)
     return {**schema, "function": {**schema["function"], "name": name}}
 
 

@@ -1,5 +1,8 @@
 """Environments and tools in TRL's convention."""
 
+import subprocess
+import sys
+
 import pytest
 
 from burnish.config.errors import UserError
@@ -84,7 +87,7 @@ def test_reward_that_is_not_finite_fails_the_episode():
 
 
 def test_method_without_type_hints_is_refused():
-    with pytest.raises(UserError, match=r"Untyped\.add cannot be a tool"):
+    with pytest.raises(UserError, match=r"tool Untyped\.add: parameter 'a' of add has no type hint"):
         play(trl("trl_more.py:Untyped"), episode())
 
 
@@ -113,6 +116,18 @@ def test_template_without_tools_gets_them_in_a_system_message():
     assert user["content"] == "Go.The safe has a code of 2 digits."
     assert isinstance(seen[1], Observation)
     assert seen[1].messages == ({"role": "user", "content": "<tool_response>\nopen\n</tool_response>"},)
+
+
+def test_tools_do_not_load_torch():
+    """Each worker process would need hundreds of megabytes more."""
+    program = (
+        "import sys; from burnish.environments.adapters.trl import TrlEnvironment; "
+        f"environment = TrlEnvironment(tools=['trl_more.py:double'], base={USER_FILES!r}); "
+        "assert list(environment.functions) == ['double']; print('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
 
 
 def test_unknown_format_and_missing_target_are_errors():
