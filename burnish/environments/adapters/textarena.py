@@ -23,6 +23,8 @@ from burnish.environments.base import Answer, End, Environment, Episode, Observa
 Conversation = Literal["append", "rebuild"]
 LISTED_MOVES = re.compile(r"\b(?:available|valid|legal)\s+(?:moves|actions)\b[^:\n]*:(.*)", re.IGNORECASE)
 BRACKETS = re.compile(r"\[[^\[\]]+\]")
+INVALID = "Invalid Move: "
+"""How TextArena begins the reason of a game that an invalid move ended."""
 Opponent = Callable[[str, random.Random], str]
 """Takes the opponent's observation and a generator, and returns its move."""
 
@@ -139,12 +141,17 @@ class TextArenaGame(Environment):
 
     def _observe(self) -> tuple[int, str]:
         """The player to move, and what is new for that player."""
+        env = self.env
+        while self.conversation == "append" and hasattr(env, "env"):
+            env = env.env  # the wrappers of observations repeat the history; those of actions still apply in `step`
         with self.random.active():
-            player, said = self.env.get_observation()
-        if isinstance(said, str):  # TextArena's wrappers return the whole history
+            player, said = env.get_observation()
+        if isinstance(said, str):
             return player, said.strip()
         lines = []
         for sender, message, kind in said:
+            if not isinstance(sender, int):  # Countdown and others of 0.7.4 pass a player's action in the wrong order
+                sender, message, kind = message, kind, sender
             if kind.name == "PLAYER_ACTION" and sender == player:
                 continue  # the player wrote it
             lines.append(message if sender < 0 else f"[Player {sender}] {message}")
@@ -166,12 +173,17 @@ class TextArenaGame(Environment):
         if not rewards:
             raise ValueError(f"TextArena game {self.name} is over but gives no rewards")
         about = info.get(player) or {}
+        reason = str(about.get("reason") or "")
+        if isinstance(
+            rewards.get(player), str
+        ):  # the games that swap observations also swap reward and reason of an invalid move
+            rewards, reason = {**rewards, player: reason.removeprefix(INVALID)}, INVALID + rewards[player]
         metrics = {
             "invalid_move": float(bool(about.get("invalid_move"))),
             "game_turns": float(about.get("turn_count") or 0),
         }
         found = {int(k): finite(v, f"TextArena game {self.name}") for k, v in rewards.items()}
-        return found, str(about.get("reason") or ""), metrics
+        return found, reason, metrics
 
 
 class TextArenaSelfPlay(TextArenaGame):
@@ -250,10 +262,8 @@ def _maker(
         if error.name != "textarena":
             raise
         raise missing_package(f"TextArena game {id!r}", "textarena", "textarena") from error
-    name = str(id)
-    if name not in ENV_REGISTRY:
-        raise UserError(f"TextArena has no game {name!r}{did_you_mean(name, ENV_REGISTRY)}")
-    if conversation == "append":
-        # Without wrappers: their observations repeat the history.
-        name = re.sub(r"-(train|raw)$", "", name) + "-raw"
-    return lambda: textarena.make(name, **options)
+    if id not in ENV_REGISTRY:
+        raise UserError(f"TextArena has no game {id!r}{did_you_mean(str(id), ENV_REGISTRY)}")
+    if conversation == "rebuild" and str(id).endswith("-raw"):
+        raise UserError(f"TextArena: conversation=rebuild needs the wrappers that {id!r} leaves out; leave out -raw")
+    return lambda: textarena.make(id, **options)

@@ -37,6 +37,11 @@ def test_model_reads_what_is_new_and_not_its_own_moves():
     assert contents(seen[1]) == [f"At [{mine}, 0]. {moves}\n[Player 1] [step]\nAt [{mine}, {theirs}]. {moves}"]
 
 
+def test_swapped_observations_are_understood():
+    swapped = TextArenaGame(target="arena_game.py:Swapped", base=USER_FILES)
+    assert play(swapped, episode(seed=3), "[step]") == play(race(), episode(seed=3), "[step]")
+
+
 def test_outcome_is_the_reward_of_the_models_side():
     for seed in range(6):
         first, second = (play_to_the_end(race(player=side), seed, "[step]")[-1] for side in (0, 1))
@@ -126,6 +131,23 @@ def test_tic_tac_toe_of_the_package_against_a_random_opponent():
     assert all(end.metrics["invalid_move"] == 0 for end in ends)
     assert {end.reward for end in ends} > {1.0}
     assert ends == [asyncio.run(run(seed)) for seed in range(12)]
+
+
+def test_invalid_moves_end_a_game_whose_reward_is_swapped():
+    pytest.importorskip("textarena")
+    end = play(TextArenaGame("Countdown-v0"), episode(seed=2), "[x]", "[x]")[-1]
+    assert isinstance(end, End)
+    assert end.reward is not None
+    assert -1 <= end.reward <= 1
+    assert end.text is not None
+    assert end.text.startswith("Invalid Move: Invalid action format")
+
+
+def test_wrappers_of_actions_still_apply():
+    pytest.importorskip("textarena")
+    plain, raw = (play(TextArenaGame(f"GuessTheNumber-v0{kind}"), episode(seed=11), "10") for kind in ("", "-raw"))
+    assert "invalid" not in contents(plain[1])[0]  # the brackets were added
+    assert "invalid move" in contents(raw[1])[0]
 
 
 def test_kuhn_poker_of_the_package_in_self_play_and_rebuilt():

@@ -47,6 +47,14 @@ class Silent(Race):
             self.new[player].append((-1, f"At {self.at}.", Kind.GAME_BOARD))
 
 
+class Swapped(Race):
+    """Passes players' actions in the wrong order, as some games do."""
+
+    def get_observation(self):
+        player, said = super().get_observation()
+        return player, [(kind, sender, text) if kind is Kind.PLAYER_ACTION else (sender, text, kind) for sender, text, kind in said]
+
+
 class Three(Race):
     def reset(self, num_players, seed=None):
         raise AssertionError("The number of players has to be 3")
