@@ -46,6 +46,9 @@ class Training(Record):
     speed, never the gradient."""
     grad_norms: bool = False
     """Also log the gradient norm of every block (embedding, each layer, head) as `actor/grad_norm_<block>`."""
+    collapse_every: int = Field(0, ge=0)
+    """Steps between measurements of whether answers still depend on their prompts (template collapse, RAGEN-2), as `collapse/...` metrics.
+    Each scores 64 pairs of a prompt and an answer, without gradient. 0: never."""
     activations: Activations = "keep"
     """Activations kept for the backward pass. keep: all. selective: results of matmuls and attention. recompute: the input of each layer.
     offload: none on the GPU. Each needs less memory and more time than the one before, and gives the same gradient."""

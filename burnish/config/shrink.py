@@ -57,6 +57,7 @@ UPPER_LIMITS = {
     "rollout.source.max_staleness": 1,
     "training.mini_batches": 2,
     "training.epochs": 2,
+    "training.collapse_every": 1,
     "training.optimizer.warmup": 1,
     "validation.limit": 8,
     "validation.every": NUM_STEPS,

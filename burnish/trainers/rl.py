@@ -29,6 +29,7 @@ from burnish.algorithms.batch_columns import (
 from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.mismatch_diagnostics import surprise_metrics
 from burnish.algorithms.losses.policy_loss import NllLoss
+from burnish.algorithms.template_collapse import collapse_metrics
 from burnish.config.errors import UserError
 from burnish.config.rollout import max_written_tokens
 from burnish.core.batch import Batch
@@ -150,6 +151,8 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
         raise mismatch_budget_error(context, step, error) from error
     for text in step_context.notes:
         note(context, step, text)
+    if training.collapse_every and step % training.collapse_every == 0:
+        step_context.metrics |= collapse_metrics(prepared, lambda other: learner.outputs(other, frozenset())["logp"])
     batch = pipeline.trim(prepared, step_context)
     if batch.num_sequences == 0:
         note(context, step, f"no update, {step_metrics.nothing_left_text(prepared)}")

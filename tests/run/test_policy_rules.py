@@ -159,6 +159,7 @@ def told(**courses: tuple[float, float]) -> set[str]:
     names = {"entropy": "actor/entropy", "length": "rollout/length_mean", "accuracy": "reward/accuracy"}
     names |= {"zero": "rollout/zero_signal", "clip": "actor/pg_clipfrac", "norm": "actor/grad_norm"}
     names |= {"reward": "reward/mean", "format": "reward/part/format"}
+    names |= {"information": "collapse/mutual_information", "repeated": "collapse/repeated_answers"}
     usual = {
         "entropy": (0.5, 0.4),
         "length": (100, 110),
@@ -189,6 +190,12 @@ def test_each_behaviour_is_told_from_what_explains_it() -> None:
     assert told(accuracy=(0.6, 0.2), reward=(0.6, 0.2)) == {"lost ground"}
     assert told(zero=(1.0, 1.0), accuracy=(0.0, 0.0), reward=(0.0, 0.0)) == {"nothing solved"}
     assert told(entropy=(0.5, 3.0), accuracy=(0.4, 0.28)) == {"noise"}
+    assert told(information=(0.3, 0.02), accuracy=(0.4, 0.4)) == {"template collapse"}
+    assert told(information=(0.3, 0.2), repeated=(0.1, 0.3)) == set()
+    assert told(repeated=(0.1, 0.8), accuracy=(0.4, 0.4)) == {"template collapse"}
+    assert told(repeated=(0.9, 0.9)) == set(), "a task with few answers"
+    assert told(information=(0.3, 0.02), accuracy=(0.4, 0.97)) == set(), "one answer is right for all"
+    assert told(information=(0.3, 0.06), entropy=(0.5, 0.05), accuracy=(0.4, 0.4)) == {"entropy collapse"}
     assert told(clip=(0.1, 0.5)) == {"large steps"}
     assert told(norm=(0.5, 20.0)) == {"gradient jump"}
 

@@ -296,3 +296,12 @@ def test_length_shapers_and_the_horizon_count_the_same_tokens_of_an_episode(
     learn(made, 7, batch)
     ((mini, *_),) = [call for call in made.learner.calls if call != "after_update"]
     assert mini.sequence["weight"].tolist() == [1 / 2 / limit] * 2
+
+
+def test_the_dependence_on_prompts_is_measured_every_so_many_steps() -> None:
+    found = []
+    for every in (0, 2, 7):
+        made = job({}, [], RolloutBatch([], group("a", "stop", (1.0, 0.0)), 0.0, 0.0))
+        made.config.training = Training(collapse_every=every)
+        found.append({name for name in step_of(made)[1].metrics if name.startswith("collapse/")})
+    assert found == [set(), set(), {"collapse/reward_std", "collapse/repeated_answers"}]

@@ -19,6 +19,8 @@ NUM_FIRST_STEPS = 5
 NUM_RECENT_STEPS = 5
 """Number of last steps whose median is the current value."""
 NUM_REMEMBERED_STEPS = 25
+MIN_INFORMATION = 0.02
+"""Mutual information of prompt and answer, in nats per token, from which its fall is more than noise."""
 ACCURACY = "reward/accuracy"
 """Exists only if the reward tells correct answers from wrong ones. A graded reward has no value that means solved."""
 
@@ -109,10 +111,30 @@ def _entropy_collapse(history: MetricHistory) -> str | None:
     """Less than a fifth of the entropy is left, the task is not solved, and the goal has not risen lately."""
     start, now = history.top("actor/entropy"), history.now("actor/entropy", 3)
     solved = history.now(ACCURACY) >= 0.9
-    gains = history.now(history.goal) > history.was(history.goal) + 0.03 * history.scale
-    if start >= 0.02 and now < 0.2 * start and not solved and not gains:
+    if start >= 0.02 and now < 0.2 * start and not solved and not _goal_rises(history):
         unknown = "" if history.goal == ACCURACY else " (graded: fine if that is the most there is)"
         return f"actor/entropy went from {start:.2g} to {now:.2g} while {history.goal} is {history.now(history.goal):.2g}{unknown}"
+    return None
+
+
+def _goal_rises(history: MetricHistory) -> bool:
+    """Whether the goal is above what it was ten steps ago."""
+    return history.now(history.goal) > history.was(history.goal) + 0.03 * history.scale
+
+
+def _template_collapse(history: MetricHistory) -> str | None:
+    """Answers depend on their prompts less than a third as much as at first, or repeat over prompts, while entropy is there.
+
+    The metrics are those of `training.collapse_every`. A task with few possible answers repeats them from the start.
+    """
+    entropy_left = history.now("actor/entropy", 3) > 0.3 * history.start("actor/entropy")
+    if not entropy_left or history.now(ACCURACY) >= 0.9 or _goal_rises(history):
+        return None
+    name, repeated = "collapse/mutual_information", "collapse/repeated_answers"
+    if history.start(name) > MIN_INFORMATION and history.now(name, 3) < 0.3 * history.start(name):
+        return f"{_from_to(history, name)} while actor/entropy is {history.now('actor/entropy', 3):.2g}"
+    if history.now(repeated, 3) > history.bottom(repeated) + 0.4:
+        return f"{_from_to(history, repeated)} while actor/entropy is {history.now('actor/entropy', 3):.2g}"
     return None
 
 
@@ -225,6 +247,13 @@ POLICY_RULES: tuple[PolicyRule, ...] = (
         "entropy collapse: the policy has hardly anything left to choose from, and what it has not found it will not find",
         "a lower learning rate or fewer updates a step; algorithm.clip.high=0.28 (DAPO), algorithm.entropy.adaptive, or "
         "algorithm=clip_cov; a KL term to the reference",
+    ),
+    PolicyRule(
+        "template collapse",
+        _template_collapse,
+        "template collapse: the answers no longer depend on the prompt, which a high entropy hides",
+        "algorithm.filters=[snr], which keeps the groups whose rewards differ most (RAGEN-2); a smaller KL or entropy term, which is all that "
+        "groups without a difference learn from; more samples of each prompt (rollout.n); read samples of several prompts side by side",
     ),
     PolicyRule(
         "noise",
