@@ -72,6 +72,13 @@ def per_sequence(batch: Batch, values: Tensor) -> Tensor:
     return torch.repeat_interleave(values, ends - first)
 
 
+def differs_within_trajectories(batch: Batch, values: Tensor) -> bool:
+    """Whether values [S] differ between sequences of the same trajectory."""
+    if first_sequences(batch) is None:
+        return False
+    return not torch.equal(values, per_sequence(batch, per_trajectory(batch, values)))
+
+
 # --- Action tokens
 
 

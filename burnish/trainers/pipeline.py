@@ -29,6 +29,7 @@ from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.advantages.returns import AdvantagesAndReturns
 from burnish.algorithms.batch_columns import (
     ANSWER_COLUMN,
+    differs_within_trajectories,
     is_replayed,
     place_rewards,
     replay_anchor_logp,
@@ -334,6 +335,11 @@ def _shape(batch: Batch, shaper: SlotFunction, step: int, max_tokens: int) -> Ba
     if problem := reward_problem(float(largest)):
         raise UserError(f"shaper {name} returned a reward out of range: {problem}")
     if result.shape == (batch.num_sequences,):
+        if differs_within_trajectories(batch, result):
+            raise UserError(
+                f"shaper {name} returned different rewards for sequences of one trajectory: `trajectory_ids` tells which belong together, and "
+                "a trajectory has one reward"
+            )
         return batch.with_sequence(reward=result)
     if result.shape == (batch.num_tokens,):
         return batch.with_token(dense_rewards=batch.token.get("dense_rewards", torch.zeros_like(result)) + result)

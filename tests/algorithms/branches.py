@@ -116,7 +116,8 @@ def branched(batch: Batch, seed: int) -> Batch:
     for name in ("action_mask", "loss_mask"):
         token[name] = token[name] & is_own
     for name in (*LOGPROBS, "entropy", "sum_p2", "critic", "process_rewards"):
-        token[name] = torch.where(token["action_mask"], token[name], torch.nan)
+        if name in token:
+            token[name] = torch.where(token["action_mask"], token[name], torch.nan)
     offsets = offsets_from_lengths(torch.tensor([len(rows) for rows in turn_rows]))
     flat = torch.tensor([row for rows in turn_rows for row in rows])
     sequence = {name: column[owner] for name, column in batch.sequence.items()}

@@ -8,6 +8,7 @@ which depend on a token's position in its sequence.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from burnish.algorithms.batch_columns import (
     trajectory_offsets,
     turns_of,
 )
+from burnish.algorithms.filters.filter_functions import loss_mask_from_plugin
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.spec import Algorithm
@@ -230,3 +232,42 @@ def test_a_role_has_its_own_baseline() -> None:
     """Groups are of a prompt, a visit and a role, so the statistics of one role leave the other out."""
     batch = two_branches().with_sequence(trajectory_ids=torch.arange(3), group_ids=torch.tensor([0, 1, 1]))
     assert grpo(batch, std="none").tolist() == [1.0, 0.25, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([1, 0, 0, 1], [0.5, -0.5, -0.5, 0.5]), ([1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25])],
+)
+def test_the_mean_of_a_group_counts_samples_and_not_their_conversations(
+    rewards: list[float], expected: list[float]
+) -> None:
+    """The worked example of ALGORITHMS-2026.md N5.5: samples of three, two, two and one conversation."""
+    counts = torch.tensor([3, 2, 2, 1])
+    mask = torch.ones(8, dtype=torch.bool)
+    batch = Batch(torch.arange(8), torch.arange(9), {"action_mask": mask, "loss_mask": mask})
+    batch = batch.with_sequence(
+        group_ids=torch.zeros(8, dtype=torch.int64),
+        trajectory_ids=torch.arange(4).repeat_interleave(counts),
+        reward=torch.tensor(rewards, dtype=torch.float64).repeat_interleave(counts),
+    )
+    assert grpo(batch, std="none").tolist() == torch.tensor(expected).repeat_interleave(counts).tolist()
+
+
+# --- plug-ins --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plug_in_that_treats_branches_of_one_trajectory_differently_is_refused() -> None:
+    batch = two_branches()
+    whole = torch.tensor([True, True, False])
+    assert loss_mask_from_plugin(whole, batch, "f").tolist() == (batch.loss_mask & (torch.arange(8) < 6)).tolist()
+    with pytest.raises(UserError, match="filter f keeps some sequences of a trajectory and drops others"):
+        loss_mask_from_plugin(torch.tensor([True, False, True]), batch, "f")
+
+
+def test_a_shaper_that_pays_branches_differently_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def by_length(batch, step):\n    return batch.lengths.double()\n")
+    algorithm = Algorithm.model_validate({"shaping": [f"{tmp_path}/mine.py:by_length"]})
+    pipeline = AlgorithmPipeline(algorithm, num_updates=1)
+    assert pipeline.shape(episodes(1), 1, MAX_TOKENS).sequence["reward"].tolist() == episodes(1).lengths.tolist()
+    with pytest.raises(UserError, match="different rewards for sequences of one trajectory"):
+        pipeline.shape(branched(episodes(1), 1), 1, MAX_TOKENS)

@@ -16,6 +16,7 @@ from torch import Tensor
 from burnish.algorithms.advantages.spo import tokens_of_segments
 from burnish.algorithms.batch_columns import (
     Groups,
+    differs_within_trajectories,
     first_index,
     is_truncated,
     lexsort,
@@ -242,6 +243,11 @@ def loss_mask_from_plugin(result: Tensor, batch: Batch, name: str) -> Tensor:
             f"[{batch.num_sequences}] or one per token [{batch.num_tokens}]: what to keep in the loss"
         )
     if result.shape == (batch.num_sequences,):
+        if differs_within_trajectories(batch, result):
+            raise UserError(
+                f"filter {name} keeps some sequences of a trajectory and drops others: `trajectory_ids` tells which belong together; keep or "
+                "drop all of them, or return one bool per token"
+            )
         result = result[batch.sequence_ids]
     return batch.loss_mask & result
 

@@ -17,6 +17,7 @@ from burnish.algorithms.batch_columns import place_rewards, turns_of
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory, TurnSpan, chain_nodes, pack
+from tests.algorithms.branches import branched
 from tests.algorithms.functions_with_defaults import bilevel_gae, gae, gigpo, hgpo, rebn
 
 Episode = list[tuple[str, int, float]]
@@ -273,3 +274,16 @@ def test_hgpo_with_the_episode_as_the_widest_cluster() -> None:
 def test_hgpo_without_states_is_told_what_is_missing() -> None:
     with pytest.raises(UserError, match="advantage hgpo compares the turns"):
         hgpo(replace(two_turns(), ragged={}))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_in_sequences_of_their_own_have_the_same_advantages(seed: int) -> None:
+    """The worked examples, with turns that begin a new sequence because the context before them was rewritten."""
+    whole = batch_of(WORKED)
+    cut = branched(whole, seed)
+    assert cut.num_sequences > whole.num_sequences
+    close(by_turn(cut, gigpo(cut)), [1.133333, 0.5, -0.816667, -0.5, -0.816667])
+    close(by_turn(cut, rebn(cut, gamma=0.95)), [1.048057, 1.141634, -0.729897, -0.729897, -0.729897])
+    values = branched(two_turns(), seed)
+    found = bilevel_gae(values, lam=0.95, turn_gamma=0.9, whiten=False)
+    close(at_actions(values, found.advantages), [0.533628, 0.45645, 0.691, 0.69, 0.2])
