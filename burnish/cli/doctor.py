@@ -39,6 +39,12 @@ USES = {
     "plot": "burnish view --png: the curves as an image (matplotlib)",
     "ray": "placement=ray and burnish launch: several processes or machines",
     "serve": "burnish serve: an OpenAI-compatible server",
+    "search": "the tool search: BM25 over a local corpus",
+    "mcp": "tools of MCP servers",
+    "openenv": "environments of OpenEnv servers",
+    "gym": "environments of gymnasium",
+    "textarena": "games of TextArena",
+    "scienceworld": "the environment science_world, with its Java",
     "vllm": "the vLLM engine",
     "dev": "the tests and the linters",
 }

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
+from burnish.config.plugins import is_plugin
 from burnish.config.records import Record, Slot, choice, name_to_record
 
 if TYPE_CHECKING:
@@ -487,7 +488,7 @@ def check_turns(environment: Environment) -> None:
 
 def check_game_task(environment: Environment, task: str | None, what: str) -> None:
     """Refuse a game without the rows of its task, and rows of a game without its environment. `what` names the data source."""
-    if task in GAME_TURNS and environment.name != task:
+    if task in GAME_TURNS and environment.name != task and not is_plugin(environment.name):
         raise ValueError(
             f"task {task} is a game: set environment.name={task} and environment.max_turns={GAME_TURNS[task]}; environment "
             f"{environment.name} cannot play it"

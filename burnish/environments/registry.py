@@ -182,7 +182,7 @@ def _class_of(name: str, base: Any) -> Any:
     if is_ours or _is_on_tokens(cls) or adapter_for(cls) is not None:
         return cls
     raise UserError(
-        f"environment {name}: it is no environment that burnish knows. Expected a subclass of burnish.environments.base.Environment, a class "
+        f"environment {name}: no convention of environments fits. Expected a subclass of burnish.environments.base.Environment, a class "
         "with start() and observe(completion, text), or a class of TRL, gymnasium, skyrl-gym or TextArena (name its adapter in "
         "environment.name and the class in environment.options.target if it is not recognised)"
     )

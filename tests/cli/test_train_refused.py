@@ -209,7 +209,7 @@ def test_a_corrected_command_follows_a_refused_one(capsys: pytest.CaptureFixture
         ("run.trackers=[wandb]", "run.trackers names wandb, which is not installed"),
         ("rollout.engine=transformers", "rollout.engine=transformers needs model.backend=transformers"),
         ("warm_start={data: {plugin: 'plug.py:rows', options: {count: 1}}}", "no column 'completion'; supervised rows"),
-        ("environment=plug.py:count_zeros", "the class has no method 'start'"),
+        ("environment=plug.py:count_zeros", "no convention of environments fits"),
         ("data.sampler=suffle", "unknown sampler 'suffle'; did you mean 'shuffle'?"),
     ],
 )

@@ -29,14 +29,14 @@ def test_a_name_alone_is_an_environment() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([*ONE_TURN], "task guess_number is a game of several turns"),
+        ([*ONE_TURN], "task guess_number is a game"),
         (["environment=single_turn", "data.train={task: sort_digits}"], "max_turns has no effect on single_turn"),
-        (["data.train={task: sort_digits}"], "environment guess_number needs numbers of the task guess_number"),
+        (["data.train={task: sort_digits}"], "environment guess_number needs rows of the task guess_number"),
         (["data.validation={path: a.jsonl}"], "but data has a.jsonl"),
         (["reward.parts=[exact]"], "reward.parts has no effect: environment guess_number gives the rewards itself"),
         (["environment.max_turns=1", "environment.max_tokens=9"], "max_tokens has no effect with environment.max_turns=1"),
         ([*ONE_TURN, "data.train={task: sort_digits}"], "gigpo compares turns that begin in the same state"),
-        (["environment.max_turns=1"], "max_turns=1 ends it after the first guess: set environment.max_turns"),
+        (["environment.max_turns=1"], "max_turns=1 ends it after the first answer: set environment.max_turns"),
         (["environment={name: game.py:Game, max_turns: 1}"], "gigpo compares turns that begin in the same state, but environment.max_turns=1"),
         (
             ["environment={name: game.py:Game, max_turns: 1}", "algorithm=ppo", "algorithm.advantage=bilevel_gae"],

@@ -86,7 +86,7 @@ def test_an_environment_from_a_file_gets_its_options_and_its_own_state(
         ("game.py:Game", {"hnt": "1"}, r"environment game\.py:Game: unknown option 'hnt'; did you mean 'hint'\?"),
         ("game.py:Gaem", {}, r"defines no 'Gaem'; did you mean 'Game'\?"),
         ("gone.py:Game", {}, r"'gone\.py:Game': no such file"),
-        ("game.py:Mute", {}, r"environment game\.py:Mute: the class has no method 'observe'"),
+        ("game.py:Mute", {}, r"environment game\.py:Mute: no convention of environments fits"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(

@@ -238,7 +238,7 @@ def test_an_evaluation_plays_as_the_run_did(
     assert "trained in environment guess_number, which is not used here" in capsys.readouterr().err
     model = next((folder / "checkpoints").glob("step-*"))
     assert main(["eval", str(model), "task:guess_number", "--out", str(tmp_path / "other")]) != 0
-    assert "environment guess_number and task guess_number belong together" in capsys.readouterr().err
+    assert "task guess_number is a game" in capsys.readouterr().err
 
 
 def test_an_evaluation_leaves_every_turn_its_share_of_what_an_episode_may_have(
