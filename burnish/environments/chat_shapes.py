@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from burnish.data.row import Message
 
-FILLER = "Filler"
+FILLER, SYSTEM_WORD = "StandInForText", "StandInForSystem"
+"""Words of the messages of a history, and of a system message at its start. They are found again where a template repeats them."""
 CALL_ID = "call00000"
 """Ids of calls have nine letters and digits, the only form that Mistral's templates accept."""
 
@@ -100,7 +101,7 @@ def tool_call(name: str, arguments: Any, identity: str = CALL_ID) -> dict[str, A
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def stand_in(shape: Shape, text: str = FILLER, reasoning: str = FILLER, argument: str = FILLER) -> Message:
+def stand_in(shape: Shape, text: str = "text", reasoning: str = "thought", argument: str = "value") -> Message:
     """Return a message of a shape. `text` is the last word of the content of an answer."""
     content = text
     if shape.is_empty:
@@ -108,18 +109,21 @@ def stand_in(shape: Shape, text: str = FILLER, reasoning: str = FILLER, argument
     elif shape.inside and shape.role == "assistant":
         content = f"{reasoning}{''.join(shape.inside)}{text}"
     elif shape.inside:
-        content = f"{shape.start}{FILLER}{''.join(shape.inside)}{text}{shape.end}"
+        content = f"{shape.start}x{''.join(shape.inside)}{text}{shape.end}"
     message: Message = {"role": shape.role, "content": content}
     if shape.reasoning:
         message["reasoning_content"] = reasoning if shape.reasoning == "some" else ""
     if shape.num_calls:
-        message["tool_calls"] = [tool_call(FILLER, {"value": argument}, call_id(i)) for i in range(shape.num_calls)]
+        message["tool_calls"] = [tool_call("name", {"value": argument}, call_id(i)) for i in range(shape.num_calls)]
     if shape.role == "tool":
-        message |= {"tool_call_id": CALL_ID, "name": FILLER}
+        message |= {"tool_call_id": CALL_ID, "name": "name"}
     return message
 
 
 def stand_ins(shapes: Iterable[Shape]) -> list[Message]:
     """Return a conversation of these shapes."""
     # The words differ, because Mistral's templates compare whole messages to find the last one.
-    return [stand_in(shape, f"{FILLER}{index}") for index, shape in enumerate(shapes)]
+    return [
+        stand_in(shape, SYSTEM_WORD if index == 0 and shape.role == "system" else f"{FILLER}{index}")
+        for index, shape in enumerate(shapes)
+    ]

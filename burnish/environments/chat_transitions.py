@@ -10,6 +10,7 @@ call), a short conversation with the real new messages is rendered instead. The 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.row import Message
-from burnish.environments.chat_shapes import ANSWER, Shape, stand_in, stand_ins
+from burnish.environments.chat_shapes import ANSWER, FILLER, SYSTEM_WORD, Shape, stand_in, stand_ins
 from burnish.models.tokenizer import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
@@ -78,7 +79,7 @@ class Slots:
         return "".join(parts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Transition:
     """What the template does with an answer of one shape when messages of given shapes follow it."""
 
@@ -92,10 +93,23 @@ class Transition:
     num_calls: int = 0
     """Calls in the stand-in. The text after it then begins at the first control token behind the last call."""
     tools: Tools | None = None
-    slots: Slots | None = None
+    """What to render the stand-ins with; None if the text behind the answer does not depend on the tools."""
+    new: tuple[Shape, ...] = ()
 
-    def text_after(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes behind the answer, from the end of its turn to the opening of the next one."""
+    @functools.cached_property
+    def slots(self) -> Slots | None:
+        """The text behind the answer with slots; None if the template writes more of the messages than their contents."""
+        return _slots(self, self.new)
+
+    def text_after(self, messages: Sequence[Message], system: str | None = None) -> str:
+        """Return what the template writes behind the answer, from the end of its turn to the opening of the next one.
+
+        `system` is the system message of the conversation, with control tokens marked.
+        """
+        text = self._text_after(messages)
+        return text if system is None else text.replace(SYSTEM_WORD, system)
+
+    def _text_after(self, messages: Sequence[Message]) -> str:
         if self.slots is not None and all(_has_plain_fields(message) for message in messages):
             filled = self.slots.fill(messages, self.render.tokenizer)
             if filled is not None:
@@ -154,7 +168,9 @@ class TransitionTable:
             made = self._made[key] = self._make(history, answer, new)
         return made
 
-    def continued(self, shapes: tuple[Shape, ...], messages: Sequence[Message]) -> tuple[str, str] | None:
+    def continued(
+        self, shapes: tuple[Shape, ...], messages: Sequence[Message], system: str | None = None
+    ) -> tuple[str, str] | None:
         """Return what the template writes for messages behind a conversation of these shapes, and the opening of the next turn.
 
         None if it would change the conversation before them, or if the text must be tokenised together with what stands before it.
@@ -169,6 +185,9 @@ class TransitionTable:
         if not whole.startswith(beginning) or not whole.endswith(opening):
             return None
         added = whole[len(beginning) : len(whole) - len(opening)]
+        if FILLER in added:
+            return None
+        added = added if system is None else added.replace(SYSTEM_WORD, system)
         if not added or not self._may_split(beginning, added) or not self._may_split(added, opening):
             return None
         return added, opening
@@ -186,15 +205,14 @@ class TransitionTable:
         before, after = render(messages, tools), render([*messages, said, *following], tools)
         appends = _appends(before, after, answer, render.tokenizer)
         stand, num_calls = self._stand_in_for(messages, said, answer, following, after)
-        made = Transition(
-            appends, self._ends(messages, stand, num_calls), render, tuple(messages), stand, num_calls, tools
-        )
-        if stand is None:
-            return made
-        if tools and self._is_same_without_tools(made, following):
-            made = Transition(appends, made.has_end_token, render, made.history, stand, num_calls, None)
-        slots = _slots(made, new)
-        return Transition(appends, made.has_end_token, render, made.history, stand, num_calls, made.tools, slots)
+        behind = max(after.rfind(SAID), after.rfind(CALLED), len(before) if appends else 0)
+        if behind and FILLER in after[behind:]:
+            appends, stand = False, None  # it repeats the text of earlier messages there, which stand-ins do not have
+        has_end_token = self._ends(messages, stand, num_calls)
+        made = Transition(appends, has_end_token, render, tuple(messages), stand, num_calls, tools, new)
+        if tools and stand is not None and self._is_same_without_tools(made, following):
+            made.tools = None
+        return made
 
     def _stand_in_for(
         self, messages: list[Message], said: Message, answer: Shape, following: list[Message], after: str

@@ -27,7 +27,7 @@ from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Message, Row
 from burnish.data.template import as_messages, render_text, template_kind, tokenize_rendered, with_system
-from burnish.environments.chat_shapes import ANSWER, SYSTEM, TOOL, USER, Shape, Shaper, compressed
+from burnish.environments.chat_shapes import ANSWER, SYSTEM, TOOL, USER, Shape, Shaper, compressed, stand_in
 from burnish.environments.chat_traits import Parse, answer_message, as_user, find_traits
 from burnish.environments.chat_transitions import THINK_END, Renderings, Tools, Transition, TransitionTable
 from burnish.models.tokenizer import Tokenizer
@@ -143,11 +143,14 @@ class ChatRenderer:
         for history in ((USER,), (USER, ANSWER, USER)):
             for tools in (None, PROBE_TOOLS):
                 for new in self._probed_roles():
+                    message = stand_in(new)
                     try:
                         found = [self.transition(history, answer, (new,), tools) for answer in self._probed_answers()]
+                        texts = {one.rendered_after([message]) for one in found if one.appends}
                     except UserError:
                         return False
-                    if not all(one.appends and one.slots is not None and one.slots == found[0].slots for one in found):
+                    # Ids of calls must not matter either, because those of an answer that is not decoded are unknown.
+                    if len(texts) > 1 or not all(one.appends for one in found) or found[0].slots is None:
                         return False
         return True
 
@@ -262,6 +265,8 @@ class Conversation:
         self._renderer, self._shapes, self._tools = renderer, shapes, tools
         self._table = renderer._table(tools) if renderer.is_chat else None
         self._messages: list[Message] = list(messages)
+        first = messages[0] if messages else {}
+        self._system = renderer.tokenizer.literal(first["content"]) if first.get("role") == "system" else None
         self._answers: dict[int, tuple[int, ...]] = {}
         """The tokens of the answers, by their places in `_messages`. Answers are decoded only where the template depends on their text."""
         self._root: Root | None = Root((), shapes, len(messages))
@@ -304,7 +309,7 @@ class Conversation:
             renderer.num_rewrites += 1
             if renderer.history == "as_template":
                 return Extension(self._rendered(), is_branch=True)
-        text = transition.text_after(new)
+        text = transition.text_after(new, self._system)
         return Extension(renderer.tokens_after(completion, text, transition.has_end_token))
 
     def append_text(self, completion: Sequence[int], text: str) -> Extension:
@@ -336,7 +341,7 @@ class Conversation:
             if self._messages[index] is UNREAD:
                 self._messages[index] = renderer.answer(tokens, 0)
         try:
-            added = root and self._table.continued(root.shapes, self._messages[root.num_messages :])
+            added = root and self._table.continued(root.shapes, self._messages[root.num_messages :], self._system)
             if root and added:
                 if not root.tokens:
                     opening = renderer.render(self._messages[: root.num_messages], self._tools, opens=False)

@@ -30,6 +30,8 @@ TOOLS = [
     }
 ]
 CALL = re.compile(r"\n?<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+Turns = list[tuple[str | None, str, list[str]]]
+"""Reasoning, answer, and results of its calls."""
 NO_CALLS = frozenset({"llama3", "gemma", "smollm2"})
 """Templates that do not write tool calls."""
 
@@ -99,22 +101,14 @@ thoughts = st.sampled_from([None, None, "the thought", "first\nthen"])
 
 
 @st.composite
-def dialogues(draw: st.DrawFn) -> tuple[list[tuple[str | None, str, list[str]]], bool]:
-    """Turns of (reasoning, answer, results of its calls), and whether there is a system message."""
+def dialogues(draw: st.DrawFn) -> tuple[Turns, bool]:
+    """Turns, and whether there is a system message."""
     turns = draw(st.lists(st.tuples(thoughts, texts, st.lists(texts, max_size=1)), min_size=1, max_size=5))
     return turns, draw(st.booleans())
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, "real qwen2.5", "real smollm2"])
-@settings(max_examples=20, deadline=None)
-@given(given_dialogue=dialogues(), with_tools=st.booleans())
-def test_the_model_reads_what_the_template_writes(
-    name: str, given_dialogue: tuple[list[tuple[str | None, str, list[str]]], bool], with_tools: bool
-) -> None:
-    tokenizer = real(name.removeprefix("real ")) if name.startswith("real ") else small_tokenizer(name)
-    name = name.removeprefix("real ")
-    turns, with_system = given_dialogue
-    tools = TOOLS if with_tools else None
+def play(name: str, tokenizer: Tokenizer, turns: Turns, with_system: bool, tools: list[dict[str, Any]] | None) -> None:
+    """Play a dialogue, and compare what the model reads in each turn with the template's rendering of the whole conversation."""
     messages: list[Message] = [{"role": "system", "content": "be kind"}] * (with_system and name != "gemma")
     messages.append(user("1+1?"))
     path = Path(shared_renderer(tokenizer).open(messages, tools), tokenizer)
@@ -128,7 +122,7 @@ def test_the_model_reads_what_the_template_writes(
             identity = f"abcdefgh{index}"
             function = {"name": "add", "arguments": {"a": index, "b": "é"}}
             answer["tool_calls"] = [{"id": identity, "type": "function", "function": function}]
-            answer["content"] = "" if name in ("mistral", "llama3.1") else text
+            answer["content"] = "" if name in ("mistral", "llama3.1", "qwen2.5") else text
             new = [{"role": "tool", "content": results[0], "tool_call_id": identity}]
         messages += [answer, *new]
         sampled = completion(name, tokenizer, answer)
@@ -139,10 +133,26 @@ def test_the_model_reads_what_the_template_writes(
         assert not found.is_branch or name in ("qwen3", "mistral")
 
 
+@pytest.mark.parametrize("name", list(TEMPLATES))
+@settings(max_examples=20, deadline=None)
+@given(given_dialogue=dialogues(), with_tools=st.booleans())
+def test_the_model_reads_what_the_template_writes(
+    name: str, given_dialogue: tuple[Turns, bool], with_tools: bool
+) -> None:
+    play(name, small_tokenizer(name), *given_dialogue, TOOLS if with_tools else None)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "smollm2"])
+def test_the_model_reads_what_the_template_of_its_directory_writes(name: str) -> None:
+    turns: Turns = [(None, "It is 2.", []), (None, "", ["17\n\n(twice)"]), (None, "Sure: 17!", []), (None, "yes", [])]
+    for tools in (None, TOOLS):
+        play(name, real(name), turns, tools is None, tools)
+
+
 @settings(max_examples=20, deadline=None)
 @given(given_dialogue=dialogues(), is_thinking=st.booleans())
 def test_keep_goes_on_behind_the_sampled_tokens_with_what_the_template_writes_between(
-    given_dialogue: tuple[list[tuple[str | None, str, list[str]]], bool], is_thinking: bool
+    given_dialogue: tuple[Turns, bool], is_thinking: bool
 ) -> None:
     tokenizer = small_tokenizer("qwen3")
     template = Template(kwargs={} if is_thinking else {"enable_thinking": False})
