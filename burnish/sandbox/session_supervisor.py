@@ -43,11 +43,15 @@ def serve_sessions(channel: socket.socket, context: SandboxContext) -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not message:
             return
-        if os.fork() == 0:
-            channel.close()
-            _supervise(context, socket.socket(fileno=descriptors[0]))
-        for descriptor in descriptors:
-            os.close(descriptor)
+        with socket.socket(fileno=descriptors[0]) as client:
+            try:
+                pid = os.fork()
+            except OSError as error:  # no memory or too many processes: only this session fails
+                send_message(client, {"failed": f"cannot start a session: {error}", "is_exhaustion": True})
+                continue
+            if pid == 0:
+                channel.close()
+                _supervise(context, client)
 
 
 def _supervise(context: SandboxContext, client: socket.socket) -> NoReturn:

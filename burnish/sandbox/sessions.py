@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from burnish.sandbox.rpc import HEADER, MAX_MESSAGE_BYTES, frame
 SLACK_S = 10.0
 """How long a cell may take beyond its own time limit before the sandbox counts as broken. Starting a session is part of it."""
 SEND_WAIT_S = 0.01
+OTHER_OPEN_FILES = 1024
 USER, UNSAFE_SETTING = "Python tools", "sandbox=unsafe among the tool's options"
 
 
@@ -95,6 +97,7 @@ class SessionSandbox:
 
     async def _start(self) -> None:
         # The process is started in this thread, because the kernel kills it when the thread that started it ends.
+        _allow_open_files(self.limits.max_sessions)
         self._process, self._channel = start_zygote(self.limits, self._is_isolated, "sessions", USER)
         self._channel.setblocking(False)
         try:
@@ -103,6 +106,9 @@ class SessionSandbox:
         except (TimeoutError, OSError, EOFError, ValueError) as error:
             self.close()
             raise SandboxError(f"the sandbox does not start: {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError:
+            self.close()
+            raise
         if "failed" in message:
             self.close()
             raise no_sandbox_error(message["failed"], USER, UNSAFE_SETTING)
@@ -126,6 +132,15 @@ class SessionSandbox:
         if self._channel is not None:
             self._channel.close()
         self._process = self._channel = None
+
+
+def _allow_open_files(num_sessions: int) -> None:
+    """Raise this process's soft limit of open files, as far as the system allows: each session is a socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_sessions + OTHER_OPEN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 class Session:

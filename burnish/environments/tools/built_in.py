@@ -64,7 +64,7 @@ def make_tool(name: str, options: Mapping[str, Any] | None = None, base: str | P
 
 
 async def try_tool(tools: list[Tool], calls: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
-    """Print the schemas of tools and the results of calls to the first one, as one episode."""
+    """Print the schemas of tools, the results of calls to the first one, and the reward, as one episode."""
     for tool in tools:
         print(json.dumps(tool.schema["function"], indent=2, ensure_ascii=False))
         if tool.is_stateful:
@@ -75,6 +75,9 @@ async def try_tool(tools: list[Tool], calls: list[dict[str, Any]], row: Mapping[
         print(result.text if isinstance(result, ToolResult) else result)
     for tool in tools:
         if tool.is_stateful:
+            reward = await tool.end()
+            if reward is not None:
+                print(f"reward of the episode: {reward}")
             await tool.close()
 
 
