@@ -89,7 +89,7 @@ class McpServer:
         self.is_shared, self.timeout_s, self.start_timeout_s = session == "shared", timeout_s, start_timeout_s
         self._max_sessions, self._wanted, self._prefix = sessions, tools, prefix
         self._pool: list[_Connection] = []
-        self._episodes: dict[str, _EpisodeSession] = {}
+        self._episodes: set[_EpisodeSession] = set()
         self._schemas: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -127,10 +127,12 @@ class McpServer:
         return list(self._schemas.values())
 
     def make_tools(self) -> list[McpTool]:
-        """New tool objects: once for all episodes if the session is shared, otherwise for each episode."""
+        """New tool objects, for all episodes if the session is shared. Otherwise they are for one episode, and share its session."""
         assert self._schemas is not None, "`list_tools` comes before `make_tools`"
-        kind = McpTool if self.is_shared else McpSessionTool
-        return [kind(self, name, schema) for name, schema in self._schemas.items()]
+        if self.is_shared:
+            return [McpTool(self, name, schema) for name, schema in self._schemas.items()]
+        own = _EpisodeSession(self)
+        return [McpSessionTool(self, name, schema, own) for name, schema in self._schemas.items()]
 
     async def call_shared(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a tool in a session of the pool. A session that is lost is replaced once."""
@@ -147,36 +149,34 @@ class McpServer:
             self._pool.append(free)
         return free
 
-    def enter_episode(self, episode: str) -> None:
+    def enter_episode(self, own: _EpisodeSession) -> None:
         """A tool begins an episode. The first call of any of its tools opens the session."""
-        self._episodes.setdefault(episode, _EpisodeSession(_Connection(self))).num_tools += 1
+        self._episodes.add(own)
+        own.num_tools += 1
 
-    async def call_in_episode(self, episode: str, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_in_episode(self, own: _EpisodeSession, name: str, arguments: dict[str, Any]) -> Any:
         """Call a tool in the session of an episode. A session that is lost is replaced only if it has no state yet."""
-        own = self._episodes[episode]
         try:
             result = await own.connection.call(name, arguments)
         except McpServerDied:
             if own.has_state:
                 raise
-            await own.connection.close()
-            own.connection = _Connection(self)
+            await own.reset(self)
             result = await own.connection.call(name, arguments)
         own.has_state = True
         return result
 
-    async def leave_episode(self, episode: str) -> None:
+    async def leave_episode(self, own: _EpisodeSession) -> None:
         """A tool ends an episode. The last one closes the session."""
-        own = self._episodes[episode]
         own.num_tools -= 1
         if own.num_tools == 0:
-            del self._episodes[episode]
-            await own.connection.close()
+            self._episodes.discard(own)
+            await own.reset(self)
 
     async def aclose(self) -> None:
         """Close all sessions, and with them the processes of a stdio server."""
-        open_ones = [*self._pool, *(own.connection for own in self._episodes.values())]
-        self._pool, self._episodes = [], {}
+        open_ones = [*self._pool, *(own.connection for own in self._episodes)]
+        self._pool, self._episodes = [], set()
         await asyncio.gather(*(connection.close() for connection in open_ones))
 
 
@@ -208,20 +208,23 @@ class McpSessionTool(McpTool):
     """A tool of a server with state. All tools of an episode share the episode's session."""
 
     is_stateful: ClassVar[bool] = True
-    _episode: str | None = None
+
+    def __init__(self, server: McpServer, tool: str, schema: dict[str, Any], own: _EpisodeSession) -> None:
+        super().__init__(server, tool, schema)
+        self._own, self._is_started = own, False
 
     async def start(self, episode: Episode, arguments: Mapping[str, Any]) -> None:
-        self._episode = episode.id
-        self.server.enter_episode(episode.id)
+        self.server.enter_episode(self._own)
+        self._is_started = True
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
-        assert self._episode is not None, "`start` comes before the first call"
-        return await self.server.call_in_episode(self._episode, self.tool, arguments)
+        assert self._is_started, "`start` comes before the first call"
+        return await self.server.call_in_episode(self._own, self.tool, arguments)
 
     async def close(self) -> None:
-        if self._episode is not None:
-            episode, self._episode = self._episode, None
-            await self.server.leave_episode(episode)
+        if self._is_started:
+            self._is_started = False
+            await self.server.leave_episode(self._own)
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------
@@ -230,8 +233,13 @@ class McpSessionTool(McpTool):
 class _EpisodeSession:
     """The session of one episode, shared by its tools."""
 
-    def __init__(self, connection: _Connection) -> None:
-        self.connection, self.num_tools, self.has_state = connection, 0, False
+    def __init__(self, server: McpServer) -> None:
+        self.connection, self.num_tools, self.has_state = _Connection(server), 0, False
+
+    async def reset(self, server: McpServer) -> None:
+        """Close the session. The next call opens another."""
+        lost, self.connection, self.has_state = self.connection, _Connection(server), False
+        await lost.close()
 
 
 class _Connection:

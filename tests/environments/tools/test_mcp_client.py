@@ -131,11 +131,11 @@ def test_each_episode_has_a_session_that_its_tools_share_and_a_lost_one_is_not_r
         )
         await server.list_tools()
         episodes = []
-        for number in range(2):
+        for _ in range(2):
             tools = {tool.name: tool for tool in server.make_tools()}
             assert all(tool.is_stateful for tool in tools.values())
             for tool in tools.values():
-                await tool.start(Episode(f"r#0.{number}", 0, ""), {})
+                await tool.start(Episode("r#0.0", 0, ""), {})
             episodes.append(tools)
         counts = [await tools["my_count_up"].call({}) for tools in (episodes[0], episodes[0], episodes[1])]
         assert counts == ["1", "2", "1"]
@@ -146,7 +146,7 @@ def test_each_episode_has_a_session_that_its_tools_share_and_a_lost_one_is_not_r
         for tools in episodes:
             for tool in tools.values():
                 await tool.close()
-        assert server._episodes == {}
+        assert server._episodes == set()
 
     asyncio.run(play())
 
