@@ -116,7 +116,8 @@ class GymEnvironment(Environment):
             raise UserError(
                 f"gym environment {self.name}: its actions are numbers ({self.space}): set action=last_number or action=boxed"
             )
-        if self.space is not None and not self.is_discrete and type(self.space).__name__ != "Text":
+        is_space = callable(getattr(self.space, "sample", None))  # GEM's Sokoban has a list of words instead
+        if is_space and not self.is_discrete and type(self.space).__name__ != "Text":
             raise UserError(
                 f"gym environment {self.name}: its actions are {self.space}; only texts and Discrete are possible"
             )

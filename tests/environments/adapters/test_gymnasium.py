@@ -99,6 +99,12 @@ def test_frozen_lake_of_gymnasium():
     assert isinstance(seen[-1], End)
 
 
+def test_continuous_actions_of_gymnasium_are_refused():
+    pytest.importorskip("gymnasium")
+    with pytest.raises(UserError, match="only texts and Discrete are possible"):
+        play(GymEnvironment("Pendulum-v1"), episode())
+
+
 def test_unknown_ids_are_refused():
     pytest.importorskip("gymnasium")
     with pytest.raises(UserError, match="gymnasium has no environment 'FrozenLakes-v1'"):

@@ -40,7 +40,7 @@ class Numbers(Doors):
 
 
 class OldGym(Doors):
-    action_space = None
+    action_space = ["left", "right"]  # words, as in GEM's Sokoban
 
     def step(self, action):
         return "obs", 0.0, True, {}
