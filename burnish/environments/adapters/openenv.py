@@ -285,22 +285,31 @@ class OpenEnv(Environment):
             try:
                 self.session = await Session.open(self.url, self.timeout_s)
                 return await self.session.ask("reset", reset_data)
-            except BaseException as error:
-                session, self.session = self.session, None
-                is_full = isinstance(error, OpenEnvError) and error.code == FULL
-                await (queue.refused(error.data.get("max_sessions")) if is_full else queue.leave())  # type: ignore[attr-defined]
-                if session is not None:
-                    await session.close()
-                if not is_full:
+            except OpenEnvError as error:
+                if error.code != FULL:
+                    await self.close()
                     raise
+                await self._give_up(queue, error)
                 if queue.num_open > 0:
                     waiting_since = time.monotonic()
                 elif time.monotonic() - waiting_since > self.capacity_wait_s:
                     raise TimeoutError(
                         f"OpenEnv server {self.url} has been full for {self.capacity_wait_s:g} s, and none of its sessions belong to this process"
                     ) from error
+            except BaseException:
+                if self.session is None:
+                    await queue.leave()
+                await self.close()
+                raise
             await queue.wait(pause)
             pause = min(2 * pause, 2.0)
+
+    async def _give_up(self, queue: SessionQueue, error: OpenEnvError) -> None:
+        """Close a socket that the server did not make a session."""
+        session, self.session = self.session, None
+        await queue.refused(error.data.get("max_sessions"))
+        if session is not None:
+            await session.close()
 
 
 class OpenEnvWithClient(OpenEnv):

@@ -251,6 +251,8 @@ class VerlEnvironment(Environment):
 
     `max_parallel_calls` is the most calls in one answer. verl's default is 1 and drops further calls silently; here there is no limit by
     default, and a call that is not run gets a message that says so.
+
+    Refuses: what `VerlTool` refuses, two tools of one name, and rows that select a tool that does not exist.
     """
 
     def __init__(
