@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import place_rewards
 from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.rollout import Environment, Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch
-from burnish.core.trajectory import STEP_REWARDS, Trajectory, TrajectoryFinish, chain_nodes, pack
+from burnish.core.trajectory import Trajectory, TrajectoryFinish, chain_nodes, pack
 from burnish.data.row import Row
 from burnish.rollout.scoring import RolloutBatch
 from burnish.rollout.sync_source import RolloutPlan
@@ -310,21 +309,11 @@ def test_the_dependence_on_prompts_is_measured_every_so_many_steps() -> None:
 
 def test_a_sample_of_two_sequences_counts_once_in_means_and_weights() -> None:
     """Rewards 1 (two sequences of three tokens) and 0 (one): the mean is 1/2, and the loss has two trajectories."""
-    one, other = group("p", "stop", (1.0, 0.0))
-    one.sequences = one.sequences * 2
-    made = job({"advantage": {"name": "grpo", "std": "none"}}, [], RolloutBatch([], [one, other], 0.0, 0.0))
-    _, result = step_of(made)
+    batch = pack(group("p", "stop", (1.0, 0.0))).select(torch.tensor([0, 0, 1]))
+    made = job({"advantage": {"name": "grpo", "std": "none"}}, [])
+    result = learn(made, 7, batch)
     assert (result.reward_mean, result.num_sampled) == (0.5, 2)
     ((mini, *_),) = [call for call in made.learner.calls if call != "after_update"]
     assert mini.sequence["advantages"].tolist() == [0.5, 0.5, -0.5]
     assert mini.sequence["weight"].tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 6])
     assert mini.sequence["answer_ids"].tolist() == [0, 0, 1]
-
-
-def test_step_rewards_of_a_sample_of_two_sequences_move_its_reward_once() -> None:
-    (one,) = group("p", "stop", (1.0,))
-    one.sequences = one.sequences * 2
-    one.metadata[STEP_REWARDS] = [(1, 0.25), (2, 0.5)]  # positions in the last sequence
-    batch = pack([one])
-    placed = place_rewards(batch) + batch.token[STEP_REWARDS]
-    assert placed.tolist() == [0, 0, 0, 0, 0, 0.25, 0.5, 0.25]
