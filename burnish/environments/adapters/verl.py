@@ -107,7 +107,7 @@ class VerlTool(Tool):
 
     One object serves one episode, so a class may also keep its state on `self`. The classes load without verl (`verl_modules`).
 
-    Refuses: images and videos, `config.type` other than `native`, rewards that are not finite.
+    Refuses: images and videos, and rewards that are not finite.
     """
 
     is_stateful = True
@@ -182,7 +182,8 @@ class VerlTool(Tool):
             values = {"create_kwargs": values}
         # verl 0.9.1 gives no id; older verl gives that of the request.
         made = await awaited(self.tool.create(*([] if instance_id is None else [instance_id]), **values))
-        return made[0] if isinstance(made, tuple) else made  # older classes return the id alone
+        found = made[0] if isinstance(made, tuple) else made  # older classes return the id alone
+        return instance_id if found is None else found
 
     async def _execute(self, instance_id: Any, arguments: dict[str, Any]) -> ToolResult:
         values = dict(self._row.get("execute_kwargs") or {})
@@ -252,7 +253,7 @@ class VerlEnvironment(Environment):
     `max_parallel_calls` is the most calls in one answer. verl's default is 1 and drops further calls silently; here there is no limit by
     default, and a call that is not run gets a message that says so.
 
-    Refuses: what `VerlTool` refuses, two tools of one name, and rows that select a tool that does not exist.
+    Refuses: what `VerlTool` refuses, a `config.type` other than `native`, two tools of one name, and rows that select a tool that does not exist.
     """
 
     def __init__(
