@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,11 @@ SAID, THOUGHT, CALLED = "AnswerOfTheModel", "ThoughtOfTheModel", "ArgumentOfTheC
 """Words of the answer in rendered stand-ins, which are found again in the text."""
 PROBE_ID, PROBE_NAME = "probe0000", "ProbeName"
 THINK_END = "</think>"
+PLAIN_FIELDS = {
+    "tool": frozenset({"role", "content", "tool_call_id", "name"}),
+    "assistant": frozenset({"role", "content", "reasoning_content"}),
+}
+"""Fields of messages that may be put into slots: the template writes the content, and not the others."""
 
 
 class Renderings:
@@ -99,7 +104,9 @@ class Transition:
     @functools.cached_property
     def slots(self) -> Slots | None:
         """The text behind the answer with slots; None if the template writes more of the messages than their contents."""
-        return _slots(self, self.new)
+        if any(shape.role == "assistant" for shape in self.new):
+            return None
+        return find_slots(self.rendered_after, self.new, self.render.tokenizer)
 
     def text_after(self, messages: Sequence[Message], system: str | None = None) -> str:
         """Return what the template writes behind the answer, from the end of its turn to the opening of the next one.
@@ -131,9 +138,7 @@ class Transition:
 
 
 def _has_plain_fields(message: Message) -> bool:
-    return len(message) == 2 or (
-        message["role"] == "tool" and message.keys() <= {"role", "content", "tool_call_id", "name"}
-    )
+    return len(message) == 2 or message.keys() <= PLAIN_FIELDS.get(message["role"], frozenset())
 
 
 def text_behind(rendered: str, num_calls: int, tokenizer: Tokenizer) -> str | None:
@@ -159,6 +164,7 @@ class TransitionTable:
     tools: Tools | None = None
     _made: dict[tuple[tuple[Shape, ...], Shape, tuple[Shape, ...]], Transition] = field(default_factory=dict)
     _beginnings: dict[tuple[Shape, ...], tuple[str, str]] = field(default_factory=dict)
+    _continuations: dict[tuple[tuple[Shape, ...], tuple[Shape, ...]], Slots | None] = field(default_factory=dict)
 
     def find(self, history: tuple[Shape, ...], answer: Shape, new: tuple[Shape, ...]) -> Transition:
         """Return the transition. Raises `UserError` if the template refuses such a conversation."""
@@ -169,7 +175,11 @@ class TransitionTable:
         return made
 
     def continued(
-        self, shapes: tuple[Shape, ...], messages: Sequence[Message], system: str | None = None
+        self,
+        shapes: tuple[Shape, ...],
+        messages: Sequence[Message],
+        new: tuple[Shape, ...],
+        system: str | None = None,
     ) -> tuple[str, str] | None:
         """Return what the template writes for messages behind a conversation of these shapes, and the opening of the next turn.
 
@@ -181,10 +191,20 @@ class TransitionTable:
             opening = opened[len(closed) :] if opened.startswith(closed) else opened
             found = self._beginnings[shapes] = (closed, opening)
         beginning, opening = found
-        whole = self.render([*stand_ins(shapes), *messages], self.tools)
-        if not whole.startswith(beginning) or not whole.endswith(opening):
-            return None
-        added = whole[len(beginning) : len(whole) - len(opening)]
+
+        def rendered(messages: Sequence[Message]) -> str:
+            whole = self.render([*stand_ins(shapes), *messages], self.tools)
+            if not whole.startswith(beginning) or not whole.endswith(opening):
+                return FILLER
+            return whole[len(beginning) : len(whole) - len(opening)]
+
+        if (shapes, new) not in self._continuations:
+            self._continuations[shapes, new] = find_slots(rendered, new, self.render.tokenizer)
+        slots = self._continuations[shapes, new]
+        is_plain = slots is not None and all(_has_plain_fields(message) for message in messages)
+        added = slots.fill(messages, self.render.tokenizer) if slots is not None and is_plain else None
+        if added is None:
+            added = rendered(messages)
         if FILLER in added:
             return None
         added = added if system is None else added.replace(SYSTEM_WORD, system)
@@ -270,22 +290,25 @@ def _appends(before: str, after: str, answer: Shape, tokenizer: Tokenizer) -> bo
     return tokenizer.find_control(ahead.lstrip()) == 0
 
 
-def _slots(made: Transition, new: tuple[Shape, ...]) -> Slots | None:
-    """Return the slots of a transition; None if the template writes more of the messages than their contents."""
-    if any(shape != Shape(shape.role) or shape.role == "assistant" for shape in new):
+def find_slots(
+    rendered: Callable[[Sequence[Message]], str], shapes: tuple[Shape, ...], tokenizer: Tokenizer
+) -> Slots | None:
+    """Return the slots for the contents of messages in a text; None if the template writes more of the messages than their contents.
+
+    `rendered` returns the text for given messages.
+    """
+    if any(shape != Shape(shape.role, reasoning=shape.reasoning) for shape in shapes):
         return None
 
     def messages(form: str) -> list[Message]:
-        fields = {"tool_call_id": PROBE_ID, "name": PROBE_NAME}
-        return [
-            {"role": shape.role, "content": form % index} | (fields if shape.role == "tool" else {})
-            for index, shape in enumerate(new)
-        ]
+        found = [stand_in(shape, form % index, THOUGHT) for index, shape in enumerate(shapes)]
+        ids = {"tool_call_id": PROBE_ID, "name": PROBE_NAME}
+        return [message | ids if message["role"] == "tool" else message for message in found]
 
     try:
         probes = messages('New%d\u00e9"\\\n.')
-        text = made.rendered_after(probes)
-        if PROBE_ID in text or PROBE_NAME in text:
+        text = rendered(probes)
+        if any(word in text for word in (PROBE_ID, PROBE_NAME, THOUGHT)):
             return None
         pieces, kinds = [], []
         for message in probes:
@@ -299,10 +322,10 @@ def _slots(made: Transition, new: tuple[Shape, ...]) -> Slots | None:
             kinds.append(written is quoted)
         slots = Slots((*pieces, text), tuple(kinds), keeps_spaces=True)
         spaced = messages(" \n New%d\n ")
-        if slots.fill(spaced, made.render.tokenizer) != made.rendered_after(spaced):
+        if slots.fill(spaced, tokenizer) != rendered(spaced):
             slots = Slots(slots.pieces, slots.is_json, keeps_spaces=False)
         other = messages("Other <%d> text, of two\n\nlines")
-        is_exact = slots.fill(other, made.render.tokenizer) == made.rendered_after(other)
+        is_exact = slots.fill(other, tokenizer) == rendered(other)
     except UserError:
         return None
     return slots if is_exact else None

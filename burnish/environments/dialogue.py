@@ -82,6 +82,7 @@ class ChatRenderer:
         self._ends = frozenset(tokenizer.eos_ids)
         self._prompts: dict[str, tuple[tuple[int, ...], list[Message], tuple[Shape, ...]]] = {}
         self._tables: dict[str, TransitionTable] = {}
+        self._openings: dict[str, list[int]] = {}
         self._grown: dict[tuple[tuple[Shape, ...], Shape, tuple[Shape, ...]], tuple[Shape, ...]] = {}
         if self.is_chat:
             self.render = Renderings(tokenizer, self.template.kwargs)
@@ -235,6 +236,13 @@ class ChatRenderer:
                 return tuple(tokens[num:])
         return tuple(tokens[1:] if has_ended and has_end_token else tokens)
 
+    def opening_tokens(self, text: str) -> list[int]:
+        """Return the tokens of the text that opens an assistant turn. There are few such texts."""
+        found = self._openings.get(text)
+        if found is None:
+            found = self._openings[text] = self.tokenizer.encode(text)
+        return found
+
     def answer(self, tokens: Sequence[int], num_calls: int) -> Message:
         """Return the message of an answer, decoded and split into content, reasoning and calls."""
         own = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
@@ -337,17 +345,22 @@ class Conversation:
         assert self._table is not None
         renderer, root = self._renderer, self._root
         encode = renderer.tokenizer.encode
-        for index, tokens in self._answers.items():
-            if self._messages[index] is UNREAD:
-                self._messages[index] = renderer.answer(tokens, 0)
+        if renderer.ignores_answers:
+            for index, tokens in self._answers.items():
+                if self._messages[index] is UNREAD:
+                    self._messages[index] = renderer.answer(tokens, 0)
         try:
-            added = root and self._table.continued(root.shapes, self._messages[root.num_messages :], self._system)
+            added = None
+            if root is not None:
+                pending = self._messages[root.num_messages :]
+                shapes = tuple([renderer.shaper.shape(message) for message in pending])
+                added = self._table.continued(root.shapes, pending, shapes, self._system)
             if root and added:
                 if not root.tokens:
                     opening = renderer.render(self._messages[: root.num_messages], self._tools, opens=False)
                     root = Root(tuple(encode(opening)), root.shapes, root.num_messages)
                 self._root = Root((*root.tokens, *encode(added[0])), self._shapes, len(self._messages))
-                return (*self._root.tokens, *encode(added[1]))
+                return (*self._root.tokens, *renderer.opening_tokens(added[1]))
             self._root = None
             return tuple(encode(renderer.render(self._messages, self._tools)))
         except UserError:  # the template refuses something in a message, such as a number as the name of a tool

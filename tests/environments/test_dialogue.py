@@ -198,12 +198,18 @@ def test_an_appended_message_renders_nothing_once_its_shape_is_known(name: str) 
     assert counts[3:] == [0] * 17
 
 
-def test_a_branch_renders_a_short_conversation_whatever_the_length_of_the_history() -> None:
+def test_a_branch_renders_no_history() -> None:
     renderer = ChatRenderer(small_tokenizer("qwen3"))
     counts = long_dialogue(renderer, 20, "<think>\nhm\n</think>\n\n")
     assert renderer.num_rewrites == 20
-    assert set(counts[5:]) == {counts[-1]}
-    assert counts[-1] <= 7
+    assert counts[5:] == [0] * 15
+    # With a space at its end, the answer is rendered, behind a short conversation.
+    spaced = [{"role": "user", "content": "so?\n"}]
+    path, end = Path(renderer.open("1+1?"), renderer.tokenizer), renderer.tokenizer.eos_ids[0]
+    for _ in range(20):
+        before = renderer.render.num_messages
+        path.turn([*renderer.tokenizer.encode("<think>\nhm\n</think>\n\nno"), end], spaced)
+    assert renderer.render.num_messages - before <= 7
     kept = long_dialogue(ChatRenderer(small_tokenizer("qwen3"), history="keep"), 20, "<think>\nhm\n</think>\n\n")
     assert kept[5:] == [0] * 15
 
