@@ -30,13 +30,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """As in `cli/main.py`: the functions of each command, and its summary."""
+SEARCH = "search"
+GENERATED_OPTIONS = {
+    "seed": "of the questions and splits (0)",
+    "train": "questions to train on (4000)",
+    "validation": "questions for validation (300)",
+    "test": "questions to test (500)",
+    "long": "questions with a long text (400, and a quarter of it to test)",
+    "context_chars": "characters of a long text (40000)",
+    "tables": "tables with a question (1000, and a quarter of it to test)",
+}
+"""Options of `burnish data prepare search`."""
 
 
 # --- prepare ----------------------------------------------------------------------------------------------------------------
 
 
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    """`burnish data prepare NAME SOURCE OUT`."""
+    """`burnish data prepare NAME SOURCE OUT`, and `burnish data prepare search OUT`, which needs no source."""
     from burnish.data.published_datasets import SHAPES
 
     add = parser.add_argument
@@ -44,9 +55,10 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "source",
         metavar="SOURCE",
-        help="its file (jsonl, json, csv, parquet, arrow), a glob, or a folder of Hugging Face datasets",
+        nargs="?",
+        help="its file (jsonl, json, csv, parquet, arrow), a glob, or a folder of Hugging Face datasets; none for search",
     )
-    add("out", type=Path, metavar="OUT", help="the parquet file to write, with OUT.manifest.json")
+    add("out", type=Path, metavar="OUT", help="the parquet file to write, with OUT.manifest.json; for search a folder")
     add("--split", help="which split, if the source holds several")
     add("--config", help="which configuration (folder), if a snapshot holds several")
     add(
@@ -64,15 +76,28 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
         help="remove rows that overlap: the same question, or also N common words (default: only count them)",
     )
     add("--force", action="store_true", help="replace a file that this command did not write")
+    made = parser.add_argument_group(f"only {SEARCH}, a corpus and questions that are generated (docs/agents.md)")
+    for name, what in GENERATED_OPTIONS.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
     width = max(map(len, SHAPES))
     rows = [f"  {name:<{width}}  {shape.title}; verifier {shape.verifier}" for name, shape in SHAPES.items()]
+    rows.append(f"  {SEARCH:<{width}}  generated passages with questions of one to three hops; reward search_r1")
     parser.epilog = "data sets:\n" + "\n".join(rows)
 
 
 def run_prepare(args: argparse.Namespace) -> int:
     """Write the file and print its rows, overlaps and checksum."""
+    if args.name == SEARCH:
+        return _run_prepare_search(args)
     from burnish.data.curation.prepare import PrepareOptions, prepare
 
+    if args.source is None:
+        raise UserError(
+            f"burnish data prepare {args.name} needs a SOURCE and an OUT; only {SEARCH} is made from nothing"
+        )
+    for name in GENERATED_OPTIONS:
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} has no effect on {args.name}: it belongs to {SEARCH}")
     if args.ngram < 2:
         raise UserError(f"--ngram {args.ngram}: expected 2 words or more")
     options = PrepareOptions(
@@ -81,6 +106,37 @@ def run_prepare(args: argparse.Namespace) -> int:
     manifest, is_new = prepare(options, args.out, args.force)
     print_result(_prepare_report(manifest, args.out, is_new))
     return 0
+
+
+def _run_prepare_search(args: argparse.Namespace) -> int:
+    """Write the corpus and its questions, and print their numbers."""
+    from burnish.data.search_corpus.prepare import SearchDataOptions, prepare_search
+
+    others = {"SOURCE": args.source, "--split": args.split, "--config": args.config, "--against": args.against}
+    for name, value in {**others, "--drop-overlap": args.drop_overlap}.items():
+        if value:
+            raise UserError(f"{name} {value} has no effect on {SEARCH}, which is generated")
+    given = {name: getattr(args, name) for name in GENERATED_OPTIONS if getattr(args, name) is not None}
+    print_result(_search_report(prepare_search(SearchDataOptions(**given), args.out, args.force), args.out))
+    return 0
+
+
+def _search_report(manifest: dict[str, Any], out: Path) -> list[str]:
+    files, recall = manifest["files"], manifest["recall"]
+    kinds = ", ".join(f"{count:,} of {kind}" for kind, count in manifest["passages"].items())
+    lines = [f"{out}", f"  corpus.jsonl           {files['corpus.jsonl']['rows']:,} passages ({kinds})"]
+    for split, hops in manifest["hops"].items():
+        shown = ", ".join(f"{count:,} with {hop} hop{'s' if hop > 1 else ''}" for hop, count in hops.items())
+        lines.append(f"  {split + '.jsonl':<22} {files[split + '.jsonl']['rows']:,} questions: {shown}")
+    for name, what in (("long", "long texts"), ("tables", "tables")):
+        numbers = [f"{files[f'{name}_{split}.jsonl']['rows']:,}" for split in ("train", "test")]
+        lines.append(f"  {name + '_*.jsonl':<22} {numbers[0]} {what} to train on, {numbers[1]} to test")
+    if recall is None:
+        return [*lines, "  recall                 not measured: pip install 'burnish[search]'"]
+    for key, what in (("question", "the question as the query"), ("query_per_hop", "a good query for each hop")):
+        shown = ", ".join(f"{hops} hop{'s' if hops != '1' else ''} {value:.3f}" for hops, value in recall[key].items())
+        lines.append(f"  BM25 recall@3          {what}: {shown} (test)")
+    return lines
 
 
 def _prepare_report(manifest: dict[str, Any], out: Path, is_new: bool) -> list[str]:

@@ -1,47 +1,17 @@
-"""Passages that a search returns, in the forms of a corpus, and the text that the model reads.
-
-A line of a corpus is `{"id", "title", "text"}`, or `{"id", "contents"}` as in Search-R1, whose first line is the title in quotes.
-"""
+"""The text of the passages that a search returns, as the model reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.data.search_corpus.bm25_index import Passage
 from burnish.environments.tools.values import cut, tool_schema
 
 SEARCH_R1 = "Doc {number}(Title: {title}) {text}"
 """The line of one passage in Search-R1 (2503.09516)."""
 NO_RESULTS = "No results."
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A passage that a search has found."""
-
-    id: str
-    title: str
-    text: str
-    score: float = 0.0
-
-
-def passage_of(document: Any, where: str, score: float = 0.0) -> Passage:
-    """The passage of a document; ValueError that says `where` if it has neither text nor contents."""
-    if not isinstance(document, Mapping):
-        raise ValueError(f"{where}: expected an object, not {type(document).__name__}")
-    number, title = str(document.get("id", "")), document.get("title")
-    text = document.get("text")
-    if not isinstance(text, str):
-        contents = document.get("contents")
-        if not isinstance(contents, str):
-            raise ValueError(f"{where}: a document has `text` (and `title`) or `contents`, not {', '.join(document)}")
-        if title is None:
-            title, _, text = contents.partition("\n")
-        else:
-            text = contents
-    return Passage(number, "" if title is None else str(title), text, score)
 
 
 def check_format(line: str, where: str) -> str:

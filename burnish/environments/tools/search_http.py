@@ -22,14 +22,13 @@ from urllib.request import Request
 
 from burnish.config.errors import UserError
 from burnish.core.http import deadline_opener, is_server_url
+from burnish.data.search_corpus.bm25_index import Passage, passage_of
 from burnish.environments.base import RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
 from burnish.environments.tools.passages import (
     SEARCH_R1,
-    Passage,
     check_format,
     format_passages,
-    passage_of,
     search_schema,
 )
 from burnish.environments.tools.values import WrongArguments, check_arguments, error_result

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.environments.tools import search_bm25
-from burnish.environments.tools.search_bm25 import BM25Index, SearchBM25
+from burnish.data.search_corpus import bm25_index
+from burnish.data.search_corpus.bm25_index import BM25Index
+from burnish.environments.tools.search_bm25 import SearchBM25
 
 PASSAGES: list[dict[str, Any]] = [
     {"id": "p0", "title": "Paris", "text": "Paris is the capital of France."},
@@ -72,8 +73,8 @@ def test_the_index_is_built_once_and_again_when_the_corpus_changes(
 ) -> None:
     pytest.importorskip("bm25s")
     built = []
-    real = search_bm25._build
-    monkeypatch.setattr(search_bm25, "_build", lambda *arguments: (built.append(1), real(*arguments)))
+    real = bm25_index._build
+    monkeypatch.setattr(bm25_index, "_build", lambda *arguments: (built.append(1), real(*arguments)))
     corpus = write_corpus(tmp_path)
     index = BM25Index(corpus)
     assert isinstance(index._retriever.scores["data"], np.memmap)
