@@ -38,6 +38,7 @@ BUILT_IN = {
     "game_2048": f"{GAMES_PACKAGE}.game_2048:Game2048",
     "alphabet_sort": f"{GAMES_PACKAGE}.alphabet_sort:AlphabetSort",
     "mem_agent": "burnish.environments.mem_agent:MemAgent",
+    "deep_retrieval": "burnish.environments.deep_retrieval:DeepRetrieval",
     "multi_turn_correction": "burnish.environments.self_correction:SelfCorrection",
 }
 """Environments on messages, by name."""

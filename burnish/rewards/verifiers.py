@@ -15,7 +15,6 @@ import inspect
 import itertools
 import logging
 import re
-import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,34 +22,11 @@ from fractions import Fraction
 from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
+from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, normalized_words, token_f1
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
 from burnish.rewards.instruction_checks import MODES, ifeval
 from burnish.rewards.score_types import PartResult, require_answer
-
-# --- finding the answer in a completion ------------------------------------------------------------------------------
-
-ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
-
-
-def answer_block(text: str) -> str | None:
-    """The inside of the last `<answer>...</answer>`, or None."""
-    blocks = ANSWER_BLOCK.findall(text)
-    return blocks[-1].strip() if blocks else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The inside of the last complete `\boxed{...}` with balanced braces, or None. It takes one pass even if many are left open."""
-    open_braces: list[int] = []  # where the inside of each open \boxed starts; -1 for a plain brace
-    best = (-1, -1)
-    for token in _BRACES.finditer(text):
-        if token[0] == "}":
-            start = open_braces.pop() if open_braces else -1
-            best = max(best, (start, token.start()))
-        elif token[0].endswith("{") and not token[0].startswith("\\{"):
-            open_braces.append(token.end() if token[0] != "{" else -1)
-    return text[best[0] : best[1]].strip() if best[0] >= 0 else None
-
+from burnish.rewards.tagged_answers import SEARCH_R1_SCORES, research, search_r1, table_r1
 
 # --- exact -----------------------------------------------------------------------------------------------------------
 
@@ -152,27 +128,13 @@ def choice(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
 
 # --- short answers ---------------------------------------------------------------------------------------------------
 
-QA_METRICS = ("em", "f1")
-
-
-def normalized_words(text: str) -> list[str]:
-    """The words of an answer without case, punctuation and articles; an answer of nothing else ("The The", "!!!") is kept."""
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", bare).split() or text.lower().split()
-
-
-def token_f1(answered: list[str], expected: list[str]) -> float:
-    """Harmonic mean of precision and recall over words; 1 for two empty answers."""
-    if not answered or not expected:
-        return float(answered == expected)
-    common = sum((Counter(answered) & Counter(expected)).values())
-    return 2 * common / (len(answered) + len(expected))
+QA_METRICS = ("em", "f1", "sub_em")
 
 
 def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = "em") -> float:
     r"""How well the `<answer>` block, the `\boxed{}` or else the whole completion matches one of the accepted answers.
 
-    em: 1 for the same words, else 0. f1: the best word F1. Normalisation and metrics are SQuAD's (Rajpurkar et al. 2016, 1606.05250).
+    em: 1 for the same words, else 0. f1: the best word F1. sub_em: 1 if an accepted answer is a part of it, word by word. Normalisation and metrics are SQuAD's (Rajpurkar et al. 2016, 1606.05250).
     """
     require_answer(answer)
     accepted = [normalized_words(str(one)) for one in (answer if isinstance(answer, list | tuple) else [answer])]
@@ -180,6 +142,8 @@ def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = 
     answered = normalized_words(block if block is not None else last_boxed(completion) or completion)
     if metric == "em":
         return float(answered in accepted)
+    if metric == "sub_em":
+        return float(any(has_words(answered, expected) for expected in accepted))
     return max(token_f1(answered, expected) for expected in accepted)
 
 
@@ -358,13 +322,18 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "rule_scores": rule_scores,
     "task": task_verifier,
     "qa": qa,
+    "search_r1": search_r1,
+    "research": research,
+    "table_r1": table_r1,
     "ifeval": ifeval,
     "code": code,
     "row": row_verifier,
 }
 
 
-NEEDS_ANSWER = frozenset({"exact", "number", "choice", "math", "rule_scores", "qa", "ifeval", "code"})
+NEEDS_ANSWER = frozenset(
+    {"exact", "number", "choice", "math", "rule_scores", "qa", "search_r1", "research", "table_r1", "ifeval", "code"}
+)
 """Verifiers that compare with the row's expected answer. Whether `row` needs one depends on the verifier that the row names."""
 
 
@@ -373,6 +342,7 @@ OPTION_CHOICES: dict[str, tuple[str, ...]] = {
     "rule": PUBLISHED_RULES,
     "checker": tuple(CHECKERS),
     "metric": QA_METRICS,
+    "scores": SEARCH_R1_SCORES,
     "mode": MODES,
     "score": SCORE_MODES,
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
-from burnish.data.tasks import arithmetic, games, guess_number, reasoning_gym, reverse_text, sort_digits
+from burnish.data.tasks import arithmetic, calculator, games, guess_number, reasoning_gym, reverse_text, sort_digits
 from burnish.data.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ TASKS: dict[str, type[Any]] = {
     sort_digits.SORT_DIGITS: sort_digits.SortDigits,
     arithmetic.ADDITION: arithmetic.Addition,
     arithmetic.COUNTDOWN: arithmetic.Countdown,
+    calculator.CALCULATOR: calculator.CalculatorTask,
     guess_number.GUESS_NUMBER: guess_number.GuessNumberTask,
     reverse_text.REVERSE_TEXT: reverse_text.ReverseText,
     **games.GAME_TASKS,
@@ -26,6 +27,7 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     sort_digits.SORT_DIGITS: sort_digits.score,
     arithmetic.ADDITION: arithmetic.score_addition,
     arithmetic.COUNTDOWN: arithmetic.score_countdown,
+    calculator.CALCULATOR: calculator.score,
     guess_number.GUESS_NUMBER: guess_number.score,
     reverse_text.REVERSE_TEXT: reverse_text.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
