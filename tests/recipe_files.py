@@ -37,6 +37,8 @@ PROMPT = {
     "prompt": [{"role": "user", "content": "1+1?"}],
     "reward_model": {"style": "rule", "ground_truth": '{"asserts": ["assert 1 + 1 == 2"]}'},
 }
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+PASSAGE = {"id": "1", "title": "Sums", "text": "One and one are two."}
 IMITATED = {"prompt": [{"role": "user", "content": "1+1?"}], "completion": "2"}
 PREFERRED = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
 
@@ -44,20 +46,26 @@ PREFERRED = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
 def make_files(config: AnyConfig) -> None:
     """All models and files that a config names, in the working directory; a file has one row of the kind that is read."""
     for _, path in model_directories(config):
-        make_model(path)
+        make_model(path, isinstance(config, TrainConfig) and config.data.template.system is not None)
     make_data(data_sources(config), PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else IMITATED)
     if isinstance(config, TrainConfig):
         column = config.data.demonstration_column
-        shown = {} if column is None else {column: "2"}
+        shown = {name: "2" for name in (column, config.validation.by) if name is not None}
         make_data([*config.data.train, *config.data.validation], PROMPT | shown)
+        for options in (config.environment.options, *(tool.options for tool in config.environment.tools)):
+            if "corpus" in options:
+                Path(options["corpus"]).write_text(json.dumps(PASSAGE) + "\n")
 
 
-def make_model(path: str) -> None:
+def make_model(path: str, is_chat: bool = False) -> None:
     """A directory that says what a model looks like, with a tokenizer and without weights."""
     if not is_reference(path):
         Path(path).mkdir(parents=True, exist_ok=True)
         (Path(path) / "config.json").write_text(json.dumps(SHAPE))
-        Tokenizer.from_characters(string.printable).save(Path(path))
+        tokenizer = Tokenizer.from_characters(string.printable)
+        if is_chat:
+            tokenizer._inner.chat_template = CHAT_TEMPLATE
+        tokenizer.save(Path(path))
 
 
 def make_data(sources: Iterable[Source], row: dict[str, Any]) -> None:

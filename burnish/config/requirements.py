@@ -18,6 +18,12 @@ from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, Tr
 
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 GYM_PREFIX = "reasoning-gym/"
+TOOL_PACKAGES = {"search": ("bm25s", "'burnish[search]'"), "mcp": ("mcp", "'burnish[mcp]'")}
+ENVIRONMENT_PACKAGES = {
+    "deep_retrieval": ("bm25s", "'burnish[search]'"),
+    "science_world": ("scienceworld", "'burnish[scienceworld]'"),
+}
+"""The module to import and what to install, by the name of the tool or environment."""
 
 
 def check_files(loaded: Loaded[Any]) -> None:
@@ -147,6 +153,11 @@ def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
     for part in config.reward.parts:
         if "math" in (part.name, part.options.get("checker")):
             yield f"reward {part.name}", "math_verify", "'burnish[math]'"
+    for tool in config.environment.tools:
+        if tool.name in TOOL_PACKAGES:
+            yield f"tool {tool.name}", *TOOL_PACKAGES[tool.name]
+    if config.environment.name in ENVIRONMENT_PACKAGES:
+        yield f"environment {config.environment.name}", *ENVIRONMENT_PACKAGES[config.environment.name]
     if config.placement.name == "ray":
         yield "placement=ray", "ray", "'burnish[ray]'"
     if config.rollout.engine == "vllm" and (config.rollout.vllm is None or config.rollout.vllm.url is None):

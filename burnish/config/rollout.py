@@ -18,7 +18,11 @@ LOCAL_ENGINE_KEYS = ("dtype", "max_model_len", "enforce_eager")
 """Keys of `rollout.vllm` that apply to an engine in this process only."""
 SERVER_KEYS = ("weights_dir", "timeout_s")
 """Keys of `rollout.vllm` that apply to a server only."""
-SINGLE_TURN, GUESS_NUMBER = "single_turn", "guess_number"
+SINGLE_TURN, GUESS_NUMBER, SELF_CORRECTION = "single_turn", "guess_number", "multi_turn_correction"
+TOOLS = "tools"
+"""The environment whose answers call tools in the format of the model's chat template."""
+TAG_ENVIRONMENTS = ("tags", "search_r1", "research", "retool", "torl")
+"""Environments whose answers call tools with tags."""
 GAME_TURNS = {
     GUESS_NUMBER: 3,
     "sokoban": 5,

@@ -1,7 +1,8 @@
 """`--shrink`: any recipe as a job of seconds that uses every slot of its algorithm.
 
-The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker, or the built-in game guess_number
-for an environment of several turns. Numbers of steps, samples and tokens become small enough for two steps. The algorithm keeps all of its
+The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker. Board games stay what they are,
+with bare boards and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Any other
+environment of several turns becomes the built-in game guess_number. Numbers of steps, samples and tokens become small enough for two steps. The algorithm keeps all of its
 choices; only numbers that would have no effect in two steps of ten tokens change. A short warm start is kept or added: groups of a model
 that is never right carry no signal, and filters would leave nothing for the loss.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from burnish.config.consistency import STYLE_REWARDS
 from burnish.config.plugins import is_reference
-from burnish.config.rollout import GUESS_NUMBER, SINGLE_TURN
+from burnish.config.rollout import GAME_TURNS, GUESS_NUMBER, SELF_CORRECTION, SINGLE_TURN, TAG_ENVIRONMENTS, TOOLS
 
 Tree = Any
 Edit = tuple[str, Any]
@@ -38,7 +39,24 @@ WARM_START: dict[str, Any] = {
     "optimizer": {"lr": 1e-2},
 }
 NUMERIC_COLUMN = "length"
-"""The only numeric column of sort_digits rows; guess_number rows have it too."""
+"""The only numeric column of sort_digits rows; rows of guess_number and calculator have it too."""
+BARE_GAMES = tuple(name for name in GAME_TURNS if name not in (GUESS_NUMBER, "alphabet_sort"))
+"""Games that a tiny model can play: a board as the prompt, and a word as the answer."""
+GAME_DEMONSTRATIONS = "burnish.environments.games.demonstrations:demonstrations"
+GAME_POSITIONS = 512
+CALCULATOR = "calculator"
+CALCULATOR_ENVIRONMENT = {
+    "name": "tags",
+    "tools": [{"name": CALCULATOR, "options": {}}],
+    "options": {
+        "actions": [{"open": "[", "close": "]", "tool": CALCULATOR, "argument": "expression"}],
+        "observation": ">{result};",
+        "answer": ["(", ")"],
+    },
+    "max_turns": 2,
+    "max_tokens": None,
+}
+"""The episodes of the task `calculator`, as in recipes/calculator_toy.yaml."""
 LENGTH_BUDGET = {"low": 1, "high": 9, "text": "{n}>"}
 PLAIN_TEMPLATE: dict[str, Any] = {
     "kind": "auto",
@@ -174,7 +192,7 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
         yield from _reward_edits(tree)
     else:
         yield from _environment_edits(tree)
-    if tree["validation"]["by"] is not None:
+    if tree["validation"]["by"] is not None and tree["environment"]["name"] not in BARE_GAMES:
         yield "validation.by", NUMERIC_COLUMN
     for mode in tree["validation"]["modes"]:
         yield f"validation.modes.{mode}.max_tokens", MAX_NEW_TOKENS
@@ -203,22 +221,72 @@ def _data_edits(data: Tree, imitates: bool) -> Iterator[Edit]:
 
 
 def _environment_edits(tree: Tree) -> Iterator[Edit]:
-    """Replace any environment of several turns by the built-in game, which gives the rewards itself."""
+    name = tree["environment"]["name"]
+    if name in BARE_GAMES:
+        yield from _game_edits(tree)
+    elif name in (TOOLS, *TAG_ENVIRONMENTS):
+        yield from _tool_edits(tree)
+    elif name == SELF_CORRECTION:
+        yield from _correction_edits(tree)
+    else:
+        yield from _guessing_edits(tree)
+
+
+def _game_edits(tree: Tree) -> Iterator[Edit]:
+    """Keep a game, without words and with one action per answer. The warm start imitates a player who often moves at random."""
+    environment = tree["environment"]
+    name = environment["name"]
+    options = {**environment["options"], "words": False, "format": "last_word"}
+    shown = {"plugin": GAME_DEMONSTRATIONS, "options": {"name": name, "options": options, "num": 64, "noise": 0.3}}
+    yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS}}
+    yield "warm_start", {**WARM_START, "data": shown, "max_tokens": GAME_POSITIONS}
+    yield "environment", {"name": name, "options": options, "max_turns": environment["max_turns"], "max_tokens": None}
+    yield from _row_edits(tree, {"task": name}, shown)
+
+
+def _tool_edits(tree: Tree) -> Iterator[Edit]:
+    """Keep episodes of calls and results, with a calculator in place of all tools."""
+    digits = {"min_digits": 1, "max_digits": 1}
+    shown = {"task": CALCULATOR, "options": {**digits, "num": 300, "calls": 0.7, "slips": 0.0}}
+    yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS}}
+    yield "warm_start", {**WARM_START, "data": shown, "updates": 60}
+    yield "environment", CALCULATOR_ENVIRONMENT
+    yield from _row_edits(tree, {"task": CALCULATOR, "options": digits}, shown)
+    yield from _reward_edits(tree)
+
+
+def _correction_edits(tree: Tree) -> Iterator[Edit]:
+    """Keep the two attempts, at sorting digits."""
+    environment = tree["environment"]
+    options = {**environment["options"], "verifier": "task", "prompt": ">"}  # a character of the task
+    options = {key: value for key, value in options.items() if key in ("verifier", "alpha", "prompt")}
+    yield "warm_start", WARM_START
+    yield "environment", {**environment, "options": options, "max_turns": 2, "max_tokens": None, "workers": 1}
+    yield from _row_edits(tree, {"task": "sort_digits", "options": SORT_DIGITS_OPTIONS}, DEMONSTRATION_SOURCE)
+
+
+def _guessing_edits(tree: Tree) -> Iterator[Edit]:
+    """Replace an environment by the built-in game, which gives the rewards itself."""
     numbers, environment = {"numbers": 7}, tree["environment"]
     demonstrations = {"task": GUESS_NUMBER, "options": {**numbers, "num": 200, "forgetful": 0.0, "guesses": 3}}
     yield "warm_start", {**WARM_START, "data": demonstrations, "updates": 60, "max_tokens": 64}
     turns = min(max(environment["max_turns"], 2), 3)  # the game needs at least two turns
     yield "environment", {"name": GUESS_NUMBER, "options": {}, "max_turns": turns, "max_tokens": None}
-    yield "data.train", [{"task": GUESS_NUMBER, "options": numbers, "limit": 32}]
-    yield "data.template", PLAIN_TEMPLATE
-    yield "data.prerendered", False
-    if tree["data"]["validation"]:
-        yield "data.validation", [{"task": GUESS_NUMBER, "options": numbers, "limit": 8}]
-    if tree["data"]["demonstrations"]:
-        yield "data.demonstrations", [demonstrations]
+    yield from _row_edits(tree, {"task": GUESS_NUMBER, "options": numbers}, demonstrations)
     if tree["data"]["budget"] is not None:
         yield "data.budget", {**LENGTH_BUDGET, "text": "{n}?"}  # uses only characters of the game
     yield "reward.parts", [{"name": "task", "weight": 1.0, "options": {}, "sources": None}]
+
+
+def _row_edits(tree: Tree, source: Tree, demonstrations: Tree) -> Iterator[Edit]:
+    """Take rows of one task."""
+    yield "data.train", [{**source, "limit": 32}]
+    yield "data.template", PLAIN_TEMPLATE
+    yield "data.prerendered", False
+    if tree["data"]["validation"]:
+        yield "data.validation", [{**source, "limit": 8}]
+    if tree["data"]["demonstrations"]:
+        yield "data.demonstrations", [demonstrations]
 
 
 def _reward_edits(tree: Tree) -> Iterator[Edit]:
