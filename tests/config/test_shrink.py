@@ -264,3 +264,15 @@ def test_the_command_line_says_what_was_shrunk(capsys: pytest.CaptureFixture[str
     assert "new.num_layers 2 -> 1" in changes["model"]
     assert "updates 250 -> 20" in changes["warm_start"]
     assert "1 (mini_batches 1 x epochs 1)" in printed
+
+
+def test_games_keep_their_rules_and_tools_become_a_calculator() -> None:
+    game = load_shrunk(TrainConfig, RECIPES / "ragen_sokoban.yaml")[0].config
+    assert (game.environment.name, game.environment.max_turns) == ("sokoban", 5)
+    assert game.environment.options == {"observation": "grid_coord", "words": False, "format": "last_word"}
+    assert [source.task for source in game.data.train] == ["sokoban"]
+    agent = load_shrunk(TrainConfig, RECIPES / "retool.yaml")[0].config
+    assert (agent.environment.name, [tool.name for tool in agent.environment.tools]) == ("tags", ["calculator"])
+    assert ([source.task for source in agent.data.train], agent.reward.parts[0].name) == (["calculator"], "task")
+    twice = load_shrunk(TrainConfig, RECIPES / "multi_turn_correction.yaml")[0].config
+    assert (twice.environment.name, twice.environment.options["alpha"]) == ("multi_turn_correction", 10.0)

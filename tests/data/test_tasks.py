@@ -16,7 +16,7 @@ from burnish.data.tasks.arithmetic import evaluate_expression
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.tasks.task import final_answer, first_on_split, is_held_out
 
-BUILT_IN = ("sort_digits", "addition", "countdown")
+BUILT_IN = ("sort_digits", "addition", "countdown", "calculator")
 
 
 def identity(name: str, row) -> object:
@@ -283,3 +283,24 @@ def test_scoring_imports_neither_torch_nor_the_schema() -> None:
         "assert not {'torch', 'transformers', 'pydantic', 'reasoning_gym'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_student_of_the_calculator_guesses_or_calls_and_only_the_last_parentheses_count() -> None:
+    task = make_task("calculator", {}, 0)
+    row = task.row("test", 0)
+    assert eval(row.prompt[:-1]) == int(row.answer)
+    rows = make_demonstrations("calculator", {"num": 400, "calls": 1.0, "slips": 0.0}, 0)
+    for call, answer in zip(rows[::2], rows[1::2], strict=True):
+        problem = call["prompt"][:-1]
+        assert call["completion"] == f"[{problem}]"
+        assert answer["prompt"] == f"{problem}=[{problem}]>{eval(problem)};"
+        assert answer["completion"] == f"({eval(problem)})"
+    guesses = make_demonstrations("calculator", {"num": 50, "calls": 0.0}, 0)
+    assert all(guess["completion"][0] == "(" for guess in guesses)
+    scores = [
+        score_answer("calculator", text, "42", {})
+        for text in ("(42)", "(1)(42)", "[6*7]>42;", "(42", "( 42)", "(42)(1)")
+    ]
+    assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    slips = make_demonstrations("calculator", {"num": 200, "calls": 1.0, "slips": 1.0}, 0)
+    assert all(row["completion"] != f"[{row['prompt'][:-1]}]" for row in slips[::2])

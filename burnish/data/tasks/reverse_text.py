@@ -70,10 +70,17 @@ class ReverseText:
         """The index-th text of a split; extra["length"] is its number of words or letters."""
         return self._row(split, f"{REVERSE_TEXT}/{split}/{index}", self.seed, REVERSE_TEXT, split, index)
 
-    def demonstrations(self, num: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
-        """Right answers to rows of the train split."""
-        rows = [self._row("train", "", seed, REVERSE_TEXT, "demonstrations", index) for index in range(num)]
-        return [{"prompt": row.prompt, "completion": self._written(row.answer)} for row in rows]
+    def demonstrations(self, num: int = 2000, seed: int = 0, flawed: float = 0.0) -> list[dict[str, Any]]:
+        """Answers to rows of the train split. A share `flawed` of them repeats the text as it is, without reversing it."""
+        if not 0 <= flawed <= 1:
+            raise UserError(f"{REVERSE_TEXT}: flawed should be a share from 0 to 1, got {flawed!r}")
+        rows = []
+        for index in range(num):
+            row = self._row("train", "", seed, REVERSE_TEXT, "demonstrations", index)
+            is_flawed = Dice(seed, REVERSE_TEXT, "flaws", index).unit() < flawed
+            answer = row.answer[::-1] if is_flawed else row.answer
+            rows.append({"prompt": row.prompt, "completion": self._written(answer)})
+        return rows
 
     def _written(self, answer: str) -> str:
         return f"<reversed_text>{answer}</reversed_text>" if self.words else answer
