@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu test-vllm test-agents lint slow chaos format clean
+.PHONY: help train agents test test-gpu test-vllm test-agents lint slow chaos format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -34,6 +34,10 @@ help:  ## print this
 # A full install is a core install too, so `make train` after `make test` has nothing to do.
 train: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train the built-in task and report (ARGS="seed=1" are overrides)
 	$(BIN)/python -m burnish.cli.main train $(RECIPE) $(ARGS)
+
+# It prints accuracy before and after RL and saves bench/results/agents_cpu.json; ARGS="--seeds 0 1" repeats with other seeds.
+agents: $(if $(wildcard $(FULL)),$(FULL),$(CORE))  ## set up, then train two agents from nothing: one learns to call a calculator, one reverses strings
+	$(BIN)/python bench/agents_cpu.py $(ARGS)
 
 # One thread a worker: two workers whose OpenMP threads spin for the same two cores run many times slower. A worker takes from the
 # other when it has nothing left, so that the tests of a file, and what they share, mostly stay together.

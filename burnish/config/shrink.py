@@ -22,7 +22,7 @@ Edit = tuple[str, Any]
 
 NUM_STEPS, MAX_PROMPTS, MAX_SAMPLES, MAX_NEW_TOKENS = 2, 4, 4, 10
 SHRUNK_SUFFIX = "-shrunk"
-TINY_MODEL = {
+TINY_MODEL: dict[str, Any] = {
     "new": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 64, "max_positions": 64},
     "device": "cpu",
 }

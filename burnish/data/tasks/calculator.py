@@ -55,9 +55,9 @@ class CalculatorTask:
         A share `calls` calls the calculator. The others guess, with the right number of digits. Of the texts that are copied into a
         call or an answer, a share `slips` has one wrong digit.
         """
-        for name, value in (("calls", calls), ("slips", slips)):
-            if not 0 <= value <= 1:
-                raise UserError(f"{CALCULATOR}: {name} should be a share from 0 to 1, got {value!r}")
+        for name, share in (("calls", calls), ("slips", slips)):
+            if not 0 <= share <= 1:
+                raise UserError(f"{CALCULATOR}: {name} should be a share from 0 to 1, got {share!r}")
         rows = []
         for index in range(num):
             problem, value, _ = self._problem("train", seed, CALCULATOR, "demonstrations", index)

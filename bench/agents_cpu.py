@@ -1,0 +1,79 @@
+"""Agents from nothing on a CPU: a decoder that learns to call a calculator, and one that learns to reverse strings.
+
+python bench/agents_cpu.py [--recipes calculator_toy reverse_text] [--seeds 0 1] [--threads 1]
+
+`make agents` runs it with one seed. It prints held-out accuracy before and after RL, and saves bench/results/agents_cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import save, table
+
+from burnish.run.metrics import read_metrics
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+NAMES = ("calculator_toy", "reverse_text")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads for arithmetic")
+    parser.add_argument("--out", type=Path, help="where the rows go instead of bench/results/agents_cpu.json")
+    args = parser.parse_args()
+    rows = list[dict[str, Any]]()
+    for name in args.recipes:
+        for seed in args.seeds:
+            rows.append(learn(name, seed, args.threads))
+            save("agents_cpu", rows, args.out)
+    columns = ["recipe", "seed", "wall_s", "cpu_s", "greedy_before", "greedy_after", "sampled_before", "sampled_after"]
+    print(table(rows, [*columns, "calls_before", "calls_after"]))
+    for name in args.recipes:
+        mine = [row for row in rows if row["recipe"] == name]
+        medians = [
+            statistics.median(row[f"{mode}_{when}"] for row in mine)
+            for mode in ("greedy", "sampled")
+            for when in ("before", "after")
+        ]
+        print("{}: greedy {:.3f} -> {:.3f}, sampled {:.3f} -> {:.3f} (median)".format(name, *medians))
+    print(f"saved {save('agents_cpu', rows, args.out)}")
+
+
+def learn(name: str, seed: int, threads: int | None) -> dict[str, Any]:
+    """One run of the command line, with its progress on the screen."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["train", str(RECIPES / f"{name}.yaml"), f"seed={seed}", f"run.directory={folder}", "run.name=run"]
+        command += [f"run.threads={threads}"] if threads is not None else []
+        subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True)
+        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return {"recipe": name, "seed": seed, "wall_s": time.perf_counter() - started, "cpu_s": cpu_s, **outcome(rows)}
+
+
+def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Held-out accuracy before and after RL, and calls of the tool per episode in the first and last step."""
+    measured = [row for row in rows if "validation/greedy/accuracy" in row]
+    calls = [row["environment/tool_calls"] for row in rows if "environment/tool_calls" in row]
+    found: dict[str, Any] = {
+        f"{mode}_{when}": row[f"validation/{mode}/accuracy"]
+        for mode in ("greedy", "sampled")
+        for when, row in (("before", measured[0]), ("after", measured[-1]))
+    }
+    return found | ({"calls_before": calls[0], "calls_after": calls[-1]} if calls else {})
+
+
+if __name__ == "__main__":
+    main()
