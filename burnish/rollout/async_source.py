@@ -64,12 +64,12 @@ class PendingGroup:
     number: int
     """The number of groups drawn before it."""
     is_started: bool = False
-    finished: dict[int, Trajectory] = field(default_factory=dict)
-    """Samples that have ended, by sample index."""
+    finished: dict[int, list[Trajectory]] = field(default_factory=dict)
+    """Samples that have ended, by index. A sample is one trajectory, or in a game of several players one for each that had a turn."""
     demonstrations: list[Trajectory] = field(default_factory=list)
     """Demonstrations that join its samples, set when it is started."""
-    scored: set[int] = field(default_factory=set)
-    """Indices of the samples that are scored."""
+    unscored: set[int] = field(default_factory=set)
+    """The `Trajectory.sample` of those that have ended and have no score yet."""
     oldest: int | None = None
     """The version of its oldest token when weights were last loaded; None without tokens."""
 
@@ -84,7 +84,7 @@ class PendingGroup:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.scored) == self.plan.n + self.plan.greedy + len(self.demonstrations)
+        return len(self.finished) == len(self.samples) + len(self.demonstrations) and not self.unscored
 
     def is_due(self, version: int, max_staleness: int) -> bool:
         """Whether the step that starts from weights `version` is the last that may use it."""
@@ -115,14 +115,17 @@ def completed_groups(
 
 def group_trajectories(groups: Sequence[PendingGroup]) -> list[Trajectory]:
     """Return all trajectories of complete groups: greedy answers, then samples, then demonstrations."""
-    found = [group.finished[sample] for group in groups for sample in group.samples]
+    found = list[Trajectory]()
+    for group in groups:
+        samples = [trajectory for sample in group.samples for trajectory in group.finished[sample]]
+        found += sorted(samples, key=lambda t: t.place_in_draw)
     found += [trajectory for group in groups for trajectory in group.demonstrations]
     return sorted(found, key=lambda t: t.sample != GREEDY_SAMPLE)
 
 
-def oldest_version(trajectory: Trajectory) -> int | None:
+def oldest_version(trajectories: Sequence[Trajectory]) -> int | None:
     """Return the oldest version among the sampled tokens; None if there are none, as in a demonstration."""
-    versions = _versions(trajectory)
+    versions = np.concatenate([_versions(t) for t in trajectories])
     return int(versions.min()) if versions.size else None
 
 
@@ -178,8 +181,10 @@ class AsyncSource:
         self.plans, self.max_staleness, self.deadline_s, self.note = plans, max_staleness, deadline_s, note
         self.clock = clock
         self.rounds = RolloutJournal(journal)
-        self._resumed = {(f"{t.prompt_id}#{t.visit}", t.sample): t for t in self.rounds.read_last_partial()}
-        """Samples that had ended when the run was stopped, by group id and sample index."""
+        self._resumed: dict[tuple[str, int], list[Trajectory]] = {}
+        """Samples that had ended when the run was stopped, by group id and index."""
+        for t in self.rounds.read_last_partial():
+            self._resumed.setdefault((f"{t.prompt_id}#{t.visit}", runner.episode_index(t.sample)), []).append(t)
         self.version = 0
         self.groups: dict[str, PendingGroup] = {}
         """Pending groups by id, in the order of their draws."""
@@ -222,8 +227,7 @@ class AsyncSource:
 
     def load(self, version: int) -> None:
         self.thread.stop()
-        for trajectory in self.in_flight.pause_all():
-            self._on_finished(trajectory)
+        self._on_finished(self.in_flight.pause_all())
         self.runner.engine.load(version, ())
         self.version = version
         self._restart_stale_samples()
@@ -295,8 +299,7 @@ class AsyncSource:
     def _start(self, group: PendingGroup) -> None:
         group.is_started = True
         group.demonstrations = self.runner.demonstrations(group.draw, group.plan.n)
-        for trajectory in group.demonstrations:
-            self._on_finished(trajectory)
+        self._on_finished(group.demonstrations)
         for sample in group.samples:
             resumed = self._resumed.pop((group.id, sample), None)
             oldest = None if resumed is None else oldest_version(resumed)
@@ -310,8 +313,7 @@ class AsyncSource:
         options, stream = group.plan.sampling, "train"
         if sample == GREEDY_SAMPLE:
             options, stream = replace(options, temperature=0.0), "baseline"
-        for failed in self.in_flight.add(group.draw, sample, options, stream, priority=-group.number):
-            self._on_finished(failed)
+        self._on_finished(self.in_flight.add(group.draw, sample, options, stream, priority=-group.number))
 
     def _read_recorded(self, step: int, round: int) -> tuple[list[PendingGroup], list[Trajectory]]:
         """Return the groups that the journal assigns to this round, with their trajectories.
@@ -359,8 +361,8 @@ class AsyncSource:
                 if oldest is None or oldest >= oldest_allowed:
                     known += [] if oldest is None else [oldest]
                     continue
-                group.finished.pop(sample, None)
-                group.scored.discard(sample)
+                for trajectory in group.finished.pop(sample, ()):
+                    group.unscored.discard(trajectory.sample)
                 if active is not None:
                     self.in_flight.drop(active)
                 self._add_sample(group, sample)
@@ -416,19 +418,17 @@ class AsyncSource:
     def _reissue(self) -> None:
         """Pause and resubmit all requests, so that they go to the least busy engine. Their tokens are kept."""
         self.thread.stop()
-        for trajectory in self.in_flight.pause_all():
-            self._on_finished(trajectory)
+        self._on_finished(self.in_flight.pause_all())
         self._num_reissued += len(self.in_flight.paused)
         self.thread.run()
 
     def _record_finished(self, step: int, plan: RolloutPlan, round: int) -> None:
         """Stop sampling and write the samples that have ended to the journal, scored or not."""
         self.thread.stop()
-        for trajectory in self.in_flight.pause_all():
-            self._on_finished(trajectory)
+        self._on_finished(self.in_flight.pause_all())
         self._take_scores()
         groups = list(self.groups.values())
-        found = [trajectory for group in groups for trajectory in group.finished.values()]
+        found = [trajectory for group in groups for ended in group.finished.values() for trajectory in ended]
         self.rounds.write_partial(RoundKey(step, round, [group.id for group in groups]), plan, found)
 
     def _has_work(self) -> bool:
@@ -438,25 +438,30 @@ class AsyncSource:
         """Process completions until the engine is idle or interrupted. Runs in the sampling thread."""
         self.in_flight.submit_pending()
         for completion in self.runner.engine.stream():
-            for finished in [*self.in_flight.take(completion), *self.in_flight.take_replies()]:
-                self._on_finished(finished)
+            self._on_finished([*self.in_flight.take(completion), *self.in_flight.take_replies()])
             self.in_flight.submit_pending()
-        for finished in self.in_flight.take_replies(0.0 if self.in_flight.running else POLL_INTERVAL_S):
-            self._on_finished(finished)
+        self._on_finished(self.in_flight.take_replies(0.0 if self.in_flight.running else POLL_INTERVAL_S))
 
-    def _on_finished(self, trajectory: Trajectory) -> None:
-        """Record a finished sample, and submit it for scoring unless its environment failed or gave the reward."""
-        group = self.groups[f"{trajectory.prompt_id}#{trajectory.visit}"]
-        if group.draw.prompt.budget is not None:
-            trajectory.metadata["budget"] = group.draw.prompt.budget
+    def _on_finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record finished samples, and submit them for scoring unless their environment failed or gave the reward.
+
+        All players of a game are given at once: a group with some of them must not look complete.
+        """
+        groups = [self.groups[f"{t.prompt_id}#{t.visit}"] for t in trajectories]
+        unscored = [t.reward is None and t.error is None for t in trajectories]
         with self.thread.changed:
-            self._num_finished += 1
-            group.finished[trajectory.sample] = trajectory
-            if trajectory.reward is not None or trajectory.error is not None:
-                group.scored.add(trajectory.sample)
-                self.thread.changed.notify_all()
-                return
-        self._submit(trajectory, group.draw)
+            for t, group, waits in zip(trajectories, groups, unscored, strict=True):
+                if group.draw.prompt.budget is not None:
+                    t.metadata["budget"] = group.draw.prompt.budget
+                samples = group.finished.setdefault(self.runner.episode_index(t.sample), [])
+                self._num_finished += not samples
+                samples.append(t)
+                if waits:
+                    group.unscored.add(t.sample)
+            self.thread.changed.notify_all()
+        for t, group, waits in zip(trajectories, groups, unscored, strict=True):
+            if waits:
+                self._submit(t, group.draw)
 
     def _submit(self, trajectory: Trajectory, draw: PromptSample) -> None:
         """Submit a sample for scoring."""
@@ -476,5 +481,6 @@ class AsyncSource:
         for trajectory, score in found:
             apply_score(trajectory, score)
             group = self.groups.get(f"{trajectory.prompt_id}#{trajectory.visit}")
-            if group is not None and group.finished.get(trajectory.sample) is trajectory:
-                group.scored.add(trajectory.sample)
+            ended = [] if group is None else group.finished.get(self.runner.episode_index(trajectory.sample), [])
+            if group is not None and any(t is trajectory for t in ended):
+                group.unscored.discard(trajectory.sample)

@@ -26,6 +26,7 @@ from burnish.core.trajectory import (
     EPISODE_METRICS,
     EVENTS,
     LAST_WORDS,
+    PLAYERS,
     ROLE,
     TokenNode,
     Trajectory,
@@ -456,6 +457,8 @@ class InFlightTrajectories:
             trajectory.sample = active.sample * len(roles) + index
             trajectory.metadata[ROLE] = role
             found.append(trajectory)
+        for trajectory in found:
+            trajectory.metadata[PLAYERS] = len(found)
         return found
 
     def _trajectory(

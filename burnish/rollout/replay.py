@@ -217,7 +217,7 @@ def _new_groups(trajectories: Sequence[Trajectory], wanted: set[str]) -> list[Re
             groups.setdefault(trajectory.group_id, []).append(trajectory)
     found = []
     for samples in groups.values():
-        versions = [v for v in map(oldest_version, samples) if v is not None]
-        if versions:
-            found.append(ReplayGroup(samples, min(versions), 1))
+        oldest = oldest_version(samples)
+        if oldest is not None:
+            found.append(ReplayGroup(samples, oldest, 1))
     return found

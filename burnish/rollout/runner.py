@@ -129,10 +129,7 @@ class RolloutRunner:
         )
         for draw in draws:
             for sample in range(n):
-                row = draw.prompt.row
-                names = self._sample_indices(sample)
-                is_known = any((row.id, k) in done or (row.id, draw.visit, k) in resumed for k in names)
-                if not is_known:
+                if not self.is_sampled(draw, sample, done, resumed):
                     yield from in_flight.add(draw, sample, sampling, stream)
         in_flight.submit_pending()
         for draw in draws if stream == "train" else ():
@@ -174,11 +171,21 @@ class RolloutRunner:
         finally:
             in_flight.close()
 
-    def _sample_indices(self, sample: int) -> range:
-        """Return the sample indices of the trajectories that one sample of a prompt becomes: one, or one for each role."""
-        return (
-            range(sample * len(self.roles), (sample + 1) * len(self.roles)) if self.roles else range(sample, sample + 1)
-        )
+    def is_sampled(
+        self,
+        draw: PromptSample,
+        sample: int,
+        done: Container[tuple[str, int]] = frozenset(),
+        resumed: Container[tuple[str, int, int]] = frozenset(),
+    ) -> bool:
+        """Whether a trajectory of a sample is in `done` or `resumed`, as `run` takes them. A role without a turn has none."""
+        row, num = draw.prompt.row.id, len(self.roles) or 1
+        names = range(sample * num, (sample + 1) * num)
+        return any((row, k) in done or (row, draw.visit, k) in resumed for k in names)
+
+    def episode_index(self, sample: int) -> int:
+        """Return the index of the episode that a trajectory comes from. In a game of several players, several come from one."""
+        return sample // len(self.roles) if self.roles and sample >= 0 else sample
 
     def close(self) -> None:
         """Close the environments' processes."""

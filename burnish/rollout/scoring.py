@@ -190,18 +190,23 @@ class RoundBuilder:
         order = {(d.prompt.row.id, d.visit): i for i, d in enumerate(self.draws)}
         self.finished += resumed
         self.submit(resumed)
-        found = list[Trajectory]()
+        found, ended = list[Trajectory](), {self._episode(t) for t in resumed}
         for trajectory in answers:
             self.finished.append(trajectory)
+            ended.add(self._episode(trajectory))
             budget = self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.budget
             if budget is not None:
                 trajectory.metadata["budget"] = budget
             found.append(trajectory)
             if len(found) % SUBMIT_CHUNK == 0:
                 self.submit(found[-SUBMIT_CHUNK:])
-            self.progress(f"{what} {len(resumed) + len(found)}/{total}")
+            self.progress(f"{what} {len(ended)}/{total}")
         self.submit(found[len(found) - len(found) % SUBMIT_CHUNK :])
         return sorted([*resumed, *found], key=lambda t: (order[t.prompt_id, t.visit], t.place_in_draw))
+
+    def _episode(self, t: Trajectory) -> tuple[str, int, int]:
+        """Name the episode of a trajectory. The players of a game have one in common."""
+        return t.prompt_id, t.visit, self.runner.episode_index(t.sample)
 
 
 def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:

@@ -63,7 +63,7 @@ from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
 from burnish.trainers.context import ImitationBatch, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
-from burnish.trainers.input_checks import check_positions, check_reader_positions
+from burnish.trainers.input_checks import check_players, check_positions, check_reader_positions
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
@@ -143,7 +143,8 @@ def build_inputs(
             "through transformers: use k3+ or k2, whose gradients are unbiased"
         )
     roles.engine_kind(config.rollout, policy.arch is not None)
-    environment_of(config.environment, policy.tokenizer, base)
+    _, host = environment_of(config.environment, policy.tokenizer, base)
+    check_players(config, () if host is None else host.kind.roles)
     template_notes = check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
     curriculum = config.algorithm.curriculum
     stream = PromptStream(
@@ -250,6 +251,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         imitation=imitation_batches(parts, built.learner.device),
         process=process,
         memory_check=parts.memory_check,
+        num_players=len(parts.runner.roles) or 1,
     )
 
 

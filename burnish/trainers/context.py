@@ -69,6 +69,8 @@ class TrainContext:
     """Whether the reward is known to tell correct from wrong answers. The accuracy is then the default of `run.best_by`."""
     replay: ReplayStore | None = None
     """Groups that later steps may learn from again."""
+    num_players: int = 1
+    """Players of a game of several: each prompt gives one group of samples for each of them."""
 
     @property
     def learners(self) -> list[AnyLearner]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,15 @@ class RowCache:
     def take(self, source: Source, base: Path | None) -> list[Row]:
         """The rows of a source, removed from the cache."""
         return self._rows.pop(id(source)) if id(source) in self._rows else read_rows(source, base)
+
+
+def check_players(config: TrainConfig, roles: Sequence[str]) -> None:
+    """Refuse a greedy baseline for a game of several players."""
+    if roles and (needs_greedy := ", ".join(config.algorithm.needs("greedy"))):
+        raise UserError(
+            f"{needs_greedy} compares each sample with the greedy answer to its prompt, but environment {config.environment.name} has the "
+            f"players {' and '.join(roles)}, and a greedy game may end before one of them has a turn: use grpo or rloo"
+        )
 
 
 def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) -> RowCache:

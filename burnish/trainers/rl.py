@@ -103,7 +103,8 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
     max_tokens = max_written_tokens(settings.max_tokens, config.environment)
     rollouts: RolloutBatch | None = None
     shaped: Batch | None = None
-    num_groups, num_wanted = 0, refill.enough * settings.prompts
+    most = settings.prompts * context.num_players
+    num_groups, num_wanted = 0, refill.enough * most
     for attempt in range(refill.rounds):
         new = context.source.next(step, plan, context.run.display.phase, attempt)
         rollouts = new if rollouts is None else rollouts.joined(new)
@@ -129,7 +130,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
             f"step {step}: {refill.rounds} rounds of generation gave {num_groups} groups that the filters keep, of {num_wanted:g} wanted; "
             "raise algorithm.refill.rounds or oversample, or set algorithm.refill.short=partial to train on what there is"
         )
-    batch = pipeline.select(shaped, settings.prompts)
+    batch = pipeline.select(shaped, most)
     if batch.num_sequences == 0:
         note(context, step, f"no update, {step_metrics.no_signal_text(shaped)}")
         return rollouts, None
