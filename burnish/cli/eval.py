@@ -56,6 +56,12 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
     )
     add("--limit", type=int, help="most prompts (default: all rows of a file, 1000 problems of a task)")
     add(
+        "--environment",
+        metavar="NAME",
+        help="play episodes in this environment (default: that of the run or of the game's task; `burnish environments` lists them); "
+        "environment.max_turns=N and environment.options.NAME=VALUE set more",
+    )
+    add(
         "--reward",
         action="append",
         metavar="NAME",
@@ -177,14 +183,23 @@ def make_tests(
     args: argparse.Namespace, model: Path, subject: ModelSource, data: list[str], overrides: list[str]
 ) -> list[EvalJob]:
     """The checked settings of every data set, resolved for this machine. `--force` removes old results."""
+    from burnish.config.rollout import GAME_TURNS, SINGLE_TURN
     from burnish.evaluation.evaluate import fingerprint
     from burnish.evaluation.output_paths import find_output_paths
     from burnish.evaluation.session import EvalJob, choose_dtype, default_workers
-    from burnish.evaluation.settings import is_given, load_settings
+    from burnish.evaluation.settings import is_given, load_settings, usual_game
 
     tests, given = [], option_values(args)
     for place, one in zip(find_output_paths(args.out, model, data), data, strict=True):
         config, resolved, base = load_settings(one, given, overrides, subject.config, args.data_dir)
+        if usual := usual_game(one, given, overrides, subject.config):
+            taken = ", ".join(f"{key}={value}" for key, value in usual.items())
+            print_note(f"{place.name}: a game, played with {taken} (give others to change this)")
+        played = config.environment
+        if played.name != SINGLE_TURN and played.max_turns == 1 and GAME_TURNS.get(played.name) != 1:
+            print_note(
+                f"{place.name}: environment.max_turns=1 ends each episode in {played.name} after the first answer; set it to play more turns"
+            )
         if args.best_by is not None and config.sampling.n == 1:
             raise UserError("--best-by selects among several samples: give --n above 1 and --temperature above 0")
         if not is_given("model.dtype", given, overrides, subject.config):
@@ -217,6 +232,7 @@ def option_values(args: argparse.Namespace) -> dict[str, Any]:
         "sampling.top_p": args.top_p,
         "sampling.top_k": args.top_k,
         "sampling.max_tokens": args.max_tokens,
+        "environment.name": args.environment,
         "reward.parts": reward_parts(args),
     }
 

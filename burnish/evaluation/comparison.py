@@ -147,7 +147,7 @@ def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     ]
     return Comparison(
         num_questions=len(ids),
-        num_left_out=len({row["id"] for row in [*a, *b]}) - len(ids),
+        num_left_out=len(by_question([*a, *b])) - len(ids),
         a=mean_at_k(groups[0]),
         b=mean_at_k(groups[1]),
         difference=mean_difference(changes),

@@ -2,8 +2,9 @@
 
 A finished file is written atomically. While an evaluation runs, `<name>.partial.jsonl` holds the settings in its first line and
 one scored completion in each further line. So a kill loses seconds, and no completion is sampled twice. A line that a kill
-tore is removed when the command is repeated. Other settings are an error that names the differences, because completions
-that were sampled in two ways are no measurement. The partial file is deleted when the result is written.
+tore is removed when the command is repeated. So are the rows of a game of several players that lacks a row of one of them. Other
+settings are an error that names the differences, because completions that were sampled in two ways are no measurement. The partial
+file is deleted when the result is written.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import io
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.core.trajectory import Trajectory
+from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, PLAYERS, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.evaluation.answers import read_answer
 from burnish.evaluation.result import Row
+from burnish.models.tokenizer import Tokenizer
 from burnish.run.durable_files import append, atomic_write
+from burnish.trainers.episode_rows import episode_entries, opening_text
 
 SUFFIXES = (".jsonl", ".parquet")
 TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "language")
@@ -30,7 +34,7 @@ TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "langua
 SYNC_INTERVAL_S = 1.0
 """A loss of power costs at most this many seconds of completions. A kill costs only those that are being scored."""
 MAX_SHOWN_SETTINGS = 8
-_OBJECTS = ("tags", "parts")  # JSON text in parquet, where a column has one type
+_OBJECTS = ("tags", "parts", "turns", "events", "metrics")  # JSON text in parquet, where a column has one type
 _COLUMNS = ("id", "sample", "completion", "accuracy", "reward", "length", "answer")
 
 
@@ -61,6 +65,34 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
     }
 
 
+def episode_row(prompt: Prompt, kind: str, t: Trajectory, episode: int, tokenizer: Tokenizer) -> Row:
+    """Return an episode with an environment: `completion_row`, the prompt that the model read, its turns and what went wrong.
+
+    `episode` is its index among the samples of the prompt. The players of one game have it in common.
+    """
+    return completion_row(prompt, kind, t) | {
+        "prompt": opening_text(t, prompt, tokenizer),
+        "episode": episode,
+        **({} if t.role is None else {"players": t.metadata[PLAYERS]}),
+        "num_turns": len(t.turns),
+        "turns": episode_entries(t, tokenizer),
+        "last_words": t.metadata.get(LAST_WORDS),
+        "events": t.metadata.get(EVENTS, []),
+        "metrics": t.metadata.get(EPISODE_METRICS, {}),
+    }
+
+
+def whole_games(rows: list[Row]) -> list[Row]:
+    """Return the rows without repetitions, and without games of several players that lack the row of one of them."""
+    last = {(row["id"], row["sample"]): row for row in rows}
+    found = Counter(_game(row) for row in last.values())
+    return [row for row in last.values() if found[_game(row)] == row.get("players", 1)]
+
+
+def _game(row: Row) -> tuple[str, int]:
+    return row["id"], row["episode"] if "episode" in row else row["sample"]
+
+
 def encode_row(row: Row) -> bytes:
     """Return the line of a row. A lone surrogate from a data file has no UTF-8 form and is replaced."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
@@ -76,8 +108,11 @@ def write_completions(path: Path, rows: list[Row]) -> None:
 
     text, number, whole, truth = pa.string(), pa.float64(), pa.int64(), pa.bool_()
     types = {"sample": whole, "length": whole, "accuracy": number, "reward": number}
+    types |= dict.fromkeys(("episode", "players", "num_turns"), whole)
     types |= dict.fromkeys(("truncated", "formatted", "timed_out"), truth)
-    flat = [{**row, **{name: json.dumps(row[name], sort_keys=True) for name in _OBJECTS}} for row in rows]
+    flat = [
+        {**row, **{name: json.dumps(row[name], sort_keys=True) for name in _OBJECTS if name in row}} for row in rows
+    ]
     columns = {name: [_encodable(row[name]) for row in flat] for name in rows[0]}
     schema = pa.schema([(name, types.get(name, text)) for name in columns])
     buffer = io.BytesIO()
@@ -169,7 +204,7 @@ class PartialCompletions:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.path} is no journal of an evaluation ({error}); move it away") from error
         os.ftruncate(lock, len(whole))
-        self.rows = rows
+        self.rows = whole_games(rows)
 
 
 def refuse_other_settings(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:

@@ -23,7 +23,7 @@ from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.distributed.roles import build_engine, build_environment_driver
 from burnish.evaluation.answers import verifier_of
-from burnish.evaluation.completions import completion_row
+from burnish.evaluation.completions import completion_row, episode_row
 from burnish.evaluation.result import Result, Row, summarise
 from burnish.models.compatibility import digest_parts, model_digest
 from burnish.models.policy import PolicyModel
@@ -90,18 +90,26 @@ def sample_and_score(
     scoring = RoundBuilder(driver, rewards, [PromptSample(p, 0) for p in prompts], progress)
     kinds = {p.row.id: (p, verifier_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
     queue = _ScoringQueue(scoring, kinds, keep)
-    total = sum((p.row.id, sample) not in done for p in prompts for sample in range(n))
+    total = sum(not driver.is_sampled(draw, sample, done) for draw in scoring.draws for sample in range(n))
+    what = "episodes" if has_environment(driver) else "completions"
+    ended = set[tuple[str, int]]()  # the players of a game end together
     num_tokens, started = 0, time.perf_counter()
-    for i, trajectory in enumerate(driver.run(scoring.draws, n, sampling, "eval", done), start=1):
+    for trajectory in driver.run(scoring.draws, n, sampling, "eval", done):
         num_tokens += trajectory.num_actions
+        ended.add((trajectory.prompt_id, driver.episode_index(trajectory.sample)))
         queue.add(trajectory)
-        progress(f"{i}/{total} completions, {num_tokens / (time.perf_counter() - started):,.0f} tokens/s")
+        progress(f"{len(ended)}/{total} {what}, {num_tokens / (time.perf_counter() - started):,.0f} tokens/s")
     queue.send()
     generated = time.perf_counter()
     while rewards.pending:
         queue.take(None)
         progress(f"scoring, {rewards.pending} left")
     return WorkStats(num_tokens, generated - started, time.perf_counter() - generated)
+
+
+def has_environment(driver: RolloutRunner) -> bool:
+    """Whether completions are answered, so that a sample is an episode."""
+    return driver.host is not None or driver.max_turns > 1
 
 
 class _ScoringQueue:
@@ -140,7 +148,13 @@ class _ScoringQueue:
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
         if trajectories:
-            self.keep([completion_row(*self.kinds[t.prompt_id], t) for t in trajectories])
+            self.keep([self._row(t) for t in trajectories])
+
+    def _row(self, t: Trajectory) -> Row:
+        driver = self.scoring.runner
+        if not has_environment(driver):
+            return completion_row(*self.kinds[t.prompt_id], t)
+        return episode_row(*self.kinds[t.prompt_id], t, driver.episode_index(t.sample), driver.tokenizer)
 
 
 def in_data_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:

@@ -11,6 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from burnish.evaluation.episode_results import (
+    EpisodeResult,
+    episode_lines,
+    episodes_json,
+    player_table,
+    summarise_episodes,
+)
 from burnish.evaluation.statistics import (
     Estimate,
     best_at_k,
@@ -28,6 +35,7 @@ MIN_WIDTH = 11
 CORRECT_VOTE = ("right",)
 """The common vote of all right answers, whatever their spelling. No answer text equals it."""
 NO_ACCURACY = "- (the rewards are graded: --correct-at VALUE says from which on an answer counts as right)"
+NO_SUCCESS = "- (the environment does not say which episodes succeeded)"
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,10 @@ class Result:
     num_timed_out: int
     tables: dict[str, dict[str, TableEntry]] = field(default_factory=dict)
     """Accuracy by subject, level and so on, if the questions have several."""
+    episodes: EpisodeResult | None = None
+    """Only if an environment answered the completions."""
     rows: list[Row] = field(default_factory=list)
-    """One row per sample, in the order of the questions."""
+    """One row per sample, in the order of the questions. In a game of several players, one per player of a sample."""
 
     @property
     def first_error(self) -> str | None:
@@ -101,7 +111,7 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
     passes = {k: mean_pass_at_k(accuracies, k) for k in powers_up_to(n)}
     has_votes = any(row["answered"] is not None for row in rows)
     return Result(
-        num_prompts=len(groups),
+        num_prompts=len({row["id"] for row in rows}),
         num_samples=len(rows),
         n=n,
         accuracy=mean_at_k(accuracies) if accuracies else None,
@@ -117,15 +127,16 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
         num_failed=sum(row["reward"] is None for row in rows),
         num_timed_out=sum(bool(row["timed_out"]) for row in rows),
         tables=_tables(scored),
+        episodes=summarise_episodes(rows),
         rows=list(rows),
     )
 
 
 def by_question(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by question, in order of appearance."""
+    """Group rows by question, in order of appearance. The players of a game are groups of their own."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row["id"], []).append(row)
+        groups.setdefault(f"{row['id']}/{row['role']}" if "role" in row else row["id"], []).append(row)
     return groups
 
 
@@ -230,19 +241,30 @@ def result_text(result: Result) -> str:
     """Return the main numbers as text, one per line."""
     n = result.n
     rows = [("prompts", f"{result.num_prompts:,}" + (f" x {n} samples" if n > 1 else ""))]
-    rows.append((accuracy_name(n), interval_text(result.accuracy) if result.accuracy else NO_ACCURACY))
+    episodes = result.episodes
+    players = episodes.players if episodes is not None else {}
+    if result.accuracy is not None or not players:  # the players of a game win or lose: their table says how often
+        missing = NO_ACCURACY if episodes is None else NO_SUCCESS
+        rows.append((accuracy_name(n), interval_text(result.accuracy) if result.accuracy else missing))
     rows += [(f"pass@{k}", interval_text(e)) for k, e in result.pass_at.items() if n > 1]
     rows += [(f"maj@{k}", interval_text(e)) for k, e in result.maj_at.items()]
-    rows += [(f"best@{k}", f"{interval_text(e)}  by {result.best_by}") for k, e in result.best_at.items()]
-    if result.reward is not None and (result.accuracy is None or result.reward.mean != result.accuracy.mean):
+    if not players:
+        rows += [(f"best@{k}", f"{interval_text(e)}  by {result.best_by}") for k, e in result.best_at.items()]
+    is_accuracy = (
+        result.accuracy is not None and result.reward is not None and result.reward.mean == result.accuracy.mean
+    )
+    if result.reward is not None and not is_accuracy and not players:
         rows.append(("mean reward", interval_text(result.reward)))
     rows += [(f"  {name}", f"{mean:.3f}") for name, mean in result.parts.items()]
+    rows += episode_lines(episodes) if episodes is not None else []
     rows.append(("truncated", f"{result.truncated.mean:.1%}"))
     rows += [("in format", f"{result.formatted.mean:.1%}")] if result.formatted else []
     rows.append(("mean length", length_text(result)))
     rows += [("timed out", f"{result.num_timed_out} answers, counted as wrong")] if result.num_timed_out else []
     rows += [("failed", f"{result.num_failed} samples, not counted")] if result.num_failed else []
-    return "\n".join([aligned_lines(rows), *(_table_text(column, shares) for column, shares in result.tables.items())])
+    tables = [_table_text(column, shares) for column, shares in result.tables.items()]
+    tables += [player_table(players)] if players else []
+    return "\n".join([aligned_lines(rows), *tables])
 
 
 def _table_text(column: str, shares: Mapping[str, TableEntry]) -> str:
@@ -331,6 +353,7 @@ def result_json(result: Result) -> dict[str, Any]:
         "length": asdict(result.lengths),
         "failed": result.num_failed,
         "timed_out": result.num_timed_out,
+        **({} if result.episodes is None else {"episodes": episodes_json(result.episodes)}),
         "by": {
             column: {
                 name: {"num_questions": s.num_questions, **estimate_json(s.accuracy)} for name, s in shares.items()

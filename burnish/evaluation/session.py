@@ -257,7 +257,8 @@ def _measure(
     config, name = one.job.config, one.job.paths.name
     done = {(row["id"], row["sample"]) for row in journal.rows}
     n, plural = config.sampling.n, "s" if config.sampling.n > 1 else ""
-    goes_on = f"; {len(done):,} are there already" if done else ""
+    num_done = len({(row["id"], row.get("episode", row["sample"])) for row in journal.rows})
+    goes_on = f"; {num_done:,} are there already" if done else ""
     played = "" if config.environment.name == SINGLE_TURN else f" in environment {config.environment.name}"
     say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{played}{goes_on}")
     try:

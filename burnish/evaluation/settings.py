@@ -101,12 +101,43 @@ def load_settings(
     source = _source(data, folder)
     given = {key: value for key, value in flags.items() if value is not None}
     brought = {**_from_run(run, source.get("task"), data in BENCHMARKS), **_from_benchmark(data)}
-    laid = {**brought, **given, "data.source": source}
+    name = _given_environment(given, overrides)
+    if name is not None and brought.get("environment", {}).get("name") != name:
+        brought.pop("environment", None)  # the options of another environment
+    usual = usual_game(data, flags, overrides, run)
+    laid = {**brought, **given, **usual, "data.source": source}
+    is_played = name is not None or "environment" in brought or "environment" in _keys(overrides)
     if "path" in source and not _sets_reward(laid, overrides):
-        laid["reward.parts"] = _reward_of_rows(data)
+        parts = _reward_of_rows(data, is_played)
+        laid |= {} if parts is None else {"reward.parts": parts}
     if "task" in source:
         laid.setdefault("limit", TASK_LIMIT)
     return load(EvalConfig, None, [*(f"{key}={json.dumps(value)}" for key, value in laid.items()), *overrides])
+
+
+def usual_game(data: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment of a game's task and its usual turns, where command and run leave them open; {} for anything else."""
+    task = data.removeprefix(TASK_PREFIX) if data.startswith(TASK_PREFIX) else None
+    given = {key: value for key, value in flags.items() if value is not None}
+    of_run = _from_run(run, task, data in BENCHMARKS).get("environment", {})
+    name = _given_environment(given, overrides)
+    if name is None and "environment" not in _keys(overrides):
+        name = of_run.get("name") or (task if task in GAME_TURNS else None)
+    if name not in GAME_TURNS or name == of_run.get("name"):
+        return {}
+    keys = {"environment.name": name, "environment.max_turns": GAME_TURNS[name]}
+    return {key: value for key, value in keys.items() if key not in given and key not in _keys(overrides)}
+
+
+def _given_environment(given: dict[str, Any], overrides: Sequence[str]) -> str | None:
+    """Return the name of the environment that the command sets; None if it sets none, or sets the whole section."""
+    last = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == "environment.name"]
+    name = last[-1] if last else given.get("environment.name")
+    return None if name is None else str(name)
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    return {text.partition("=")[0] for text in overrides}
 
 
 def is_given(key: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any]) -> bool:
@@ -162,13 +193,18 @@ def _sets_reward(laid: dict[str, Any], overrides: Sequence[str]) -> bool:
     return any(key == "reward" or key.startswith("reward.parts") for key in keys)
 
 
-def _reward_of_rows(data: str) -> list[dict[str, Any]]:
-    """Return the reward for rows that name their verifier, as `burnish data prepare` writes them; else raise a `UserError`."""
+def _reward_of_rows(data: str, is_played: bool) -> list[dict[str, Any]] | None:
+    """Return the reward for rows that name their verifier, as `burnish data prepare` writes them; else raise a `UserError`.
+
+    An environment may give the rewards itself: with `is_played`, return None instead.
+    """
     find_files(data)
     _, first = next(read_records(data), ("", {}))
     info = first.get("extra_info")
     if isinstance(info, dict) and info.get("verifier"):
         return [{"name": "row"}]
+    if is_played:
+        return None
     names = ", ".join(name for name in VERIFIERS if name != "task")
     raise UserError(
         f"how are answers to {data} to be judged? give --reward with one of {names}, or path/to/file.py:function or package.module:function"

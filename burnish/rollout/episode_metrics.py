@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
-from burnish.core.trajectory import EPISODE_METRICS, EVENTS, Trajectory
+from burnish.core.trajectory import EPISODE_METRICS, EVENTS, PLAYERS, Trajectory
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -38,10 +38,14 @@ def branch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the number of events of each kind that occurred, and the mean of each number that environments measured.
 
-    A number that only some episodes have is averaged over those. One with the name of an event's kind is named `<name>_mean`.
+    A number that only some episodes have is averaged over those. One with the name of an event's kind is named `<name>_mean`. The
+    trajectories of one game hold the same events, which count once.
     """
-    events = Counter(event["kind"] for t in trajectories for event in t.metadata.get(EVENTS, ()))
-    values = {kind: float(count) for kind, count in sorted(events.items())}
+    events = defaultdict[str, float](float)
+    for t in trajectories:
+        for event in t.metadata.get(EVENTS, ()):
+            events[event["kind"]] += 1 / t.metadata.get(PLAYERS, 1)
+    values = {kind: float(round(count)) for kind, count in sorted(events.items())}
     measured: dict[str, list[float]] = {}
     for t in trajectories:
         for name, value in t.metadata.get(EPISODE_METRICS, {}).items():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from burnish.core.trajectory import EVENTS, LAST_WORDS, Trajectory
+from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.run import Run
 
@@ -27,6 +28,14 @@ def episode_columns(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, A
         "last_words": trajectory.metadata.get(LAST_WORDS),
         "events": json.dumps(events, ensure_ascii=False) if events else None,
     }
+
+
+def opening_text(trajectory: Trajectory, prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """Return the prompt that the model read. An environment may give another one than the row has."""
+    opening = trajectory.nodes[0].tokens.tolist() if trajectory.nodes and not trajectory.nodes[0].is_sampled else []
+    if not opening or opening == list(prompt.tokens):
+        return prompt.text
+    return tokenizer.decode(opening, skip_special=False)
 
 
 def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:

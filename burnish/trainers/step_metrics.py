@@ -25,7 +25,7 @@ from burnish.rollout.episode_metrics import episode_metrics, turn_metrics
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.run import PromptVisit
 from burnish.trainers.context import StepResult
-from burnish.trainers.episode_rows import episode_columns
+from burnish.trainers.episode_rows import episode_columns, opening_text
 from burnish.trainers.mismatch import WorstToken
 from burnish.training.learner import Update
 
@@ -214,7 +214,7 @@ def sample_rows(
                 "group": t.group_id,
                 "sample": t.sample,
                 "data_source": prompt.row.data_source,
-                "prompt": prompt.text,
+                "prompt": opening_text(t, prompt, tokenizer),
                 "completion": t.completion,
                 "answer": expected_answer(prompt.row),
                 "reward": t.reward,
