@@ -1,12 +1,16 @@
-"""`burnish sample DIR "prompt"`: print text from a model while it is sampled."""
+"""`burnish sample DIR "prompt"`: print text from a model while it is sampled.
+
+With an environment, that of a run or `--environment NAME`, it plays whole episodes (`burnish.cli.sample_episodes`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from burnish.cli.main import print_note
 from burnish.config.errors import UserError
@@ -16,6 +20,7 @@ from burnish.config.yaml_text import printable
 if TYPE_CHECKING:
     from burnish.config.rollout import Sampling
     from burnish.core.engine import Request
+    from burnish.evaluation.model_source import ModelSource
     from burnish.models.policy import PolicyModel
     from burnish.models.tokenizer import Tokenizer
 
@@ -23,19 +28,39 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
-    add("prompt", help="the prompt; - reads it from stdin")
+    add(
+        "words",
+        nargs="*",
+        metavar="PROMPT environment.key=value",
+        help="the prompt; - reads it from stdin. An environment may take its prompts from data instead. Settings of the environment",
+    )
     add("--n", type=int, default=1, help="samples, printed one after the other (default 1)")
+    add(
+        "--environment",
+        metavar="NAME",
+        help="play episodes in this environment (default: that of the run; single_turn: none; `burnish environments` lists them)",
+    )
+    add("--episodes", type=int, help="with an environment: how many rows to play, one after the other (default 1)")
+    add(
+        "--data",
+        metavar="SOURCE",
+        help="with an environment: a file or task:NAME whose rows to play (default: the game's or run's)",
+    )
+    add("--row", type=int, help="with an environment: the first row to play, counted from 0 (default 0)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
     add("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this probability (default 1)")
     add("--top-k", type=int, default=0, help="keep the k most likely tokens; 0, the default, is off")
-    add("--max-tokens", type=int, default=256, help="most new tokens (default 256)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    add(
+        "--max-tokens",
+        type=int,
+        help="most new tokens of an answer (default 256; in a run's environment, those of the run)",
+    )
+    add("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     add(
         "--template",
         choices=("auto", "chat", "plain"),
-        default="auto",
-        help="auto: chat if the tokenizer has a chat template",
+        help="auto, the default: chat if the tokenizer has a chat template; in a run's environment, that of the run",
     )
     add(
         "--prerendered",
@@ -54,32 +79,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the completions to stdout and everything else to stderr."""
     from burnish.config.loading import load
-    from burnish.config.model import Model
     from burnish.config.rollout import Sampling
-    from burnish.evaluation.model_source import compute_dtype, find_model
+    from burnish.evaluation.model_source import find_model
 
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
     if args.n > 1 and args.temperature == 0:
         raise UserError(f"--n {args.n} at --temperature 0: greedy samples are identical; raise the temperature")
     values = {key: getattr(args, key) for key in Sampling.model_fields}
-    sampling = load(Sampling, None, [f"{key}={json.dumps(value)}" for key, value in values.items()]).config
-    text = read_prompt(args.prompt)
+    given = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    sampling = load(Sampling, None, given).config
+    prompt, overrides = split_words(args.words)
     subject = find_model(args.model)
+    environment = args.environment or subject.config.get("environment", {}).get("name", SINGLE_TURN)
+    if environment != SINGLE_TURN or overrides:
+        return run_episodes(args, subject, prompt, overrides, values)
+    unused = [name for name in ("episodes", "data", "row") if getattr(args, name) is not None]
+    if unused:
+        raise UserError(f"--{unused[0]} is for episodes with an environment: give --environment NAME")
+    if prompt is None:
+        raise UserError("burnish sample needs a prompt, or --environment NAME to play episodes")
+    text = read_prompt(prompt)
+    policy = loaded_policy(args, subject)
+    asked = requests(args, policy, sampling, text)
+    check_policy(policy, asked[0].tokens)
+    stream(policy, asked)
+    return 0
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The prompt, if there is one, and the settings of the environment."""
+    overrides = [word for word in words if word.startswith(("environment.", "environment="))]
+    prompts = [word for word in words if word not in overrides]
+    if len(prompts) > 1:
+        raise UserError(f"got two prompts, {prompts[0]!r} and {prompts[1]!r}; put a prompt with spaces in quotes")
+    return (prompts[0] if prompts else None), overrides
+
+
+def loaded_policy(args: argparse.Namespace, subject: ModelSource) -> PolicyModel:
+    """The model of the command."""
+    from burnish.config.model import Model
+    from burnish.evaluation.model_source import compute_dtype
+    from burnish.models.policy import load_policy, resolve_device
+
     if subject.note is not None:
         print_note(subject.note)
-    environment = subject.config.get("environment", {}).get("name", SINGLE_TURN)
-    if environment != SINGLE_TURN:
-        print_note(
-            f"the run was trained in environment {environment}, which is not used here: this is only the first answer (`burnish eval` plays whole episodes)"
-        )
-    from burnish.models.policy import check_finite, load_policy, resolve_device
-
     dtype = args.dtype or compute_dtype(subject, resolve_device(args.device).type == "cuda")
-    policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, args.seed)
-    asked = requests(args, policy, sampling, text)
-    check_finite(policy, asked[0].tokens)
-    stream(policy, asked)
+    return load_policy(Model(dtype=dtype, device=args.device), subject.path, None, args.seed)
+
+
+def check_policy(policy: PolicyModel, tokens: Sequence[int]) -> None:
+    """Refuse a model without probabilities."""
+    from burnish.models.policy import check_finite
+
+    check_finite(policy, tokens)
+
+
+def run_episodes(
+    args: argparse.Namespace, subject: ModelSource, prompt: str | None, overrides: list[str], sampling: dict[str, Any]
+) -> int:
+    """Play episodes and print them to stdout, everything else to stderr."""
+    from burnish.cli.sample_episodes import episode_prompts, episode_settings, play
+    from burnish.config.data import Template
+
+    if args.prerendered:
+        raise UserError("--prerendered: the messages of an environment are rendered with the template; leave it out")
+    if prompt is not None and (args.data is not None or args.row is not None or args.episodes is not None):
+        raise UserError("a prompt is one row: give either a prompt, or --data, --row and --episodes")
+    num, first = args.episodes or 1, args.row or 0
+    if num < 1 or first < 0:
+        raise UserError(f"--episodes {num} --row {first}: expected at least one episode, and rows counted from 0")
+    is_given = args.template is not None or args.system is not None
+    template = Template(kind=args.template or "auto", system=args.system) if is_given else None
+    settings = episode_settings(args.environment, overrides, subject.config, template, sampling)
+    policy = loaded_policy(args, subject)
+    text = None if prompt is None else read_prompt(prompt)
+    prompts = episode_prompts(settings, policy.tokenizer, subject.config, text, args.data, first, num, args.seed)
+    check_policy(policy, prompts[0].tokens)
+    play(policy, settings, prompts, args.n, args.seed, Path.cwd())
     return 0
 
 
@@ -106,7 +183,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
         raise UserError(
             "--prerendered: the prompt is not rendered again, so --template chat and --system have no effect"
         )
-    template = Template(kind=args.template, system=args.system, prerendered=args.prerendered)
+    template = Template(kind=args.template or "auto", system=args.system, prerendered=args.prerendered)
     tokens = tuple(render(row, policy.tokenizer, template))
     max_tokens, note = fit_max_tokens(sampling.max_tokens, len(tokens), policy.max_positions)
     if note is not None:

@@ -170,7 +170,7 @@ class EnvironmentHost:
 
     def __init__(self, kind: EnvironmentKind, make_workers: MakeWorkers | None = None) -> None:
         self.kind = kind
-        self._make_workers = make_workers
+        self.make_workers = make_workers
         self._workers: ObjectWorkers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -213,8 +213,8 @@ class EnvironmentHost:
     async def workers(self) -> ObjectWorkers:
         """Return the worker processes; start them with the first call. Runs in the event loop."""
         if self._workers is None:
-            assert self._make_workers is not None, "an environment that runs in workers has some"
-            self._workers = self._make_workers()
+            assert self.make_workers is not None, "an environment that runs in workers has some"
+            self._workers = self.make_workers()
         return self._workers
 
     def counters(self) -> dict[str, int]:
