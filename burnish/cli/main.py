@@ -37,6 +37,7 @@ COMMANDS: Commands = {
     "serve": ("burnish.cli.serve", "serve a model with an OpenAI-compatible API"),
     "launch": ("burnish.cli.launch", "train on a Ray cluster, once its machines have joined"),
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),
+    "environments": ("burnish.cli.environments", "list environments and tools, or print one of them"),
     "doctor": ("burnish.cli.doctor", "report what this machine can run and what is missing"),
 }
 EXAMPLES = {

@@ -29,7 +29,7 @@ from burnish.data.template import render
 from burnish.distributed.roles import build_engine, build_environment_driver
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, MakeEnvironment, Observation, Turn
 from burnish.environments.host import EnvironmentHost, Session
-from burnish.environments.registry import check_template_for_turns
+from burnish.environments.registry import check_template_for_turns, environment_class
 from burnish.evaluation.model_source import TextStream, fit_max_tokens
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
@@ -78,6 +78,7 @@ def episode_settings(
     laid |= {f"sampling.{key}": value for key, value in sampling.items() if value is not None}
     texts = [f"{key}={json.dumps(value)}" for key, value in laid.items()]
     found = load(SampleSettings, None, [*texts, *overrides]).config
+    environment_class(found.environment.name, Path.cwd())  # an unknown name is an error before the model is loaded
     try:
         check_turns(found.environment)
     except ValueError as error:

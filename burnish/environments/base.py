@@ -204,7 +204,7 @@ class TokenEnvironment(Protocol):
 
 
 class SingleTurn:
-    """The default environment. A trajectory is the prompt and one completion."""
+    """The model answers once: the default, without an environment."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
         self.prompt = prompt

@@ -17,7 +17,10 @@ from burnish.models.tokenizer import Tokenizer
 
 
 class GuessNumber:
-    """One game. The guess is the last number of a completion; after a completion without a number the range stays the same."""
+    """The model guesses a number, and is told the range that is still possible.
+
+    The guess is the last number of a completion. After a completion without a number the range stays the same.
+    """
 
     gives_rewards = True
     correct_at = 1.0

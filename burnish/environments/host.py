@@ -96,7 +96,7 @@ class Session:
             kind_of_event = (
                 "reset_failed" if method == "start" and error.kind == "raised" else FAILURE_KINDS[error.kind]
             )
-            raise EpisodeFailed(kind_of_event, f"{method}() {error.message}", error.traceback) from error
+            raise EpisodeFailed(kind_of_event, f"{method}() failed: {error.message}", error.traceback) from error
         except TimeoutError as error:
             raise EpisodeFailed("step_timed_out", f"{method}() timed out after {kind.deadline_s:g} s") from error
         except Exception as error:  # an environment may raise anything; the sample fails with the reason

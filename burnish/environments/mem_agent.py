@@ -25,7 +25,7 @@ ANSWER_PROMPT = (
 
 
 class MemAgent(Environment):
-    """One episode over the column `context` of the row. The configured reward scores the last answer.
+    """The model reads a long text (column `context`) in sections and keeps a memory of it. The configured reward scores the last answer.
 
     `chunk_chars` is the size of a section. The paper uses 5,000 tokens a section, 1,024 tokens for a memory, and 8,192 tokens of context;
     a token is about four characters of English.

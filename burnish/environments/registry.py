@@ -22,6 +22,8 @@ from burnish.environments.dialogue import ChatRenderer
 from burnish.environments.guess_number import GuessNumber
 from burnish.environments.host import EnvironmentHost, EnvironmentKind
 from burnish.environments.tools.call_formats import ParsedCall, call_format, detect_format
+from burnish.environments.tools.tag_environment import TagEnvironment
+from burnish.environments.tools.tool_environment import ToolEnvironment
 from burnish.environments.tools.tool_registry import TAG_SYSTEMS, tool_environment_maker
 from burnish.environments.workers import ObjectSpec, ObjectWorkers, WorkerLimits
 from burnish.models.tokenizer import Tokenizer
@@ -55,6 +57,13 @@ MakeObjectWorkers = Callable[[], ObjectWorkers]
 def environment_names() -> list[str]:
     """All names that `environment.name` takes besides classes in files."""
     return [*TOKEN_ENVIRONMENTS, TOOLS, *TAG_SYSTEMS, *BUILT_IN, *ADAPTERS]
+
+
+def environment_class(name: str, base: Any = None) -> Any:
+    """Return the class that plays an environment. For a user's class of another library, that class itself."""
+    if name == TOOLS:
+        return ToolEnvironment
+    return TagEnvironment if name in TAG_SYSTEMS else _class_of(name, base)
 
 
 def environment_factory(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> MakeEnvironment:

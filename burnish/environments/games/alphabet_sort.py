@@ -75,7 +75,7 @@ def score_turn(text: str, tag: str, right: str) -> float:
 
 
 class AlphabetSort(Game):
-    """Between `min_turns` and `max_turns` turns, each with `min_names` to `max_names` new names."""
+    """The model sorts names, and merges `min_names` to `max_names` new ones in each of `min_turns` to `max_turns` turns."""
 
     name = "alphabet_sort"
 

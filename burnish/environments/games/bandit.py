@@ -41,7 +41,7 @@ PAIRS = {
 
 
 class Bandit(BoardGame):
-    """One pull of one of two arms. The steady arm pays `steady_reward`; the bold arm pays 1 with probability `bold_chance`."""
+    """The model pulls one of two arms, once. The steady arm pays `steady_reward`; the bold arm pays 1 with probability `bold_chance`."""
 
     name = "bandit"
 

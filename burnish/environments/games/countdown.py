@@ -64,7 +64,7 @@ def _search(parts: list[tuple[Fraction, str]], target: Fraction, failed: set[tup
 
 
 class CountdownGame(TextGame):
-    """Up to `max_turns` tries at one problem."""
+    """The model reaches a target with all given numbers, in up to `max_turns` tries."""
 
     name = "countdown"
 

@@ -104,7 +104,7 @@ def _after(lake: Lake, cell: int, action: str, success_rate: float, then: list[f
 
 
 class FrozenLake(BoardGame):
-    """FrozenLake on `size` x `size` cells. `success_rate` below 1 makes the ice slippery."""
+    """The model walks around holes to the goal: FrozenLake on `size` x `size` cells. `success_rate` below 1 makes the ice slippery."""
 
     name = "frozen_lake"
     actions = ACTIONS

@@ -63,7 +63,7 @@ def legal_moves(tiles: Tiles) -> list[str]:
 
 
 class Game2048(BoardGame):
-    """2048 on a 4x4 board. The tile `goal` wins."""
+    """The model slides and merges tiles: 2048 on a 4x4 board. The tile `goal` wins."""
 
     name = "game_2048"
     actions = tuple(STEPS)

@@ -110,7 +110,7 @@ def equilibrium(alpha: float = 1 / 3) -> dict[str, float]:
 
 
 class KuhnPoker(TextGame):
-    """One deal, played by the model on both sides."""
+    """The model plays both sides of one deal of Kuhn poker."""
 
     name = "kuhn_poker"
     roles = ROLES

@@ -202,7 +202,7 @@ def shortest_solution(room: Room, player: int, boxes: tuple[int, ...]) -> list[s
 
 
 class Sokoban(BoardGame):
-    """Sokoban on boards of `size` x `size` cells with `boxes` boxes."""
+    """The model pushes boxes onto targets: Sokoban on boards of `size` x `size` cells with `boxes` boxes."""
 
     name = "sokoban"
     actions = tuple(STEPS)

@@ -117,6 +117,13 @@ PRESETS: Mapping[str, TagOptions] = {
     ),
 }
 """The conventions of published systems, by name."""
+PRESET_SUMMARIES: Mapping[str, str] = {
+    "search_r1": "Search-R1 (2503.09516): searches between <search> tags, passages between <information> tags.",
+    "research": "ReSearch (2503.19470): searches between <search> tags, passages between <result> tags.",
+    "retool": "ReTool (2504.11536): Python between <code> tags, its output between <interpreter> tags.",
+    "torl": "ToRL (2503.23383): one fence of Python, whose output follows in a fence.",
+}
+"""What each of them is, in one sentence."""
 
 
 def tag_options(system: str | None = None, changes: Mapping[str, Any] | None = None) -> TagOptions:
@@ -149,7 +156,7 @@ def tag_options(system: str | None = None, changes: Mapping[str, Any] | None = N
 
 
 class TagEnvironment(Environment):
-    """Plays one episode with tags."""
+    """The model calls tools with tags in its text, and goes on behind the results."""
 
     runs_in: ClassVar[RunsIn] = "loop"
 

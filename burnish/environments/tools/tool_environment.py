@@ -28,7 +28,7 @@ from burnish.environments.tools.tool_handles import ToolHandle
 
 
 class ToolEnvironment(Environment):
-    """Plays one episode with tools."""
+    """The model calls tools in its own format, until an answer has no call."""
 
     runs_in: ClassVar[RunsIn] = "loop"
 
