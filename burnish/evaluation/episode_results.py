@@ -41,6 +41,8 @@ class EpisodeResult:
     """How often something went wrong, by kind."""
     metrics: dict[str, float]
     """Mean of each number that the environment measured, over the episodes that have it."""
+    measured: dict[str, float]
+    """Share of the episodes that have each of these numbers."""
     players: dict[str, PlayerResult] = field(default_factory=dict)
     """Only in a game of several players: by role."""
 
@@ -63,6 +65,7 @@ def summarise_episodes(rows: Sequence[Row]) -> EpisodeResult | None:
         out_of_turns=sum(row["finish"] == "turns" for row in rows) / len(rows),
         events={kind: round(count) for kind, count in sorted(events.items())},
         metrics={name: sum(values) / len(values) for name, values in sorted(measured.items())},
+        measured={name: len(values) / len(rows) for name, values in sorted(measured.items())},
         players=_players(rows),
     )
 
@@ -89,7 +92,9 @@ def episode_lines(found: EpisodeResult) -> list[tuple[str, str]]:
     most = f"most {found.most_turns}"
     cut = f"; {found.out_of_turns:.1%} ran out of turns" if found.out_of_turns else ""
     lines = [("turns", f"{found.turns:.2f} on average ({most}{cut})")]
-    lines += [(f"  {name}", f"{mean:.3f}") for name, mean in found.metrics.items()]
+    for name, mean in found.metrics.items():
+        share = found.measured[name]
+        lines.append((f"  {name}", f"{mean:.3f}" + ("" if share == 1 else f" (in {share:.1%} of the episodes)")))
     if found.events:
         lines.append(("events", ", ".join(f"{kind} {count:,}" for kind, count in found.events.items())))
     return lines

@@ -130,17 +130,18 @@ class KuhnPoker(TextGame):
         action = (read_answer(answer, self.format) or "").lower()
         if action not in legal_actions(self.history):
             won = -FORFEIT if role == "first" else FORFEIT
-            return self._finish(won, f"illegal answer of the {role} player", {"illegal": 1.0})
+            return self._finish(won, f"illegal answer of the {role} player", is_illegal=True)
         self.history += LETTERS[action]
         won_or_none = payoff(self.deal, self.history)
         if won_or_none is None:
             return self._ask()
-        return self._finish(won_or_none, f"{self.deal[0]} {self.deal[1]} {self.history}", {})
+        return self._finish(won_or_none, f"{self.deal[0]} {self.deal[1]} {self.history}")
 
     async def end(self, reason: Literal["turns", "length"]) -> End:
-        return self._finish(0, "", {})
+        return self._finish(0, "")
 
-    def _finish(self, won: int, text: str, metrics: dict[str, float]) -> End:
+    def _finish(self, won: int, text: str, is_illegal: bool = False) -> End:
+        metrics = {"illegal": float(is_illegal)}
         return End(rewards={"first": float(won), "second": float(-won)}, text=text, metrics=metrics)
 
     def _ask(self) -> Observation:

@@ -156,7 +156,7 @@ class TicTacToe(_TicTacToe):
     async def step(self, answer: Answer) -> Observation | End:
         cell = read_cell(read_answer(answer, self.format), self.board)
         if cell is None:
-            return End(-1.0, success=False, text="illegal move", metrics={"illegal": 1.0, "lost": 1.0})
+            return End(-1.0, success=False, text="illegal move", metrics=self._metrics("lost", is_illegal=True))
         self.board = play(self.board, cell)
         if not self._is_over():
             self._opponent_plays()
@@ -165,7 +165,7 @@ class TicTacToe(_TicTacToe):
         return Observation(messages=(user_message(self._text(self.side, False)),), state=self.board)
 
     async def end(self, reason: Literal["turns", "length"]) -> End:
-        return End(0.0, success=False, text=board_text(self.board))
+        return End(0.0, success=False, text=board_text(self.board), metrics=self._metrics(""))
 
     def _opponent_plays(self) -> None:
         cells = free_cells(self.board) if self.opponent == "random" else best_cells(self.board)
@@ -175,7 +175,11 @@ class TicTacToe(_TicTacToe):
         won = winner(self.board)
         result = "drawn" if won is None else "won" if won == self.side else "lost"
         success = result == "won" or (result == "drawn" and self.opponent == "minimax")
-        return End(self._reward(self.side), success=success, text=board_text(self.board), metrics={result: 1.0})
+        return End(self._reward(self.side), success=success, text=board_text(self.board), metrics=self._metrics(result))
+
+    def _metrics(self, result: str, is_illegal: bool = False) -> dict[str, float]:
+        """All results, so that the mean of each is the share of games that end with it."""
+        return {name: float(name == result) for name in ("won", "drawn", "lost")} | {"illegal": float(is_illegal)}
 
 
 class TicTacToeSelfPlay(_TicTacToe):
@@ -196,16 +200,22 @@ class TicTacToeSelfPlay(_TicTacToe):
         cell = read_cell(read_answer(answer, self.format), self.board)
         if cell is None:
             rewards = {side: -1.0, OTHER[side]: 1.0}
-            return End(rewards=rewards, text=f"illegal move of {side}", metrics={"illegal": 1.0})
+            return End(rewards=rewards, text=f"illegal move of {side}", metrics=self._metrics("", is_illegal=True))
         self.board = play(self.board, cell)
         if not self._is_over():
             return self._ask()
-        metrics = {"drawn" if winner(self.board) is None else f"won_by_{winner(self.board)}": 1.0}
+        result = "drawn" if winner(self.board) is None else f"won_by_{winner(self.board)}"
         rewards = {role: self._reward(role) for role in self.roles}
-        return End(rewards=rewards, text=board_text(self.board), metrics=metrics)
+        return End(rewards=rewards, text=board_text(self.board), metrics=self._metrics(result))
 
     async def end(self, reason: Literal["turns", "length"]) -> End:
-        return End(rewards=dict.fromkeys(self.roles, 0.0), text=board_text(self.board))
+        rewards = dict.fromkeys(self.roles, 0.0)
+        return End(rewards=rewards, text=board_text(self.board), metrics=self._metrics(""))
+
+    def _metrics(self, result: str, is_illegal: bool = False) -> dict[str, float]:
+        """All results, so that the mean of each is the share of games that end with it."""
+        results = ("won_by_X", "won_by_O", "drawn")
+        return {name: float(name == result) for name in results} | {"illegal": float(is_illegal)}
 
     def _ask(self) -> Observation:
         side = mover(self.board)

@@ -84,7 +84,7 @@ def test_players_finish_every_game_with_legal_answers(name: str, player: str) ->
         seen = played(name, index, player)
         end = seen[-1]
         assert isinstance(end, End)
-        assert "illegal" not in end.metrics
+        assert end.metrics.get("illegal", 0.0) == 0.0
         assert end.metrics.get("invalid_turns", 0.0) == 0.0
         roles = GAMES[name].roles
         rewards = list((end.rewards or {}).values()) if roles else [end.reward]
@@ -146,7 +146,7 @@ def test_what_a_player_writes_is_read_back(format: Any) -> None:
         if name != "alphabet_sort":
             end = played(name, 0, "best", format=format)[-1]
             assert isinstance(end, End)
-            assert "illegal" not in end.metrics
+            assert end.metrics.get("illegal", 0.0) == 0.0
 
 
 def test_prompts_state_rules_actions_limits_and_format() -> None:
