@@ -140,7 +140,7 @@ def run_episodes(
 ) -> int:
     """Play episodes and print them to stdout, everything else to stderr."""
     from burnish.cli.sample_episodes import episode_prompts, episode_settings, play
-    from burnish.config.data import Template
+    from burnish.config.data import Reward, Template
 
     if args.prerendered:
         raise UserError("--prerendered: the messages of an environment are rendered with the template; leave it out")
@@ -156,7 +156,9 @@ def run_episodes(
     text = None if prompt is None else read_prompt(prompt)
     prompts = episode_prompts(settings, policy.tokenizer, subject.config, text, args.data, first, num, args.seed)
     check_policy(policy, prompts[0].tokens)
-    play(policy, settings, prompts, args.n, args.seed, Path.cwd())
+    of_run = subject.config.get("reward")
+    reward = Reward.model_validate(of_run) if of_run and prompt is None else None  # a typed prompt has no answer
+    play(policy, settings, prompts, args.n, args.seed, Path.cwd(), reward)
     return 0
 
 

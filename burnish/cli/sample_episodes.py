@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from burnish.cli.main import print_note
-from burnish.config.data import Data, Source, Template
+from burnish.config.data import Data, Reward, Source, Template
 from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.records import Record, name_to_record
@@ -26,7 +26,7 @@ from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
 from burnish.data.row import Message, Row
 from burnish.data.template import render
-from burnish.distributed.roles import build_engine, build_environment_driver
+from burnish.distributed.roles import build_engine, build_environment_driver, build_scorers
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, MakeEnvironment, Observation, Turn
 from burnish.environments.host import EnvironmentHost, Session
 from burnish.environments.registry import check_template_for_turns, environment_class
@@ -34,7 +34,9 @@ from burnish.evaluation.model_source import TextStream, fit_max_tokens
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.scoring import Rewards
 from burnish.rollout.runner import RolloutRunner
+from burnish.rollout.scoring import apply_score, score_request
 from burnish.rollout.validation import sampling_options
 
 TASK_PREFIX = "task:"
@@ -130,9 +132,15 @@ def _source(name: str, data: str | None, run: dict[str, Any]) -> Source:
 
 
 def play(
-    policy: PolicyModel, settings: SampleSettings, prompts: Sequence[Prompt], n: int, seed: int, base: Path
+    policy: PolicyModel,
+    settings: SampleSettings,
+    prompts: Sequence[Prompt],
+    n: int,
+    seed: int,
+    base: Path,
+    reward: Reward | None = None,
 ) -> None:
-    """Play `n` episodes of each prompt, one after the other, and print them."""
+    """Play `n` episodes of each prompt, one after the other, and print them. `reward` scores those without a reward of their own."""
     environment, tokenizer = settings.environment, policy.tokenizer
     if environment.max_turns == 1 and GAME_TURNS.get(environment.name) != 1:
         print_note(
@@ -157,10 +165,27 @@ def play(
         for number, (prompt, sample) in enumerate(((p, k) for p in prompts for k in range(n)), 1):
             printer.begin(f"episode {number} of {total}, {prompt.row.id}" if total > 1 else "")
             earlier = {(prompt.row.id, k) for k in range(sample * max(1, len(runner.roles)))}
-            played = list(runner.run([PromptSample(prompt, 0)], sample + 1, options, "eval", earlier))
+            draw = PromptSample(prompt, 0)
+            played = list(runner.run([draw], sample + 1, options, "eval", earlier))
+            if reward is not None:
+                score(played, draw, reward, policy, base)
             printer.end(played)
     finally:
         runner.close()
+
+
+def score(played: Sequence[Trajectory], draw: PromptSample, reward: Reward, policy: PolicyModel, base: Path) -> None:
+    """Score the trajectories that their environment left to the configured reward."""
+    unscored = {t.id: t for t in played if t.reward is None and t.error is None}
+    if not unscored:
+        return
+    with Rewards(reward, base) as rewards:
+        rewards.attach_scorers(build_scorers(reward, policy.tokenizer, base))
+        rewards.check([draw.prompt.row], "answer_key=")
+        rewards.submit([score_request(t, draw) for t in unscored.values()])
+        while rewards.pending:
+            for found in rewards.poll(None):
+                apply_score(unscored[found.id], found)
 
 
 def watch(runner: RolloutRunner, printer: EpisodePrinter) -> None:
@@ -302,7 +327,11 @@ class EpisodePrinter:
         """Print the outcome of an episode: one line, or one for each player."""
         self._finish_answer()
         for t in played:
-            reward = "no reward (the recipe's reward would score it)" if t.reward is None else f"reward {t.reward:.3f}"
+            reward = (
+                "no reward (the environment leaves it to the reward of a recipe)"
+                if t.reward is None
+                else f"reward {t.reward:.3f}"
+            )
             verdict = {None: "", 0.0: ", no success", 1.0: ", success"}.get(t.accuracy, f", accuracy {t.accuracy}")
             turns = f"{len(t.turns)} turn{'' if len(t.turns) == 1 else 's'}"
             why = {"turns": ", out of turns", "length": ", out of tokens", "error": ""}.get(t.finish, "")

@@ -35,6 +35,18 @@ def branch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {"branches": sum(branches) / len(branches), "forks": sum(k - 1 for k in branches) / max(1, turns)}
 
 
+def role_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean reward of each role, as `role=<name>`; {} unless a game has several players.
+
+    The mean over all roles of a zero-sum game is 0, whatever the players do.
+    """
+    rewards: dict[str, list[float]] = {}
+    for t in trajectories:
+        if t.role is not None and t.reward is not None:
+            rewards.setdefault(t.role, []).append(t.reward)
+    return {f"role={role}": sum(found) / len(found) for role, found in sorted(rewards.items())}
+
+
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the number of events of each kind that occurred, and the mean of each number that environments measured.
 

@@ -11,7 +11,7 @@ from burnish.core.trajectory import with_accuracy
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.episode_metrics import branch_metrics, episode_metrics
+from burnish.rollout.episode_metrics import branch_metrics, episode_metrics, role_rewards
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import Progress, RolloutBatch, rollout_and_score
 
@@ -50,7 +50,7 @@ def validation_metrics(rollouts: RolloutBatch, by: str | None = None) -> dict[st
     """Return accuracy, reward_mean, length_mean, truncated and failed; with several turns also turns_mean.
 
     Environments add `branches` and `forks` if contexts were rewritten, and `environment/<name>` as in training. Events count in failed
-    episodes too.
+    episodes too. A game of several players adds `reward_mean/role=<name>`.
     The accuracy is the mean over the samples that have one; a graded reward gives none. With `by`, the accuracy is also given per value
     of a column, as `accuracy/<by>=<value>`. A graded reward gives `reward_mean/<by>=<value>` instead.
     """
@@ -67,6 +67,7 @@ def validation_metrics(rollouts: RolloutBatch, by: str | None = None) -> dict[st
     if any(len(t.turns) > 1 for t in trajectories):
         values["turns_mean"] = _mean([len(t.turns) for t in trajectories])
     values |= branch_metrics(trajectories)
+    values |= {f"reward_mean/{name}": value for name, value in role_rewards(trajectories).items()}
     values |= {f"environment/{name}": value for name, value in episode_metrics(rollouts.trajectories).items()}
     if by is not None:
         column = {d.prompt.row.id: d.prompt.row.extra.get(by) for d in rollouts.draws}

@@ -21,7 +21,7 @@ from burnish.core.segments import compact_ids, segment_max, segment_min
 from burnish.core.trajectory import TokenSequence, Trajectory, with_accuracy
 from burnish.data.row import Row
 from burnish.models.tokenizer import Tokenizer
-from burnish.rollout.episode_metrics import episode_metrics, turn_metrics
+from burnish.rollout.episode_metrics import episode_metrics, role_rewards, turn_metrics
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.run import PromptVisit
 from burnish.trainers.context import StepResult
@@ -72,7 +72,7 @@ def mean_stats(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def reward_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Mean reward, accuracy, mean of each reward part, and counts of timed-out and failed samples."""
+    """Mean reward, accuracy, mean of each reward part and of each role of a game, and counts of timed-out and failed samples."""
     scored = [t for t in rollouts.trajectories if t.reward is not None]
     values = {
         "reward/failed": float(len(rollouts.failed)),
@@ -90,7 +90,7 @@ def reward_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     for name in sorted({k for t in scored for k in t.parts}):
         part = [t.parts[name] for t in scored if name in t.parts]
         values[f"reward/part/{name}"] = sum(part) / len(part)
-    return values
+    return values | {f"reward/{name}": value for name, value in role_rewards(scored).items()}
 
 
 def binary_reward_hint(config: TrainConfig, scored: RolloutBatch) -> str | None:

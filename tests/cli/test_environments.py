@@ -38,7 +38,31 @@ class Mine(Environment):
             event = Event("odd", "step", "told once")
             return Observation(messages=({"role": "user", "content": f"again {self.goal}"},), reward=0.5, events=(event,))
         return End(1.0, success=True, metrics={"moves": 2}, text="bye")
+
+
+class Duel(Environment):
+    """The model plays both sides of nothing."""
+
+    takes_truncated = True
+    roles = ("a", "b")
+
+    async def start(self, episode):
+        return Observation(messages=({"role": "user", "content": "1"},), role="a")
+
+    async def step(self, answer):
+        if answer.turn == 0:
+            return Observation(messages=({"role": "user", "content": "2"},), role="b")
+        won = 1.0 if answer.text > "M" else -1.0
+        return End(rewards={"a": -won, "b": won})
 '''
+TRAIN = """
+model: {new: {hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 24, max_positions: 64}, device: cpu}
+data: {train: {task: addition}, max_prompt_tokens: 16}
+environment: {name: 'mine.py:Duel', max_turns: 2, workers: 1}
+rollout: {prompts: 3, n: 4, max_tokens: 3}
+training: {steps: 1, optimizer: {lr: 1.0e-3}}
+run: {threads: 1, directory: runs, name: r}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +161,18 @@ def test_what_cannot_be_played_is_explained(
 ) -> None:
     assert main(["sample", str(model), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_step_trains_on_the_groups_of_every_player(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.yaml").write_text(TRAIN)
+    assert main(["train", "train.yaml"]) == 0
+    last = json.loads(Path("runs/r/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["rollout/sequences_used"] == 3 * 4 * 2
+    assert last["reward/role=a"] == -last["reward/role=b"]
+    capsys.readouterr()
+    assert main(["train", "train.yaml", "algorithm=remax", "run.name=other"]) == 2
+    assert "has the players a and b, and a greedy game may end before one of them has a turn" in capsys.readouterr().err
+    assert main(["sample", "runs/r", "--max-tokens", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "--- environment, to b ---\n2\n--- model, b ---\n" in shown
+    assert shown.count(", 1 turn ---") == 2
