@@ -35,7 +35,9 @@ def table() -> str:
     """All environments, tools and adapters, one line each."""
     from burnish.environments.adapters.recognise import ADAPTERS
     from burnish.environments.registry import BUILT_IN, TOKEN_ENVIRONMENTS, TOOLS
-    from burnish.environments.tools.tool_registry import BUILT_IN_TOOLS, MCP, TAG_SYSTEMS
+    from burnish.environments.tools.built_in import BUILT_IN as BUILT_IN_TOOLS
+    from burnish.environments.tools.built_in import MCP, tool_class
+    from burnish.environments.tools.tool_registry import TAG_SYSTEMS
 
     others = [name for name in (*TOKEN_ENVIRONMENTS, *BUILT_IN) if name not in GAME_TURNS]
     sections = {
@@ -49,8 +51,8 @@ def table() -> str:
     for title, names in sections.items():
         lines += [title, *(line for name in names for line in _entry(name, summary(name), width)), ""]
     lines.append("tools")
-    for name, path in BUILT_IN_TOOLS.items():
-        lines += _entry(name, first_sentence(_imported(path)), width)
+    for name in BUILT_IN_TOOLS:
+        lines += _entry(name, first_sentence(tool_class(name)), width)
     lines += _entry(MCP, "All tools of an MCP server.", width)
     lines += ["", "your own: environment.name=path/to/file.py:Class, environment.tools=[path/to/file.py:function]"]
     return "\n".join([*lines, "`burnish environments NAME` prints one of them in full"])

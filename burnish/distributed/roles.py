@@ -14,12 +14,14 @@ from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.errors import UserError
 from burnish.config.model import Model
+from burnish.config.placement import RayPlacement
 from burnish.config.rollout import Environment, Rollout, Vllm, gpu_refusal
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
 from burnish.distributed.judge_process import EngineJudge
-from burnish.environments.registry import environment_of, environment_renderer
+from burnish.environments.registry import environment_of, environment_renderer, num_workers, worker_limits
+from burnish.environments.workers import ObjectWorkers
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
@@ -305,7 +307,25 @@ def build_runner(config: TrainConfig, policy: PolicyModel, engine: Engine, base:
     """The driver of the configured environment."""
     if config.environment.max_turns > 1 and (paged := find_paged_engine(engine)) is not None:
         paged.num_contexts = max(stage.n * stage.prompts for stage in config.rollout.all_stages())
-    return build_environment_driver(config.environment, policy, engine, config.seed, base, config.data.template)
+    make_workers = ray_environment_workers(config.environment) if isinstance(config.placement, RayPlacement) else None
+    environment, template = config.environment, config.data.template
+    return build_environment_driver(environment, policy, engine, config.seed, base, template, make_workers)
+
+
+def ray_environment_workers(environment: Environment) -> Callable[[], ObjectWorkers]:
+    """Return a function that starts worker processes for environments on all machines of the cluster."""
+
+    def start() -> ObjectWorkers:
+        import ray
+
+        from burnish.distributed.environment_actors import RayObjectWorkers, actor_starter  # needs the extra [ray]
+
+        num_machines = sum(node["Alive"] for node in ray.nodes())
+        starter = actor_starter(num_cpus=0, scheduling_strategy="SPREAD")
+        limits, deadline_s = worker_limits(environment), environment.deadline_s
+        return RayObjectWorkers(starter, num_machines, num_workers(environment), limits, deadline_s=deadline_s)
+
+    return start
 
 
 def build_environment_driver(
@@ -315,9 +335,10 @@ def build_environment_driver(
     seed: int,
     base: Path | None = None,
     template: Template | None = None,
+    make_workers: Callable[[], ObjectWorkers] | None = None,
 ) -> RolloutRunner:
     """The driver of an environment; a trajectory is limited by the model's positions and by `environment.max_tokens`."""
-    factory, host = environment_of(environment, policy.tokenizer, base)
+    factory, host = environment_of(environment, policy.tokenizer, base, make_workers)
     return RolloutRunner(
         engine,
         factory,

@@ -142,6 +142,8 @@ class Environment:
     """Whether `step` also gets answers that were cut off at `max_tokens`. Otherwise such an answer ends the episode."""
     roles: ClassVar[tuple[str, ...]] = ()
     """The roles of a game of several players, each of which the model plays."""
+    has_own_deadlines: ClassVar[bool] = False
+    """Whether the object bounds its own waits. Only for built-in code, such as an adapter that queues until a server has room."""
     correct_at: ClassVar[float | None] = None
     """An episode with at least this reward counts as correct. None: episodes have no accuracy, unless `End.success` says so."""
 

@@ -57,6 +57,8 @@ class EnvironmentKind:
     correct_at: float | None = None
     deadline_s: float = 60.0
     """Time limit of one call."""
+    has_own_deadlines: bool = False
+    """Whether the environment bounds its own waits."""
 
 
 class HostReply(NamedTuple):
@@ -89,7 +91,8 @@ class Session:
                 if self._environment is None:
                     self._environment = self._made()
                 work: Awaitable[Any] = getattr(self._environment, method)(argument)
-                reply = await (work if kind.runs_in == "runner" else asyncio.wait_for(work, kind.deadline_s))
+                is_bounded = kind.runs_in == "runner" or kind.has_own_deadlines
+                reply = await (work if is_bounded else asyncio.wait_for(work, kind.deadline_s))
         except (UserError, EpisodeFailed):
             raise
         except CallFailed as error:

@@ -106,8 +106,17 @@ def environment_renderer(config: EnvironmentConfig, tokenizer: Tokenizer, templa
 
 def local_workers(config: EnvironmentConfig) -> MakeObjectWorkers:
     """Return a function that starts the worker processes of a config."""
-    num_workers = config.workers or min(MAX_WORKERS, os.cpu_count() or 1)
-    return lambda: ObjectWorkers(num_workers, WorkerLimits(config.memory_gib), deadline_s=config.deadline_s)
+    return lambda: ObjectWorkers(num_workers(config), worker_limits(config), deadline_s=config.deadline_s)
+
+
+def num_workers(config: EnvironmentConfig) -> int:
+    """Return the number of worker processes on one machine."""
+    return config.workers or min(MAX_WORKERS, os.cpu_count() or 1)
+
+
+def worker_limits(config: EnvironmentConfig) -> WorkerLimits:
+    """Return the limits of a worker process."""
+    return WorkerLimits(config.memory_gib, unresponsive_s=config.deadline_s)
 
 
 def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> EnvironmentKind:
@@ -119,30 +128,43 @@ def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any 
             f"environment.tools has no effect on {name}: only {', '.join((TOOLS, *TAG_SYSTEMS))} have tools"
         )
     if takes_tools:
-        make = tool_environment_maker(config, tokenizer, base)
+        make = tool_environment_maker(config, tokenizer, base, num_workers(config))
         return EnvironmentKind(name, "loop", make_with_workers=make, deadline_s=EPISODE_DEADLINES * config.deadline_s)
-    if config.call_format != "auto" or config.max_calls is not None:
-        key = "call_format" if config.call_format != "auto" else "max_calls"
-        raise UserError(
-            f"environment.{key} has no effect on {name}, which has no tools of burnish: see its own options"
-        )
     cls, options, path = _class_of(name, base), dict(config.options), BUILT_IN.get(name) or ADAPTERS.get(name) or name
     if is_plugin(name) and (adapter := adapter_for(cls)) is not None:
         cls, path, options = _import(ADAPTERS[adapter]), ADAPTERS[adapter], {"target": name, **options}
-    given = options if "base" not in _parameters(cls) else {**options, "base": None}
-    check_options(cls, given, f"environment {name}")
+    options |= _tool_settings(config, tokenizer, _parameters(cls))
+    check_options(cls, options, f"environment {name}")
     shared = {
         "is_reusable": cls.is_reusable,
         "takes_truncated": cls.takes_truncated,
         "roles": tuple(cls.roles),
         "correct_at": cls.correct_at,
         "deadline_s": config.deadline_s,
+        "has_own_deadlines": cls.has_own_deadlines,
     }
     folder = None if base is None else str(base)
     if cls.runs_in == "worker" or is_plugin(name):
         return EnvironmentKind(name, "worker", spec=ObjectSpec(path, options, folder), **shared)
     extra = {"base": folder} if "base" in _parameters(cls) else {}
     return EnvironmentKind(name, cls.runs_in, make=lambda: cls(**options, **extra), **shared)
+
+
+def _tool_settings(config: EnvironmentConfig, tokenizer: Tokenizer, parameters: set[str]) -> dict[str, Any]:
+    """Return the settings of tool calls for an adapter that takes them; settings that it does not take are errors."""
+    found: dict[str, Any] = {}
+    if {"format", "max_calls"} <= parameters:  # games also have a format, of their answers
+        written = config.call_format if config.call_format != "auto" else detect_format(tokenizer)
+        found["format"] = config.options.get("format", written)
+    elif config.call_format != "auto":
+        raise UserError(
+            f"environment.call_format has no effect on {config.name}, which reads no tool calls: leave it out"
+        )
+    if config.max_calls is not None:
+        if "max_calls" not in parameters:
+            raise UserError(f"environment.max_calls has no effect on {config.name}: leave it out")
+        found["max_calls"] = config.max_calls
+    return found
 
 
 def check_template_for_turns(

@@ -96,9 +96,9 @@ def check_sandbox(is_isolated: bool) -> None:
             sandbox.start()
             ended = sandbox.run_stdio("print(input())", "ready", 10.0)
     except SandboxError as error:
-        raise UserError(f"code rewards cannot run programs here: {error}") from error
+        raise UserError(f"programs cannot be run here: {error}") from error
     if ended.output.strip() != "ready":
-        raise UserError(f"code rewards cannot run programs here: a one-line test program failed ({ended})")
+        raise UserError(f"programs cannot be run here: a one-line test program failed ({ended})")
 
 
 # --- running programs ------------------------------------------------------------------------------------------------

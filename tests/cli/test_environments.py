@@ -12,7 +12,7 @@ from burnish.config.model import Model, NewModel
 from burnish.config.rollout import GAME_TURNS
 from burnish.data.tasks.games import GAME_ALPHABET
 from burnish.environments.registry import environment_names
-from burnish.environments.tools.tool_registry import BUILT_IN_TOOLS
+from burnish.environments.tools.built_in import BUILT_IN as BUILT_IN_TOOLS
 from burnish.models.policy import load_policy
 
 BARE = "environment.options={words: false, format: last_word}"

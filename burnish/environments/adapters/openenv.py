@@ -173,6 +173,7 @@ class OpenEnv(Environment):
     """
 
     runs_in: ClassVar[RunsIn] = "loop"
+    has_own_deadlines: ClassVar[bool] = True
 
     def __init__(
         self,

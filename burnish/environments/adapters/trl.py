@@ -19,7 +19,6 @@ from burnish.environments.adapters.tool_calls import (
 )
 from burnish.environments.adapters.user_code import (
     finite,
-    light_function_schema,
     load_target,
     prompt_messages,
     row_columns,
@@ -28,6 +27,7 @@ from burnish.environments.adapters.user_code import (
 from burnish.environments.adapters.user_thread import UserThread
 from burnish.environments.base import Answer, End, Environment, Episode, Observation
 from burnish.environments.tools.base import ToolResult
+from burnish.environments.tools.function_tool import function_schema
 
 NOT_TOOLS = ("reset", "get_reward")
 SINGLE = ""
@@ -147,7 +147,7 @@ def tools_of_functions(functions: Sequence[Callable[..., Any]], thread: UserThre
     """Functions as tools, by their `__name__`. Sync ones run in the thread, one after another."""
     tools: dict[str, CallableTool] = {}
     for function in functions:
-        schema = light_function_schema(function)
+        schema = function_schema(function, getattr(function, "__qualname__", repr(function)))
         name = str(schema["function"]["name"])
         if name in tools:
             raise UserError(f"two tools are called {name!r}; rename one of the functions")

@@ -9,7 +9,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from burnish.config.errors import UserError
 from burnish.config.plugins import load_plugin
 from burnish.data.row import Message
 from burnish.environments.base import Episode
-from burnish.environments.tools.function_tool import function_schema
 
 PromptPlace = Literal["observation", "row_first"]
 """What the model reads first: the environment's observation alone, or the prompt of the row and then the observation."""
@@ -74,26 +73,6 @@ def accepts(function: Any, name: str) -> bool:
     except (TypeError, ValueError):  # a builtin without a signature
         return False
     return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def light_function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, made without torch.
-
-    `transformers` imports torch for parameters of type `torch.Tensor`, which no tool here can take. In every worker process that would
-    take seconds and hundreds of megabytes.
-    """
-    import transformers.utils.chat_template_utils as schemas
-
-    with _schema_lock:
-        is_torch_available = schemas.is_torch_available
-        schemas.is_torch_available = lambda: False
-        try:
-            return function_schema(function, getattr(function, "__qualname__", repr(function)))
-        finally:
-            schemas.is_torch_available = is_torch_available
-
-
-_schema_lock = threading.Lock()
 
 
 # --- rows and messages ------------------------------------------------------------------------------------------------------

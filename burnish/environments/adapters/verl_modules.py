@@ -17,7 +17,8 @@ from uuid import uuid4
 from pydantic import BaseModel, Field
 
 from burnish.config.errors import UserError
-from burnish.environments.adapters.user_code import install_stand_ins, light_function_schema
+from burnish.environments.adapters.user_code import install_stand_ins
+from burnish.environments.tools.function_tool import function_schema
 
 # --- verl.tools.schemas -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
 
 
 def _inferred_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    schema = light_function_schema(function)
+    schema = function_schema(function, getattr(function, "__qualname__", repr(function)))
     return {**schema, "function": {**schema["function"], "name": name}}
 
 

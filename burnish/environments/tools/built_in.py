@@ -24,7 +24,7 @@ BUILT_IN = {
     "calculator": "calculator:Calculator",
     "python": "python_tool:PythonTool",
     "python_session": "python_tool:PythonSession",
-    "search_bm25": "search_bm25:SearchBM25",
+    "search": "search_bm25:SearchBM25",
     "search_http": "search_http:SearchHTTP",
     "table_lookup": "table_lookup:TableLookup",
     "row_table_lookup": "table_lookup:RowTableLookup",

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from burnish.config.errors import UserError, did_you_mean
 from burnish.environments.base import Episode, EpisodeFailed, Event
 from burnish.environments.tools.tool_handles import ToolFailed, ToolHandle, ToolSession, as_result, tool_name
+from burnish.environments.tools.values import cut_middle
 
 OnError = Literal["observe", "fail"]
 RewardSource = Literal["configured", "tools"]
@@ -191,15 +192,6 @@ def _number(value: Any, what: str, name: str) -> float:
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
     raise EpisodeFailed("bad_reply", f"tool {name!r} gave the {what} {value!r:.80}; expected a finite number")
-
-
-def cut_middle(text: str, max_chars: int) -> str:
-    """A text with its middle left out if it is longer than `max_chars`. A mark says how much is missing."""
-    if len(text) <= max_chars:
-        return text
-    head = max_chars - max_chars // 3
-    tail = text[len(text) - max_chars // 3 :] if max_chars >= 3 else ""
-    return f"{text[:head]}\n... ({len(text) - max_chars} characters left out) ...\n{tail}"
 
 
 # --- what a row says about tools ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ before anything runs. Arguments are checked against the schema before the functi
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,16 @@ class BlockingFunctionTool(FunctionTool):
         return result if isinstance(result, ToolResult) else result_text(result)
 
 
+_schema_lock = threading.Lock()
+
+
 def function_schema(function: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a function; UserError if a type hint or description is missing."""
-    from transformers.utils import get_json_schema
+    """The JSON schema of a function; UserError if a type hint or description is missing.
+
+    `transformers` imports torch for parameters of type `torch.Tensor`, which no tool can take. In every worker process that would take
+    seconds and hundreds of megabytes, so it is told that there is no torch.
+    """
+    import transformers.utils.chat_template_utils as schemas
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     if inspect.isclass(function) or not callable(function) or not hasattr(function, "__name__"):
@@ -87,7 +95,12 @@ def function_schema(function: Any, where: str) -> dict[str, Any]:
                 f"write it as `{parameter.name}: str` or with the right type"
             )
     try:
-        schema: dict[str, Any] = get_json_schema(function)
+        with _schema_lock:
+            is_torch_available, schemas.is_torch_available = schemas.is_torch_available, lambda: False
+            try:
+                schema: dict[str, Any] = schemas.get_json_schema(function)
+            finally:
+                schemas.is_torch_available = is_torch_available
     except (TypeHintParsingException, DocstringParsingException, NameError, ValueError) as error:
         words = " ".join(str(argument) for argument in error.args)
         raise UserError(f"tool {where}: {words}. A tool needs a description of each parameter:{EXAMPLE}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.search_corpus.bm25_index import Passage
-from burnish.environments.tools.values import cut, tool_schema
+from burnish.environments.tools.values import cut_middle, tool_schema
 
 SEARCH_R1 = "Doc {number}(Title: {title}) {text}"
 """The line of one passage in Search-R1 (2503.09516)."""
@@ -33,7 +33,7 @@ def format_passages(passages: Sequence[Passage], line: str, max_chars: int) -> s
     if not passages:
         return NO_RESULTS
     return "\n".join(
-        line.format(number=number, id=p.id, title=p.title, text=cut(p.text.strip(), max_chars), score=p.score)
+        line.format(number=number, id=p.id, title=p.title, text=cut_middle(p.text.strip(), max_chars), score=p.score)
         for number, p in enumerate(passages, 1)
     )
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from burnish.config.errors import UserError
 from burnish.environments.base import RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
-from burnish.environments.tools.values import WrongArguments, check_arguments, tool_schema
+from burnish.environments.tools.values import WrongArguments, check_arguments, cut_middle, tool_schema
 from burnish.sandbox.client import RunLost
 from burnish.sandbox.limits import MIB, Limits
 from burnish.sandbox.sessions import CellResult, Session, SessionSandbox
@@ -86,7 +86,7 @@ class PythonTool(Tool):
         self._timeout_s, self._memory_gib = timeout_s, memory_gib
         self._max_output_chars, self._error_reward = max_output_chars, error_reward
         self._has_traceback = errors == "traceback"
-        self._is_isolated = sandbox == "namespaces"
+        self.is_isolated = sandbox == "namespaces"
         self._max_running = max_running or os.cpu_count() or 1
         self._limits = Limits(
             memory_bytes=int(memory_gib * 1024) * MIB, scratch_bytes=16 * MIB, max_sessions=max_sessions
@@ -120,7 +120,7 @@ class PythonTool(Tool):
             session.close()
 
     def _new_session(self) -> Session:
-        return _shared_sandbox(self._limits, self._is_isolated, self._max_running).new_session()
+        return _shared_sandbox(self._limits, self.is_isolated, self._max_running).new_session()
 
     async def _run_cell(self, session: Session, code: str) -> CellResult:
         # A character has up to four bytes; the rest is cut below.
@@ -133,7 +133,7 @@ class PythonTool(Tool):
             return CellResult("lost", None, "")
 
     def _result(self, cell: CellResult) -> ToolResult | str:
-        text = _cut_middle(cell.output.rstrip("\n"), self._max_output_chars)
+        text = cut_middle(cell.output.rstrip("\n"), self._max_output_chars)
         if cell.ended == "done" and cell.raised is None:
             return text or "(no output)"
         if cell.ended == "interrupted":
@@ -182,13 +182,6 @@ class PythonSession(PythonTool):
         if self._session is not None:
             self._session.close()
             self._session = None
-
-
-def _cut_middle(text: str, max_chars: int) -> str:
-    if len(text) <= max_chars:
-        return text
-    half = max_chars // 2
-    return f"{text[:half]}\n... ({len(text) - max_chars} characters left out) ...\n{text[len(text) - (max_chars - half) :]}"
 
 
 # --- the sandbox that all tools of a process share -------------------------------------------------------------------

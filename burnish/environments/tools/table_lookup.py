@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from burnish.config.errors import UserError
 from burnish.environments.base import Episode
 from burnish.environments.tools.base import Tool, ToolResult
-from burnish.environments.tools.values import WrongArguments, check_arguments, cut, error_result, tool_schema
+from burnish.environments.tools.values import WrongArguments, check_arguments, cut_middle, error_result, tool_schema
 
 MAX_VALUE_BYTES = 1 << 20
 MAX_SQL_CHARS = 10_000
@@ -273,7 +273,7 @@ class TableLookup(Tool):
             if has_more
             else f"({len(rows)} {'row' if len(rows) == 1 else 'rows'})"
         )
-        return cut("\n".join(lines), self._max_chars)
+        return cut_middle("\n".join(lines), self._max_chars)
 
 
 class RowTableLookup(TableLookup):

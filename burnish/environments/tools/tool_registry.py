@@ -5,38 +5,30 @@ A `ToolBox` belongs to a run. It holds one handle for each tool; objects of tool
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from burnish.config.errors import UserError, unknown_name_error
-from burnish.config.plugins import check_options, is_plugin
+from burnish.config.plugins import check_options
 from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.config.rollout import ToolEntry
 from burnish.environments.base import Environment
 from burnish.environments.tools.base import Tool
-from burnish.environments.tools.call_formats import detect_format
+from burnish.environments.tools.built_in import BUILT_IN, MCP, make_tool
+from burnish.environments.tools.call_formats import call_format, detect_format
 from burnish.environments.tools.function_tool import FunctionTool
 from burnish.environments.tools.mcp_client import McpServer
+from burnish.environments.tools.python_tool import PythonTool
 from burnish.environments.tools.tag_environment import PRESETS, TagEnvironment, TagOptions, tag_options
 from burnish.environments.tools.tool_environment import ToolEnvironment
 from burnish.environments.tools.tool_handles import LocalTool, Remote, RemoteTool, ToolHandle
 from burnish.environments.workers import ObjectSpec, ObjectWorkers
 from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.code_reward import check_sandbox
 
 TOOLS_PACKAGE = "burnish.environments.tools"
-BUILT_IN_TOOLS = {
-    "calculator": f"{TOOLS_PACKAGE}.calculator:Calculator",
-    "python": f"{TOOLS_PACKAGE}.python_tool:PythonTool",
-    "python_session": f"{TOOLS_PACKAGE}.python_tool:PythonSession",
-    "search": f"{TOOLS_PACKAGE}.search_bm25:SearchBM25",
-    "search_http": f"{TOOLS_PACKAGE}.search_http:SearchHTTP",
-    "table_lookup": f"{TOOLS_PACKAGE}.table_lookup:TableLookup",
-    "row_table_lookup": f"{TOOLS_PACKAGE}.table_lookup:RowTableLookup",
-}
-MCP = "mcp"
 TAGS = "tags"
 TAG_SYSTEMS = (TAGS, *PRESETS)
 """Environments whose tools are called with tags: `tags` with all options, and published systems by name."""
@@ -60,9 +52,9 @@ class _ToolSpec:
 class ToolBox:
     """The tools of a config. `handles` may be called once the event loop runs."""
 
-    def __init__(self, config: EnvironmentConfig, base: Any) -> None:
+    def __init__(self, config: EnvironmentConfig, base: Any, num_workers: int) -> None:
         """Load every tool once, so that wrong names, options and functions are errors before anything is sampled."""
-        self.config, self.base = config, None if base is None else str(base)
+        self.config, self.base, self.num_workers = config, None if base is None else str(base), num_workers
         entries = config.tools
         self._servers = [_mcp_server(entry, self.base) for entry in entries if entry.name == MCP]
         self._specs = [_tool_spec(entry, self.base) for entry in entries if entry.name != MCP]
@@ -93,7 +85,7 @@ class ToolBox:
         async def open_remote() -> Remote:
             return await (await workers()).open(remote)
 
-        return RemoteTool(spec.first.schema, open_remote, spec.first.is_stateful)
+        return RemoteTool(spec.first.schema, open_remote, spec.first.is_stateful, self.num_workers)
 
 
 def _mcp_server(entry: ToolEntry, base: str | None) -> McpServer:
@@ -102,24 +94,17 @@ def _mcp_server(entry: ToolEntry, base: str | None) -> McpServer:
 
 
 def _tool_spec(entry: ToolEntry, base: str | None) -> _ToolSpec:
-    if is_plugin(entry.name):
-        if entry.options:
-            raise UserError(
-                f"tool {entry.name}: a function has no options, and the config gives {', '.join(entry.options)}"
-            )
-        tool = FunctionTool(entry.name, base)
-        kind = "FunctionTool" if inspect.iscoroutinefunction(tool.function) else "BlockingFunctionTool"
-        return _ToolSpec(entry, f"{TOOLS_PACKAGE}.function_tool:{kind}", {"target": entry.name}, tool)
-    if entry.name not in BUILT_IN_TOOLS:
-        raise unknown_name_error("tool", entry.name, [*BUILT_IN_TOOLS, MCP, "path/to/file.py:function"])
-    path = BUILT_IN_TOOLS[entry.name]
-    module, _, name = path.partition(":")
-    cls = getattr(importlib.import_module(module), name)
+    first = make_tool(entry.name, entry.options, base)
+    if isinstance(first, FunctionTool):
+        kind = "FunctionTool" if inspect.iscoroutinefunction(first.function) else "BlockingFunctionTool"
+        return _ToolSpec(entry, f"{TOOLS_PACKAGE}.function_tool:{kind}", {"target": entry.name}, first)
+    if isinstance(first, PythonTool):
+        check_sandbox(first.is_isolated)
     options = dict(entry.options)
-    if "base" in inspect.signature(cls).parameters:
+    if "base" in inspect.signature(type(first)).parameters:
         options.setdefault("base", base)
-    check_options(cls, options, f"tool {entry.name}")
-    return _ToolSpec(entry, path, options, cls(**options))
+    path = f"{TOOLS_PACKAGE}.{BUILT_IN[entry.name]}" if entry.name in BUILT_IN else entry.name
+    return _ToolSpec(entry, path, options, first)
 
 
 class _LazyToolEnvironment(Environment):
@@ -149,10 +134,10 @@ class _LazyToolEnvironment(Environment):
 
 
 def tool_environment_maker(
-    config: EnvironmentConfig, tokenizer: Tokenizer, base: Any
+    config: EnvironmentConfig, tokenizer: Tokenizer, base: Any, num_workers: int
 ) -> Callable[[OpenWorkers], Environment]:
     """Return a function that makes the configured environment with tools, given the workers. Everything is checked here."""
-    box = ToolBox(config, base)
+    box = ToolBox(config, base, num_workers)
     make = _tool_maker(config, tokenizer, box) if config.name == "tools" else _tag_maker(config, tokenizer, box)
     return lambda workers: _LazyToolEnvironment(make, box, workers)
 
@@ -162,11 +147,17 @@ def _tool_maker(
 ) -> Callable[[Sequence[ToolHandle]], Environment]:
     if not config.tools:
         raise UserError("environment tools has no tools: list them in environment.tools")
-    call_format = config.call_format if config.call_format != "auto" else detect_format(tokenizer)
+    written = call_format(config.call_format if config.call_format != "auto" else detect_format(tokenizer))
     options = _checked_options(config, (*ENVIRONMENT_OPTIONS, "tools_in_template"))
-    shared = {"max_calls": config.max_calls, "deadline_s": config.deadline_s, **options}
-    ToolEnvironment([], call_format, **shared)  # checks the options
-    return lambda handles: ToolEnvironment(handles, call_format, **shared)
+    lists_tools = tokenizer.has_chat_template and tokenizer.chat_template_mentions("tools")
+    shared = {
+        "max_calls": config.max_calls,
+        "deadline_s": config.deadline_s,
+        "tools_in_template": lists_tools and written.is_in_template,
+        **options,
+    }
+    ToolEnvironment([], written, **shared)  # checks the options
+    return lambda handles: ToolEnvironment(handles, written, **shared)
 
 
 def _tag_maker(

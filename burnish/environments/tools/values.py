@@ -226,10 +226,10 @@ def result_text(value: Any) -> str:
             text = str(value)
     else:
         text = str(value)
-    return cut(text.encode(errors="replace").decode(errors="replace"), MAX_RESULT_CHARS)
+    return cut_middle(text.encode(errors="replace").decode(errors="replace"), MAX_RESULT_CHARS)
 
 
-def cut(text: str, max_chars: int) -> str:
+def cut_middle(text: str, max_chars: int) -> str:
     """The text with its middle left out if it is longer than `max_chars`. A mark says how much is missing."""
     if len(text) <= max_chars:
         return text

@@ -49,7 +49,7 @@ def test_every_built_in_name_leads_to_a_tool_class_with_a_docstring() -> None:
     [
         ("calculater", {}, "did you mean 'calculator'"),
         ("calculator", {"max_char": 5}, "unknown option 'max_char'; did you mean 'max_chars'"),
-        ("search_bm25", {}, "missing a required argument: 'corpus'"),
+        ("search", {}, "missing a required argument: 'corpus'"),
         ("table_lookup", {"path": "none.csv"}, r"there is no file .*folder/none.csv"),
         ("none.py:f", {}, "no such file"),
     ],

@@ -11,7 +11,7 @@ from burnish.environments.tools.values import (
     WrongArguments,
     check_arguments,
     convert,
-    cut,
+    cut_middle,
     result_text,
     tool_schema,
 )
@@ -115,6 +115,6 @@ def test_a_list_that_holds_itself_becomes_text() -> None:
 
 
 def test_a_long_text_loses_its_middle_and_says_how_much() -> None:
-    assert cut("abcdefghij", 6) == "abcd\n... (4 characters left out) ...\nij"
-    assert cut("abcdef", 6) == "abcdef"
+    assert cut_middle("abcdefghij", 6) == "abcd\n... (4 characters left out) ...\nij"
+    assert cut_middle("abcdef", 6) == "abcdef"
     assert len(result_text("x" * 5_000_000)) < MAX_RESULT_CHARS + 100
