@@ -34,7 +34,7 @@ def recall_reward(recall: float) -> float:
 
 
 class DeepRetrieval(Environment):
-    """One turn. The model answers the row's prompt with `<think>...</think><answer>{"query": "..."}</answer>`.
+    """The model writes a query in one turn and earns the recall of its search. It answers the row's prompt with `<think>...</think><answer>{"query": "..."}</answer>`.
 
     The recall is the share of the passages in the row's column `needs` among the best `top_k`. The reward is 1 for the form plus the
     reward of the recall (`TIERS`), or plus -4 if the answer holds no query. An answer in another form gets -4 and is not searched. An
