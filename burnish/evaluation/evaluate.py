@@ -198,6 +198,9 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
         flat["data.source.files"] = [file.name for file in files]
         flat["data.source.content"] = digest_parts([file.read_bytes() for file in files])
     plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
+    plugins += [("tool", tool["name"]) for tool in resolved["environment"]["tools"]]
+    target = resolved["environment"]["options"].get("target")  # the class that an adapter plays
+    plugins += [("environment", target)] if isinstance(target, str) else []
     for what, name in plugins:
         if is_plugin(name):
             file = plugin_source(name, base)

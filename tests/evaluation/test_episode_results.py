@@ -16,7 +16,7 @@ from burnish.environments.base import Answer, End, Environment, Episode, Event, 
 from burnish.environments.dialogue import ChatRenderer
 from burnish.environments.host import EnvironmentHost, EnvironmentKind
 from burnish.evaluation.completions import PartialCompletions, read_completions, whole_games, write_completions
-from burnish.evaluation.evaluate import in_data_order, sample_and_score
+from burnish.evaluation.evaluate import fingerprint, in_data_order, sample_and_score
 from burnish.evaluation.result import Row, result_json, result_text, summarise
 from burnish.evaluation.settings import EvalConfig, load_settings, usual_game
 from burnish.inference.native.dense_engine import DenseEngine
@@ -124,3 +124,14 @@ def test_a_file_played_in_an_environment_needs_no_reward(tmp_path: Path) -> None
     config = made(str(path), {"environment.name": "games.py:Mine"})
     assert config.environment.name == "games.py:Mine"
     assert [part.name for part in config.reward.parts] == ["task"]
+
+
+def test_a_changed_tool_is_another_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text("def twice(x: int) -> int:\n    return 2 * x\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    resolved = load_settings("task:addition", {}, ("environment={name: tools, tools: ['tool.py:twice']}",), {}).resolved
+    before = fingerprint(resolved, tmp_path, tmp_path / "model")
+    (tmp_path / "tool.py").write_text("def twice(x: int) -> int:\n    return 3 * x\n")
+    after = fingerprint(resolved, tmp_path, tmp_path / "model")
+    assert {key for key in before if before[key] != after[key]} == {"tool.content of tool.py:twice"}
