@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -215,6 +216,61 @@ def test_what_the_machinery_breaks_is_tried_again_and_then_leaves_the_group(mode
             assert "r0" in failed.error
     if how == "raises":
         assert "no such move" in failed.metadata[EVENTS][0]["traceback"]
+
+
+UNRELIABLE = (
+    COUNTING
+    + """
+
+import os, zlib
+
+
+class Unreliable(Counting):
+    # One call in twenty kills its process, hangs or raises, at the first attempt or always.
+    attempts = {}
+
+    async def start(self, episode):
+        self.id = episode.id
+        return await super().start(episode)
+
+    async def step(self, answer):
+        luck = zlib.crc32(f"60:{self.id}/{answer.turn}".encode()) % 60
+        if luck == 0:
+            os._exit(9)
+        if luck == 1:
+            import asyncio
+            await asyncio.Event().wait()
+        if luck == 2:
+            raise OSError("the server is gone")
+        return await super().step(answer)
+"""
+)
+
+
+def test_with_one_call_in_twenty_killed_hung_or_raising_all_other_episodes_are_as_undisturbed(
+    model: Decoder, tmp_path: Path
+) -> None:
+    expected = facts(played(runner_of(DenseEngine(model), Counting), 20))
+    (tmp_path / "unreliable.py").write_text(UNRELIABLE)
+    spec = ObjectSpec("unreliable.py:Unreliable", {}, str(tmp_path))
+    found = played(runner_of(DenseEngine(model), None, "worker", spec, retries=4, deadline_s=1.0), 20)
+    doomed = {
+        f"{row}#0.{sample}"
+        for row in ("r0", "r1")
+        for sample in range(20)
+        if any(zlib.crc32(f"60:{row}#0.{sample}/{turn}".encode()) % 60 < 3 for turn in range(3))
+    }
+    assert len(doomed) == 3  # one of each kind
+    assert {name for name, t in found.items() if t.reward is None} == doomed
+    assert {name: one for name, one in facts(found).items() if name not in doomed} == {
+        name: one for name, one in expected.items() if name not in doomed
+    }
+    for name in doomed:
+        assert {event["kind"] for event in found[name].metadata[EVENTS]} & {
+            "worker_died",
+            "step_timed_out",
+            "step_failed",
+        }
 
 
 def test_a_user_error_ends_the_run(model: Decoder) -> None:

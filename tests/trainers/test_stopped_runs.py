@@ -79,11 +79,37 @@ def press(acts: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", ["sync", "greedy"])
+ASKS_AGAIN = """
+from burnish.environments.base import End, Environment, Observation
+
+
+class AsksAgain(Environment):
+    takes_truncated = True
+
+    async def start(self, episode):
+        self.seed = episode.seed
+        return Observation()
+
+    def step(self, answer):
+        if answer.turn == 2:
+            return End(reward=float(answer.num_tokens))
+        return Observation(messages=({"role": "user", "content": str(self.seed % 7) + ">"},), reward=0.5)
+"""
+
+
+@pytest.mark.parametrize("kind", ["sync", "greedy", "environment"])
 def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {"sync": [], "greedy": ["algorithm=remax", "algorithm.kl.reference=none", "algorithm.kl.reward.coef=0"]}
+    (tmp_path / "asks.py").write_text(ASKS_AGAIN)
+    kinds = {
+        "sync": [],
+        "greedy": ["algorithm=remax", "algorithm.kl.reference=none", "algorithm.kl.reward.coef=0"],
+        "environment": [
+            f"environment={{name: '{tmp_path}/asks.py:AsksAgain', max_turns: 3, workers: 1}}",
+            "reward.parts=[task]",
+        ],
+    }
     overrides = [*STEPS, *kinds[kind]]
     expected = result(run_of(tmp_path / "whole", TINY, overrides))
     step = 8 if kind == "greedy" else 4  # calls: a greedy one goes before that of the samples
