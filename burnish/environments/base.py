@@ -125,9 +125,11 @@ class Event:
 class EpisodeFailed(Exception):
     """The machinery failed, not the model: the episode is tried again, and then leaves the loss and the group statistics."""
 
-    def __init__(self, kind: str, message: str, traceback: str = "") -> None:
+    def __init__(self, kind: str, message: str, traceback: str = "", is_suspect: bool = True) -> None:
         super().__init__(message)
         self.kind, self.message, self.traceback = kind, message, traceback
+        self.is_suspect = is_suspect
+        """Whether the episode itself may be the only cause. One whose process died with others in it is started again anyway."""
 
 
 class Environment:

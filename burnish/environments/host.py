@@ -99,7 +99,8 @@ class Session:
             kind_of_event = (
                 "reset_failed" if method == "start" and error.kind == "raised" else FAILURE_KINDS[error.kind]
             )
-            raise EpisodeFailed(kind_of_event, f"{method}() failed: {error.message}", error.traceback) from error
+            text, is_suspect = f"{method}() failed: {error.message}", not error.has_neighbours
+            raise EpisodeFailed(kind_of_event, text, error.traceback, is_suspect) from error
         except TimeoutError as error:
             raise EpisodeFailed("step_timed_out", f"{method}() timed out after {kind.deadline_s:g} s") from error
         except Exception as error:  # an environment may raise anything; the sample fails with the reason

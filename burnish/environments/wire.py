@@ -97,11 +97,13 @@ class CallFailed(Exception):
     - `bad_reply`: the method returned something that is neither plain data nor a record, or is too large.
     """
 
-    def __init__(self, kind: FailureKind, message: str, traceback: str = "") -> None:
+    def __init__(self, kind: FailureKind, message: str, traceback: str = "", has_neighbours: bool = False) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind: FailureKind = kind
         self.message = message
         self.traceback = traceback
+        self.has_neighbours = has_neighbours
+        """Only for `died`: whether other objects were in the process, so that one of them may be the cause."""
 
 
 class UnsendableValue(ValueError):

@@ -9,6 +9,8 @@ Objects are spread over the processes by the number that each has open. The rule
 
 - A method that raises, returns garbage or passes its deadline fails its own call. Other objects of the process are not affected.
 - A process that ends fails all its calls as `died`, and is replaced. If a method blocked it, that call is `timed_out`.
+- After a death, processes take fewer objects at once, so that an object that kills its process takes fewer others with it. Objects that
+  close without a further death raise the number again.
 - A process with many threads that were left behind by deadlines gets no more objects, and ends with its last one. Another replaces it.
 - A `UserError` (a wrong path, a wrong option, or one that the object raises) is passed on, and ends the run.
 """
@@ -19,6 +21,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -42,6 +45,12 @@ DEADLINE_S = 30.0
 OPEN_DEADLINE_S = 120.0
 """Generous, because a constructor may import large modules and read files."""
 CLOSE_DEADLINE_S = 10.0
+ROOM_WAIT_S = 30.0
+"""How long `open` waits for a process that may take another object, after processes have died."""
+NUM_QUIET_CLOSES = 64
+"""Objects that close without a death before processes take twice as many again."""
+MAX_OBJECTS = 4096
+"""A limit above this is none."""
 MAX_REQUEST_BYTES = 256 << 20
 
 
@@ -72,6 +81,8 @@ class _Worker:
         """Threads and tasks in it that run on after their deadline."""
         self.total_abandoned = 0
         self.is_draining = False
+        self.num_at_end = 0
+        """Objects that were in it when it ended; 0 while it runs."""
 
     @property
     def load(self) -> int:
@@ -179,6 +190,10 @@ class ObjectWorkers:
         self._num_idle = 0
         self._numbers = itertools.count()
         self._worker_numbers = itertools.count()
+        self._max_objects: int | None = None
+        """Objects that a process may have at once; None for any number."""
+        self._num_quiet_closes = 0
+        self._room = asyncio.Event()
         self._failed_starts = 0
         self._fatal: UserError | None = None
         self._is_closed = False
@@ -260,6 +275,7 @@ class ObjectWorkers:
 
     async def _ready_worker(self) -> _Worker:
         """The process with the fewest objects, with one more counted as opening."""
+        is_late, until = False, time.monotonic() + ROOM_WAIT_S
         while True:
             if self._is_closed:
                 raise RuntimeError("the pool of environment workers is closed")
@@ -268,6 +284,9 @@ class ObjectWorkers:
             while len(self._workers) < self.num_workers:
                 self._add_worker()
             worker = min(self._workers, key=lambda w: (not w.can_take, w.load))
+            if self._max_objects is not None and worker.load >= self._max_objects and not is_late:
+                is_late = not await self._wait_for_room(until)
+                continue
             worker.num_opening += 1
             try:
                 link = await worker.link()
@@ -280,6 +299,30 @@ class ObjectWorkers:
                 if not isinstance(error, WorkerGone):
                     raise
                 await asyncio.sleep(0)  # `_follow` replaces it, or sets the error that ends the run
+
+    async def _wait_for_room(self, until: float) -> bool:
+        """Wait until an object closes or a process is replaced; False if that took too long."""
+        self._room.clear()
+        try:
+            await asyncio.wait_for(self._room.wait(), max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            return False
+        return True
+
+    def _after_death(self, worker: _Worker) -> None:
+        """Let processes take half as many objects at once as the one that died had."""
+        worker.num_at_end = worker.num_at_end or worker.load
+        if worker.num_at_end > 1 and not worker.is_draining and not self._is_closed:
+            self._max_objects = max(1, min(worker.num_at_end, self._max_objects or worker.num_at_end) // 2)
+            self._num_quiet_closes = 0
+        self._room.set()
+
+    def _after_close(self) -> None:
+        self._room.set()
+        self._num_quiet_closes += 1
+        if self._max_objects is not None and self._num_quiet_closes >= NUM_QUIET_CLOSES:
+            self._num_quiet_closes = 0
+            self._max_objects = 2 * self._max_objects if 2 * self._max_objects <= MAX_OBJECTS else None
 
     def _add_worker(self) -> None:
         worker = _Worker(self._start(next(self._worker_numbers), self.limits))
@@ -303,6 +346,7 @@ class ObjectWorkers:
             self._failed_starts = 0
             self._counters["started"] += 1
             await asyncio.shield(link.gone)
+            self._after_death(worker)
         self._draining.discard(worker)
         self._forget_idle(worker)
         if worker in self._workers:
@@ -335,7 +379,8 @@ class ObjectWorkers:
         except WorkerGone as gone:
             kind: FailureKind = "timed_out" if gone.is_to_blame else "died"
             self._counters[kind] += 1
-            raise CallFailed(kind, str(gone)) from gone
+            worker.num_at_end = worker.num_at_end or worker.load
+            raise CallFailed(kind, str(gone), has_neighbours=worker.num_at_end > 1) from gone
         if "user_error" in reply:
             raise UserError(reply["user_error"])
         if "failed" not in reply:
@@ -363,6 +408,7 @@ class ObjectWorkers:
             self._counters["died"] -= 1  # nothing was left to free, so no call has failed
         finally:
             worker.open_objects.discard(remote)
+            self._after_close()
             self._drain_if_needed(worker)
 
     def _take_idle(self, spec: ObjectSpec) -> _IdleObject | None:

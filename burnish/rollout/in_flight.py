@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """What a tokenizer decodes an incomplete UTF-8 sequence to."""
+MAX_DEATHS = 64
+"""How often an episode starts again because its worker process died with others in it. These starts do not count as retries."""
 SEED_COLUMN = "seed"
 """The column of a row that sets the seed of its episodes."""
 
@@ -154,7 +156,7 @@ class InFlightTrajectories:
 
     def _request(self, active: RunningTrajectory) -> Request:
         """Build the next request of a trajectory and move the trajectory to `running`."""
-        again = f"~{active.num_requests}" if active.num_partial or active.num_retries else ""
+        again = f"~{active.num_requests}" if active.num_partial or active.num_retries or active.num_deaths else ""
         name = f"{active.draw.prompt.row.id}#{active.draw.visit}.{active.label}/{active.num_turns}{again}"
         self.running[name] = active
         active.num_requests += 1
@@ -343,9 +345,12 @@ class InFlightTrajectories:
             failure.kind, self.runner.host.kind.name if self.runner.host else "", message, failure.traceback
         )
         self._close(active)
-        if active.num_retries >= self.runner.retries:
+        if not failure.is_suspect and active.num_deaths < MAX_DEATHS:
+            active.num_deaths += 1
+        elif active.num_retries >= self.runner.retries:
             return self._failed(active, message)
-        active.num_retries += 1
+        else:
+            active.num_retries += 1
         active.begin_again()
         return self._begin(active)
 

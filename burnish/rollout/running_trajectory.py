@@ -161,7 +161,9 @@ class RunningTrajectory:
     """Tokens that the model sampled, in all turns."""
     num_requests: int = 0
     num_retries: int = 0
-    """How often the episode was started again."""
+    """How often the episode was started again after a failure of its own."""
+    num_deaths: int = 0
+    """How often it was started again because its process died with others in it."""
     is_dropped: bool = False
     """The trajectory is no longer wanted; a late reply of its environment is ignored."""
     events: list[dict[str, str]] = field(default_factory=list)
