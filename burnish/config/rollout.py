@@ -491,7 +491,10 @@ def check_turns(environment: Environment) -> None:
 
 
 def check_game_task(environment: Environment, task: str | None, what: str) -> None:
-    """Refuse a game without the rows of its task, and rows of a game without its environment. `what` names the data source."""
+    """Refuse a game without the rows of its task, and rows of a game without its environment. `what` names the data source.
+
+    A user's class may play the rows of a game, which hold its seeds.
+    """
     if task in GAME_TURNS and environment.name != task and not is_plugin(environment.name):
         raise ValueError(
             f"task {task} is a game: set environment.name={task} and environment.max_turns={GAME_TURNS[task]}; environment "

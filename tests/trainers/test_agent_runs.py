@@ -234,11 +234,14 @@ def test_an_evaluation_plays_as_the_run_did(
     assert {row["accuracy"] for row in rows} <= {0.0, 1.0}
     assert {row["answered"] for row in rows} == {None}, "nothing to vote on"
     assert all((row["finish"] == "stop") == (row["accuracy"] == 1.0) for row in rows if row["finish"] != "length")
-    assert main(["sample", str(folder), "17-19?", "--max-tokens", "4"]) == 0
-    assert "trained in environment guess_number, which is not used here" in capsys.readouterr().err
+    assert main(["sample", str(folder), "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("--- prompt ---\n")
+    assert main(["sample", str(folder), "17-19?", "--max-tokens", "4"]) == 2
+    assert "plays the rows of its task, not a prompt" in capsys.readouterr().err
     model = next((folder / "checkpoints").glob("step-*"))
-    assert main(["eval", str(model), "task:guess_number", "--out", str(tmp_path / "other")]) != 0
-    assert "task guess_number is a game" in capsys.readouterr().err
+    other = ["--out", str(tmp_path / "other"), *options[:2], *options[-1:]]
+    assert main(["eval", str(model), "task:guess_number", *other]) == 0
+    assert "played with environment.name=guess_number, environment.max_turns=3" in capsys.readouterr().err
 
 
 def test_an_evaluation_leaves_every_turn_its_share_of_what_an_episode_may_have(
