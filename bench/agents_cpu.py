@@ -1,8 +1,8 @@
 """Agents from nothing on a CPU: a decoder that learns to call a calculator, and one that learns to reverse strings.
 
-python bench/agents_cpu.py [--recipes calculator_toy reverse_text] [--seeds 0 1] [--threads 1]
+python bench/agents_cpu.py [--runs calculator_toy reverse_text without_calculator] [--seeds 0 1] [--threads 1]
 
-`make agents` runs it with one seed. It prints held-out accuracy before and after RL, and saves bench/results/agents_cpu.json.
+`without_calculator` is the control: the same decoder and student, without calls. `make agents` runs the first two with one seed. It prints held-out accuracy before and after RL, and saves bench/results/agents_cpu.json.
 """
 
 from __future__ import annotations
@@ -22,25 +22,33 @@ from common import save, table
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-NAMES = ("calculator_toy", "reverse_text")
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "calculator_toy": ("calculator_toy", []),
+    "reverse_text": ("reverse_text", []),
+    "without_calculator": (
+        "calculator_toy",
+        ["environment={name: single_turn}", "warm_start.data={task: calculator, options: {num: 4000, calls: 0.0}}"],
+    ),
+}
+"""The recipe of each run, and its overrides."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--runs", nargs="+", default=["calculator_toy", "reverse_text"], choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=None, help="CPU threads for arithmetic")
     parser.add_argument("--out", type=Path, help="where the rows go instead of bench/results/agents_cpu.json")
     args = parser.parse_args()
     rows = list[dict[str, Any]]()
-    for name in args.recipes:
+    for name in args.runs:
         for seed in args.seeds:
             rows.append(learn(name, seed, args.threads))
             save("agents_cpu", rows, args.out)
-    columns = ["recipe", "seed", "wall_s", "cpu_s", "greedy_before", "greedy_after", "sampled_before", "sampled_after"]
+    columns = ["run", "seed", "wall_s", "cpu_s", "greedy_before", "greedy_after", "sampled_before", "sampled_after"]
     print(table(rows, [*columns, "calls_before", "calls_after"]))
-    for name in args.recipes:
-        mine = [row for row in rows if row["recipe"] == name]
+    for name in args.runs:
+        mine = [row for row in rows if row["run"] == name]
         medians = [
             statistics.median(row[f"{mode}_{when}"] for row in mine)
             for mode in ("greedy", "sampled")
@@ -54,13 +62,15 @@ def learn(name: str, seed: int, threads: int | None) -> dict[str, Any]:
     """One run of the command line, with its progress on the screen."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        command = ["train", str(RECIPES / f"{name}.yaml"), f"seed={seed}", f"run.directory={folder}", "run.name=run"]
+        recipe, overrides = RUNS[name]
+        command = ["train", str(RECIPES / f"{recipe}.yaml"), f"seed={seed}", f"run.directory={folder}", "run.name=run"]
+        command += overrides
         command += [f"run.threads={threads}"] if threads is not None else []
         subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True)
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return {"recipe": name, "seed": seed, "wall_s": time.perf_counter() - started, "cpu_s": cpu_s, **outcome(rows)}
+    return {"run": name, "seed": seed, "wall_s": time.perf_counter() - started, "cpu_s": cpu_s, **outcome(rows)}
 
 
 def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.data.search_corpus import prepare
 from burnish.data.search_corpus.prepare import SearchDataOptions, long_texts, prepare_search, table_questions
@@ -141,3 +142,19 @@ def test_the_real_tables_give_unique_capitals_and_known_places() -> None:
     )
     rows = make_questions(tables, 0, NUMBERS)
     assert [len(rows[split]) for split in SPLITS] == [500, 100, 200]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["gsm8k", "out.parquet"], "needs a SOURCE and an OUT"),
+        (["gsm8k", "in.jsonl", "out.parquet", "--tables", "3"], "--tables has no effect on gsm8k"),
+        (["search", "in.jsonl", "out"], "SOURCE in.jsonl has no effect on search"),
+        (["search", "out", "--train", "0"], "--train 0: expected 1 or more"),
+    ],
+)
+def test_arguments_without_effect_are_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "prepare", *arguments]) == 2
+    assert problem in capsys.readouterr().err
