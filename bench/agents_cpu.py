@@ -22,12 +22,13 @@ from common import save, table
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+NO_TOOLS = ["environment.name=single_turn", "environment.max_turns=1", "environment.tools=[]", "environment.options={}"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "calculator_toy": ("calculator_toy", []),
     "reverse_text": ("reverse_text", []),
     "without_calculator": (
         "calculator_toy",
-        ["environment={name: single_turn}", "warm_start.data={task: calculator, options: {num: 4000, calls: 0.0}}"],
+        [*NO_TOOLS, "warm_start.data={task: calculator, options: {num: 4000, calls: 0.0}}"],
     ),
 }
 """The recipe of each run, and its overrides."""
@@ -46,7 +47,7 @@ def main() -> None:
             rows.append(learn(name, seed, args.threads))
             save("agents_cpu", rows, args.out)
     columns = ["run", "seed", "wall_s", "cpu_s", "greedy_before", "greedy_after", "sampled_before", "sampled_after"]
-    print(table(rows, [*columns, "calls_before", "calls_after"]))
+    print(table(rows, columns))
     for name in args.runs:
         mine = [row for row in rows if row["run"] == name]
         medians = [
@@ -74,15 +75,13 @@ def learn(name: str, seed: int, threads: int | None) -> dict[str, Any]:
 
 
 def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Held-out accuracy before and after RL, and calls of the tool per episode in the first and last step."""
+    """Held-out accuracy before and after RL."""
     measured = [row for row in rows if "validation/greedy/accuracy" in row]
-    calls = [row["environment/tool_calls"] for row in rows if "environment/tool_calls" in row]
-    found: dict[str, Any] = {
+    return {
         f"{mode}_{when}": row[f"validation/{mode}/accuracy"]
         for mode in ("greedy", "sampled")
         for when, row in (("before", measured[0]), ("after", measured[-1]))
     }
-    return found | ({"calls_before": calls[0], "calls_after": calls[-1]} if calls else {})
 
 
 if __name__ == "__main__":
