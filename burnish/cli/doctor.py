@@ -40,6 +40,7 @@ USES = {
     "ray": "placement=ray and burnish launch: several processes or machines",
     "serve": "burnish serve: an OpenAI-compatible server",
     "search": "the tool search: BM25 over a local corpus",
+    "searchdata": "burnish data prepare search: the tables of its corpus",
     "mcp": "tools of MCP servers",
     "openenv": "environments of OpenEnv servers",
     "gym": "environments of gymnasium",

@@ -100,7 +100,7 @@ def test_samples_are_stopped_where_they_are_and_keep_their_tokens(parts: Parts, 
     source.load(1)
     stopped = list(source.in_flight.paused)
     assert len(stopped) == 2 * PLAN.prompts * PLAN.n
-    assert all(one.num_partial >= 5 and set(one.version[-one.num_partial :]) == {0} for one in stopped)
+    assert all(one.num_partial >= 5 and set(one.turn.version) == {0} for one in stopped)
     scored = source.next(2, PLAN, lambda text: None)
     assert all(set(versions(t)) == {0, 1} for t in scored.trajectories)
 

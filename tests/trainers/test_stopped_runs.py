@@ -108,6 +108,7 @@ def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
         "environment": [
             f"environment={{name: '{tmp_path}/asks.py:AsksAgain', max_turns: 3, workers: 1}}",
             "reward.parts=[task]",
+            "rollout.max_rows=2",  # so that episodes are left when the first ones have ended
         ],
     }
     overrides = [*STEPS, *kinds[kind]]
