@@ -173,9 +173,13 @@ def test_a_zygote_that_dies_loses_its_sessions_and_is_started_again() -> None:
         await output(session, "x = 1")
         assert sandbox._process is not None
         os.kill(sandbox._process.pid, signal.SIGKILL)
-        with pytest.raises(RunLost):
+
+        async def run_until_lost() -> None:
             while True:  # the kernel takes a moment to end the processes of the zygote's namespace
                 await session.run("x", 5.0)
+
+        with pytest.raises(RunLost):
+            await run_until_lost()
         assert await output(sandbox.new_session(), "1 + 1") == "2\n"
 
     in_sandbox(play)
