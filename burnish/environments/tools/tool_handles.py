@@ -171,6 +171,7 @@ class RemoteTool:
         self._max_objects = max_objects
         self._shared: list[_Shared] = []
         self._num_opening = 0
+        self._has_opened = asyncio.Event()
 
     async def open(self, episode: Episode, arguments: Mapping[str, Any], deadline_s: float) -> ToolSession:
         if not self.is_stateful:
@@ -210,17 +211,23 @@ class RemoteTool:
                 await _close_quietly(shared.remote)
 
     async def _least_busy(self) -> _Shared:
-        best = min(self._shared, key=lambda shared: shared.num_calls, default=None)
-        is_full = len(self._shared) + self._num_opening >= self._max_objects
-        if best is not None and (best.num_calls == 0 or is_full):
-            return best
+        while True:
+            best = min(self._shared, key=lambda shared: shared.num_calls, default=None)
+            is_full = len(self._shared) + self._num_opening >= self._max_objects
+            if best is not None and (best.num_calls == 0 or is_full):
+                return best
+            if not is_full:
+                break
+            self._has_opened.clear()  # the first calls of many episodes come at once, and must not open an object each
+            await self._has_opened.wait()
         self._num_opening += 1
         try:
             with _as_tool_failure():
                 found = _Shared(await self._open_remote())
+            self._shared.append(found)
         finally:
             self._num_opening -= 1
-        self._shared.append(found)
+            self._has_opened.set()
         return found
 
     async def close(self) -> None:

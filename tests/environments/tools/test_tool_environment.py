@@ -373,6 +373,27 @@ def test_calls_of_a_stateless_tool_are_spread_over_its_objects() -> None:
     assert all(remote.is_closed for remote in opened)
 
 
+def test_first_calls_that_come_at_once_open_no_more_objects_than_allowed() -> None:
+    tool, opened = remote_tool()
+    open_now, num_failures = tool._open_remote, 1
+
+    async def open_slowly() -> Any:
+        nonlocal num_failures
+        await asyncio.sleep(0)
+        if num_failures:
+            num_failures -= 1
+            raise call_failed("raised")
+        return await open_now()
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*(tool.call_shared({}, 1.0) for _ in range(20)), return_exceptions=True)
+
+    tool._open_remote = open_slowly
+    found = asyncio.run(scenario())
+    assert len(opened) == 2
+    assert sum(isinstance(one, Exception) for one in found) == 1  # the others wait for an object that opens
+
+
 def test_a_stateful_tool_in_a_worker_lives_in_its_episode_and_dies_with_it() -> None:
     tool, opened = remote_tool([None, ToolResult("1", 0.5), 2.0], [None, call_failed("died")], is_stateful=True)
     environment = ToolEnvironment([tool], "hermes", rewards="tools")
