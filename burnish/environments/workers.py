@@ -317,9 +317,9 @@ class ObjectWorkers:
             self._num_quiet_closes = 0
         self._room.set()
 
-    def _after_close(self) -> None:
+    def _after_close(self, worker: _Worker) -> None:
         self._room.set()
-        self._num_quiet_closes += 1
+        self._num_quiet_closes += worker.is_running  # objects of a process that died do not count
         if self._max_objects is not None and self._num_quiet_closes >= NUM_QUIET_CLOSES:
             self._num_quiet_closes = 0
             self._max_objects = 2 * self._max_objects if 2 * self._max_objects <= MAX_OBJECTS else None
@@ -380,7 +380,7 @@ class ObjectWorkers:
             kind: FailureKind = "timed_out" if gone.is_to_blame else "died"
             self._counters[kind] += 1
             worker.num_at_end = worker.num_at_end or worker.load
-            raise CallFailed(kind, str(gone), has_neighbours=worker.num_at_end > 1) from gone
+            raise CallFailed(kind, str(gone), has_neighbours=kind == "died" and worker.num_at_end > 1) from gone
         if "user_error" in reply:
             raise UserError(reply["user_error"])
         if "failed" not in reply:
@@ -408,7 +408,7 @@ class ObjectWorkers:
             self._counters["died"] -= 1  # nothing was left to free, so no call has failed
         finally:
             worker.open_objects.discard(remote)
-            self._after_close()
+            self._after_close(worker)
             self._drain_if_needed(worker)
 
     def _take_idle(self, spec: ObjectSpec) -> _IdleObject | None:

@@ -21,7 +21,14 @@ from burnish.environments import wire, worker_link
 from burnish.environments.base import Answer, End, Episode, Event, Observation
 from burnish.environments.tools.base import ToolResult
 from burnish.environments.wire import decode_value, encode_value
-from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, RemoteObject, WorkerLimits
+from burnish.environments.workers import (
+    NUM_QUIET_CLOSES,
+    CallFailed,
+    ObjectSpec,
+    ObjectWorkers,
+    RemoteObject,
+    WorkerLimits,
+)
 from burnish.run.supervisor.processes import descendants
 
 HERE = str(Path(__file__).parent)
@@ -342,6 +349,22 @@ def test_a_process_that_ends_fails_all_its_calls_and_is_replaced(method: str, wo
     assert counters["died"] == (2 if method == "SIGKILL" else 3)
 
 
+def test_objects_of_a_process_that_died_do_not_raise_the_limit_again() -> None:
+    async def scenario(workers: ObjectWorkers) -> None:
+        objects = [await workers.open(COUNTER) for _ in range(2 * NUM_QUIET_CLOSES)]
+        with pytest.raises(CallFailed):
+            await objects[0].call("ends_process")
+        for one in objects:
+            await one.close()
+        assert workers._max_objects == NUM_QUIET_CLOSES
+        again = [await workers.open(COUNTER) for _ in range(NUM_QUIET_CLOSES)]
+        for one in again:
+            await one.close()
+        assert workers._max_objects == 2 * NUM_QUIET_CLOSES
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(
     ("method", "deadline_s", "other_deadline_s"), [("blocks_loop", 1000, 0.01), ("holds_python_lock", 0.01, 1000)]
 )
@@ -355,6 +378,7 @@ def test_a_process_that_does_not_answer_is_killed_and_only_the_call_that_blocks_
         assert isinstance(late, CallFailed)
         assert isinstance(other, CallFailed)
         assert (late.kind, other.kind) == ("timed_out", "died")
+        assert (late.has_neighbours, other.has_neighbours) == (False, True)  # the call to blame is the only cause
         assert "did not answer" in other.message
         assert f"in {method}" in other.message  # the stacks are shown
         assert await (await workers.open(COUNTER)).call("echo", 1) == 1
