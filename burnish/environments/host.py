@@ -21,8 +21,8 @@ from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, 
 Reply = Observation | End | EpisodeFailed | UserError
 """What a call returns. A `UserError` ends the run; the runner raises it in its own thread."""
 T = TypeVar("T")
-CLOSE_TIMEOUT_S = 10.0
-"""How long the host waits for environments and workers to close."""
+CLOSE_TIMEOUT_S = 40.0
+"""How long the host waits for environments and workers to close. Objects and processes have limits of their own, 10 s each."""
 MAX_TRACEBACK_CHARS = 8_000
 FAILURE_KINDS = {
     "raised": "step_failed",
@@ -73,6 +73,8 @@ class Session:
 
     def __init__(self, kind: EnvironmentKind, host: EnvironmentHost) -> None:
         self.kind, self._host = kind, host
+        self.lock = asyncio.Lock()
+        """Held by a call under way, so that an episode that is dropped meanwhile closes only after it."""
         self._environment: Environment | None = None
         self._remote: RemoteObject | None = None
 
@@ -101,6 +103,12 @@ class Session:
             )
             text, is_suspect = f"{method}() failed: {error.message}", not error.has_neighbours
             raise EpisodeFailed(kind_of_event, text, error.traceback, is_suspect) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the host closes
+                raise
+            # Something that the environment waited for was cancelled. Without a reply the episode would wait for ever.
+            raise EpisodeFailed("step_failed", f"{method}() was cancelled") from error
         except TimeoutError as error:
             raise EpisodeFailed("step_timed_out", f"{method}() timed out after {kind.deadline_s:g} s") from error
         except Exception as error:  # an environment may raise anything; the sample fails with the reason
@@ -201,7 +209,9 @@ class EnvironmentHost:
             return run_now(_reply(session.call(method, argument)))
 
         async def answer() -> None:
-            replies.put(HostReply(ticket, await _reply(session.call(method, argument))))
+            async with session.lock:
+                reply = await _reply(session.call(method, argument))
+            replies.put(HostReply(ticket, reply))
             on_reply()
 
         self._spawn(answer())
@@ -273,7 +283,8 @@ async def _reply(work: Coroutine[Any, Any, Observation | End]) -> Reply:
 
 async def _close_quietly(session: Session) -> None:
     try:
-        await asyncio.wait_for(session.close(), session.kind.deadline_s)
+        async with session.lock:
+            await asyncio.wait_for(session.close(), session.kind.deadline_s)
     except Exception as error:  # noqa: BLE001 (the episode has ended; what its object says now changes nothing)
         import logging
 

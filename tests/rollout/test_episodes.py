@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,10 @@ from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import EPISODE_METRICS, EVENTS, Trajectory, pack
+from burnish.environments import worker_link, workers
 from burnish.environments.base import Answer, Done, End, Environment, Episode, EpisodeFailed, Observation, Turn
 from burnish.environments.dialogue import ChatRenderer
-from burnish.environments.host import EnvironmentHost, EnvironmentKind
+from burnish.environments.host import CLOSE_TIMEOUT_S, EnvironmentHost, EnvironmentKind, HostReply
 from burnish.environments.workers import ObjectSpec, ObjectWorkers
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
@@ -271,6 +274,55 @@ def test_with_one_call_in_twenty_killed_hung_or_raising_all_other_episodes_are_a
             "step_timed_out",
             "step_failed",
         }
+
+
+def test_an_episode_that_waits_for_something_cancelled_fails_and_does_not_wait_for_ever(model: Decoder) -> None:
+    class Cancelled(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            return await future
+
+    found = played(runner_of(DenseEngine(model), Cancelled, retries=1))
+    assert len(found) == 4
+    for t in found.values():
+        assert [event["kind"] for event in t.metadata[EVENTS]] == ["step_failed"] * 2
+        assert "start() was cancelled" in (t.error or "")
+
+
+def test_an_episode_that_is_dropped_during_a_call_closes_after_the_call() -> None:
+    told = list[str]()
+    is_waiting, may_return, is_closed = threading.Event(), asyncio.Event(), threading.Event()
+
+    class Slow(Environment):
+        def __init__(self) -> None:
+            told.append("made")
+
+        async def start(self, episode: Episode) -> Observation:
+            is_waiting.set()
+            await may_return.wait()
+            told.append("started")
+            return Observation()
+
+        async def close(self) -> None:
+            told.append("closed")
+            is_closed.set()
+
+    host = EnvironmentHost(EnvironmentKind("test", "loop", make=Slow))
+    session, replies = host.open(), queue.SimpleQueue[HostReply]()
+    host.ask(session, "start", Episode("r#0.0", 0, ""), 0, replies, lambda: None)
+    assert is_waiting.wait(10)
+    host.close_session(session)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), host._event_loop()).result()
+    host._event_loop().call_soon_threadsafe(may_return.set)
+    assert replies.get(timeout=10).reply == Observation()
+    assert is_closed.wait(10)
+    host.close()
+    assert told == ["made", "started", "closed"]
+
+
+def test_a_host_waits_longer_for_its_workers_than_they_do_for_objects_and_processes() -> None:
+    assert workers.CLOSE_DEADLINE_S + worker_link.EXIT_WAIT_S + worker_link.KILL_TIMEOUT_S < CLOSE_TIMEOUT_S
 
 
 def test_a_user_error_ends_the_run(model: Decoder) -> None:
