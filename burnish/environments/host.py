@@ -115,7 +115,7 @@ class Session:
             text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
             failed = "reset_failed" if method == "start" else "step_failed"
             raise EpisodeFailed(failed, f"{method}() raised {type(error).__name__}: {error}", text) from error
-        return checked_reply(reply, method)
+        return checked_roles(checked_reply(reply, method), method, kind.roles)
 
     def _made(self) -> Environment:
         if self.kind.make_with_workers is not None:
@@ -161,6 +161,18 @@ def checked_reply(reply: Any, method: str) -> Observation | End:
         raise EpisodeFailed(
             "bad_reply", f"{method}() gave a state of type {type(reply.state).__name__}; expected a text"
         )
+    return reply
+
+
+def checked_roles(reply: Observation | End, method: str, roles: tuple[str, ...]) -> Observation | End:
+    """Check the roles that a reply names. What an unknown role writes or earns would belong to no trajectory."""
+    if isinstance(reply, End):
+        if unknown := [role for role in reply.rewards or () if role not in roles]:
+            known = f"its roles are {', '.join(roles)}" if roles else "it has no `roles`, so give `reward`"
+            raise EpisodeFailed("bad_reply", f"{method}() gave a reward to the role {unknown[0]!r}; {known}")
+    elif (reply.role not in roles) if roles else (reply.role is not None):
+        known = f"expected one of {', '.join(roles)}" if roles else "its class has no `roles`; list them there"
+        raise EpisodeFailed("bad_reply", f"{method}() gave the turn to the role {reply.role!r}; {known}")
     return reply
 
 

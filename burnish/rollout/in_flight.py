@@ -364,11 +364,12 @@ class InFlightTrajectories:
         if active.num_turns >= runner.max_turns:
             return self._cut(active, "turns")
         if seen.role != active.role:
-            active.role = seen.role
             path = active.paths.setdefault(seen.role, TokenPath())
         renderer = runner.renderer
         assert renderer is not None, "an environment on messages has a renderer"
         if not path.nodes or seen.new_conversation:
+            if not seen.messages:
+                raise EpisodeFailed("bad_reply", "step() gave text to begin a conversation with; expected messages")
             path.conversation = renderer.open(seen.messages or (), None)
             tokens, is_branch, length = path.conversation.tokens, True, len(path.conversation.tokens)
         else:
@@ -381,7 +382,8 @@ class InFlightTrajectories:
             tokens, is_branch = extension.tokens, extension.is_branch
             length = len(tokens) if is_branch else path.length + len(tokens)
         if runner.longest is not None and length + active.sampling.max_tokens > runner.longest:
-            return self._cut(active, "length")
+            return self._cut(active, "length")  # the role that answered last is still the current one
+        active.role = seen.role
         self._set_state(active, path, seen.state)
         if not path.nodes:
             path.opening = self._shared_opening(tokens)
@@ -478,7 +480,7 @@ class InFlightTrajectories:
         """Return the finished trajectory of one conversation."""
         total_reward = math.fsum(span.reward for span in path.turns)
         is_scored = error is None and (is_scored or getattr(active.environment, "gives_rewards", False))
-        if total_reward and not is_scored and error is None:
+        if any(span.reward for span in path.turns) and not is_scored and error is None:
             raise UserError(
                 f"the environment gave turns of {active.draw.prompt.row.id} a reward and none at the end ({finish}): give the end a reward "
                 "too. An environment on tokens also needs `gives_rewards = True` for trajectories that are cut off"

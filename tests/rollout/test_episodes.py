@@ -398,6 +398,61 @@ def test_each_role_of_a_game_has_a_conversation_and_a_trajectory_of_its_own(mode
     assert len(set(batch.sequence["group_ids"].tolist())) == 2
 
 
+def test_without_room_for_the_next_role_the_last_reward_is_that_of_the_role_that_answered(model: Decoder) -> None:
+    class LongReply(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            return Observation(messages=({"role": "user", "content": "1>"},), role="first")
+
+        async def step(self, answer: Answer) -> Observation | End:
+            return Observation(messages=({"role": "user", "content": "1" * 30},), role="second")
+
+        async def end(self, reason: Any) -> End:
+            return End(reward=1.0)
+
+    found = played(runner_of(DenseEngine(model), LongReply, roles=("first", "second"), max_tokens=20), 1)
+    assert [(t.role, t.finish, t.reward) for t in found.values()] == [("first", "length", 1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("roles", "first", "reply", "problem"),
+    [
+        (("a", "b"), "a", Observation(({"role": "user", "content": "2>"},), role="c"), "role 'c'; expected one of a, b"),
+        (("a", "b"), "a", Observation(({"role": "user", "content": "2>"},)), "the role None; expected one of a, b"),
+        (("a", "b"), "a", Observation(text="2>", role="b"), "text to begin a conversation"),
+        (("a", "b"), "a", End(rewards={"c": 1.0}), "role 'c'; its roles are a, b"),
+        ((), None, Observation(({"role": "user", "content": "2>"},), role="b"), "no `roles`; list them there"),
+        ((), None, Observation(text="2>", new_conversation=True), "text to begin a conversation"),
+        ((), None, End(rewards={"a": 1.0}), "no `roles`, so give `reward`"),
+    ],
+)
+def test_what_belongs_to_no_trajectory_fails_the_episode(
+    model: Decoder, roles: tuple[str, ...], first: str | None, reply: Any, problem: str
+) -> None:
+    class Wrong(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            return Observation(messages=({"role": "user", "content": "1>"},), role=first)
+
+        async def step(self, answer: Answer) -> Observation | End:
+            return reply if answer.turn == 0 else End(reward=0.0)
+
+    found = played(runner_of(DenseEngine(model), Wrong, roles=roles), 1)
+    assert len(found) == 2 * max(1, len(roles))
+    assert all(problem in (t.error or "") for t in found.values())
+
+
+def test_rewards_of_turns_that_cancel_out_need_one_at_the_end_too(model: Decoder) -> None:
+    class Cancelling(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            return Observation()
+
+        async def step(self, answer: Answer) -> Observation | End:
+            reward = 1.0 if answer.turn == 0 else -1.0
+            return Observation(messages=({"role": "user", "content": "2>"},), reward=reward) if answer.turn < 2 else End()
+
+    with pytest.raises(UserError, match="give the end a reward"):
+        played(runner_of(DenseEngine(model), Cancelling), 1)
+
+
 def test_a_new_conversation_is_another_root_of_the_same_trajectory(model: Decoder) -> None:
     class Reader(Environment):
         async def start(self, episode: Episode) -> Observation:
