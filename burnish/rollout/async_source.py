@@ -436,6 +436,8 @@ class AsyncSource:
 
     def _sample(self) -> None:
         """Process completions until the engine is idle or interrupted. Runs in the sampling thread."""
+        # Replies that came during a pause have interrupted the stream of `pause_all`, and will not interrupt this one.
+        self._on_finished(self.in_flight.take_replies())
         self.in_flight.submit_pending()
         for completion in self.runner.engine.stream():
             self._on_finished([*self.in_flight.take(completion), *self.in_flight.take_replies()])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from burnish.config.data import Data, Template
-from burnish.core.engine import Request, SamplingOptions
+from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.trajectory import PLAYERS, Trajectory, pack
 from burnish.data.prompt_stream import PromptStream
 from burnish.environments.base import Answer, End, Environment, Episode, Observation
@@ -19,7 +22,7 @@ from burnish.environments.dialogue import ChatRenderer
 from burnish.environments.host import EnvironmentHost, EnvironmentKind
 from burnish.rewards.scoring import Rewards
 from burnish.rollout.ahead_source import AheadSource
-from burnish.rollout.async_source import AsyncSource
+from burnish.rollout.async_source import AsyncSource, PendingGroup
 from burnish.rollout.runner import RolloutRunner, RolloutStopped
 from burnish.rollout.scoring import RolloutBatch
 from burnish.rollout.sync_source import RolloutPlan, SyncSource
@@ -182,3 +185,44 @@ def test_games_sampled_all_the_time_are_whole_before_and_after_a_stop(tmp_path: 
     for trajectories in kept.values():
         for t in trajectories:
             assert t.id not in done or told([done[t.id]]) == told([t])
+
+
+class Waiting(Environment):
+    """Replies to the first answer when it is told to."""
+
+    is_asked, may_reply = threading.Event(), threading.Event()
+
+    async def start(self, episode: Episode) -> Observation:
+        return Observation(messages=({"role": "user", "content": "1>"},), role="first")
+
+    async def step(self, answer: Answer) -> Observation | End:
+        self.is_asked.set()
+        while not self.may_reply.is_set():
+            await asyncio.sleep(0.001)
+        return End(rewards={"first": 1.0})
+
+
+def test_a_reply_during_a_pause_is_taken_before_the_engine_goes_on(tmp_path: Path, lives: list[Life]) -> None:
+    """Its interrupt ended a stream of the pause. With requests that take long, the episode would wait for one of them."""
+    lives.append(life := Life(tmp_path, "async"))
+    source = cast(AsyncSource, life.source)
+    kind = EnvironmentKind("waiting", "loop", make=Waiting, takes_truncated=True, roles=ROLES)
+    life.runner.host = EnvironmentHost(kind)
+    source._add_group(PendingGroup(life.stream.draw(1)[0], replace(PLAN, n=1), 1, 0))
+    while not Waiting.is_asked.is_set():
+        source._sample()
+    assert source.in_flight.waiting
+    Waiting.may_reply.set()
+    while not source.in_flight.has_replies or not source.in_flight._has_interrupted:
+        time.sleep(0.001)
+    source._on_finished(source.in_flight.pause_all())
+    has_replies = list[bool]()
+
+    def stream() -> Iterator[Completion]:
+        has_replies.append(source.in_flight.has_replies)
+        return iter(())
+
+    life.engine.stream = stream  # type: ignore[method-assign]
+    source._sample()
+    assert has_replies == [False]
+    assert not source.in_flight.waiting
