@@ -46,6 +46,8 @@ REPLACEMENT_CHARACTER = "\ufffd"
 """What a tokenizer decodes an incomplete UTF-8 sequence to."""
 MAX_DEATHS = 64
 """How often an episode starts again because its worker process died with others in it. These starts do not count as retries."""
+MAX_OPENINGS = 4096
+"""Different first prompts of episodes that are remembered. An asynchronous run has one for each of its groups, without end."""
 SEED_COLUMN = "seed"
 """The column of a row that sets the seed of its episodes."""
 
@@ -414,6 +416,8 @@ class InFlightTrajectories:
 
     def _shared_opening(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return one object for all equal openings, so that engines see that they share the prefix."""
+        if tokens not in self._openings and len(self._openings) >= MAX_OPENINGS:
+            del self._openings[next(iter(self._openings))]  # the oldest
         return self._openings.setdefault(tokens, tokens)
 
     def _cut(self, active: RunningTrajectory, reason: Literal["turns", "length"]) -> list[Trajectory]:

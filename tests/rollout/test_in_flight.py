@@ -23,6 +23,7 @@ from burnish.inference.engine_wrappers import WeightCopyEngine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
+from burnish.rollout import in_flight
 from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.runner import RolloutRunner
 
@@ -162,3 +163,13 @@ def test_an_engine_on_a_copy_keeps_sampling_with_what_it_loaded(tools: Any) -> N
     assert sampled(engine) == sampled(DenseEngine(policy))
     versions = {int(v) for t in runner_of(engine).run(draws(), 1, SAMPLING, "train") for v in t.sequences[0].version}
     assert versions == {-1, 1}
+
+
+def test_openings_are_remembered_up_to_a_limit(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "MAX_OPENINGS", 2)
+    found = InFlightTrajectories(runner_of(DenseEngine(model)))
+    first = found._shared_opening((300, 301))
+    assert found._shared_opening(tuple([300, 301])) is first  # noqa: C409 - another object
+    for token in range(5):
+        found._shared_opening((token,))
+    assert len(found._openings) == 2
