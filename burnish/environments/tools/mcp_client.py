@@ -21,6 +21,7 @@ import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, ClassVar, Literal
+from weakref import WeakValueDictionary
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.core.http import is_server_url
@@ -90,6 +91,7 @@ class McpServer:
         self._max_sessions, self._wanted, self._prefix = sessions, tools, prefix
         self._pool: list[_Connection] = []
         self._episodes: set[_EpisodeSession] = set()
+        self._by_episode: WeakValueDictionary[int, _EpisodeSession] = WeakValueDictionary()
         self._schemas: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -126,12 +128,19 @@ class McpServer:
             self._schemas = {tool.name: _schema(tool, self._prefix) for tool in wanted}
         return list(self._schemas.values())
 
-    def make_tools(self) -> list[McpTool]:
-        """New tool objects, for all episodes if the session is shared. Otherwise they are for one episode, and share its session."""
+    def make_tools(self, episode: Episode | None = None) -> list[McpTool]:
+        """New tool objects, for all episodes if the session is shared. Otherwise they are for one episode, and share its session.
+
+        Objects of several calls with the same `episode` share its session too.
+        """
         assert self._schemas is not None, "`list_tools` comes before `make_tools`"
         if self.is_shared:
             return [McpTool(self, name, schema) for name, schema in self._schemas.items()]
-        own = _EpisodeSession(self)
+        own = self._by_episode.get(id(episode)) if episode is not None else None
+        if own is None:
+            own = _EpisodeSession(self, episode)
+            if episode is not None:
+                self._by_episode[id(episode)] = own  # unique as long as the session refers to the episode
         return [McpSessionTool(self, name, schema, own) for name, schema in self._schemas.items()]
 
     async def call_shared(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -233,8 +242,9 @@ class McpSessionTool(McpTool):
 class _EpisodeSession:
     """The session of one episode, shared by its tools."""
 
-    def __init__(self, server: McpServer) -> None:
+    def __init__(self, server: McpServer, episode: Episode | None = None) -> None:
         self.connection, self.num_tools, self.has_state = _Connection(server), 0, False
+        self.episode = episode
 
     async def reset(self, server: McpServer) -> None:
         """Close the session. The next call opens another."""

@@ -100,15 +100,16 @@ class LocalSession:
 class LocalTool:
     """A tool that runs in the event loop: built-in code with `runs_in` runner or loop."""
 
-    def __init__(self, make: Callable[[], Tool]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Tool], make_for: Callable[[Episode], Tool] | None = None) -> None:
+        """`make_for` makes the object of an episode, for a stateful tool that shares something with others of the episode."""
+        self._make_for = make_for or (lambda episode: make())
         self._shared = make()
         self.schema, self.is_stateful = self._shared.schema, self._shared.is_stateful
 
     async def open(self, episode: Episode, arguments: Mapping[str, Any], deadline_s: float) -> ToolSession:
         if not self.is_stateful:
             return LocalSession(self._shared, is_own=False)
-        session = LocalSession(self._make(), is_own=True)
+        session = LocalSession(self._make_for(episode), is_own=True)
         try:
             await within(session.tool.start(episode, arguments), deadline_s)
         except BaseException:

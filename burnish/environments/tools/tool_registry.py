@@ -5,6 +5,7 @@ A `ToolBox` belongs to a run. It holds one handle for each tool; objects of tool
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -59,17 +60,18 @@ class ToolBox:
         self._servers = [_mcp_server(entry, self.base) for entry in entries if entry.name == MCP]
         self._specs = [_tool_spec(entry, self.base) for entry in entries if entry.name != MCP]
         self._handles: list[ToolHandle] | None = None
+        self._lock = asyncio.Lock()
 
     async def handles(self, workers: OpenWorkers) -> list[ToolHandle]:
         """Return a handle for each tool. MCP servers are asked for theirs."""
-        if self._handles is None:
-            found: list[ToolHandle] = [self._handle(spec, workers) for spec in self._specs]
-            for server in self._servers:
-                await server.list_tools()
-                for index in range(len(server.make_tools())):
-                    found.append(LocalTool(lambda s=server, k=index: s.make_tools()[k]))  # type: ignore[misc]
-            self._handles = found
-        return self._handles
+        async with self._lock:  # episodes that start at once must share the handles, and ask each server once
+            if self._handles is None:
+                found: list[ToolHandle] = [self._handle(spec, workers) for spec in self._specs]
+                for server in self._servers:
+                    await server.list_tools()
+                    found += [_mcp_handle(server, index) for index in range(len(server.make_tools()))]
+                self._handles = found
+            return self._handles
 
     @property
     def names(self) -> list[str]:
@@ -91,6 +93,10 @@ class ToolBox:
 def _mcp_server(entry: ToolEntry, base: str | None) -> McpServer:
     check_options(McpServer, entry.options, "tool mcp")
     return McpServer(**{"base": base, **entry.options})
+
+
+def _mcp_handle(server: McpServer, index: int) -> ToolHandle:
+    return LocalTool(lambda: server.make_tools()[index], lambda episode: server.make_tools(episode)[index])
 
 
 def _tool_spec(entry: ToolEntry, base: str | None) -> _ToolSpec:

@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.rollout import Environment as EnvironmentConfig
+from burnish.config.rollout import ToolEntry
 from burnish.environments.base import Episode
+from burnish.environments.tools import mcp_client
 from burnish.environments.tools.base import ToolResult
 from burnish.environments.tools.mcp_client import McpServer, McpServerDied
+from burnish.environments.tools.tool_registry import ToolBox
 
 SERVER = '''
 import os, sys
@@ -147,6 +151,43 @@ def test_each_episode_has_a_session_that_its_tools_share_and_a_lost_one_is_not_r
             for tool in tools.values():
                 await tool.close()
         assert server._episodes == set()
+
+    asyncio.run(play())
+
+
+def test_the_tools_of_an_environment_share_the_session_of_their_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tool of a run has a handle of its own. Episodes that start at once list the server's tools once."""
+    monkeypatch.setattr(mcp_client, "import_mcp", lambda: None)
+    num_listed = 0
+
+    async def list_tools(server: McpServer) -> list[dict[str, Any]]:
+        nonlocal num_listed
+        num_listed += 1
+        await asyncio.sleep(0)
+        names = ("put", "get")
+        server._schemas = {n: {"type": "function", "function": {"name": n, "parameters": {}}} for n in names}
+        return list(server._schemas.values())
+
+    monkeypatch.setattr(McpServer, "list_tools", list_tools)
+    config = EnvironmentConfig(
+        name="tools", tools=[ToolEntry(name="mcp", options={"command": "server", "session": "episode"})]
+    )
+
+    async def play() -> None:
+        box = ToolBox(config, None, 1)
+        lists = await asyncio.gather(*(box.handles(None) for _ in range(3)))  # type: ignore[arg-type]
+        assert num_listed == 1
+        put, get = lists[0]
+        assert all(handles is lists[0] for handles in lists)
+        first, second = Episode("r#0.0", 0, ""), Episode("r#0.0", 0, "")
+        sessions = [await handle.open(e, {}, 1.0) for e in (first, second) for handle in (put, get)]
+        own = [session.tool._own for session in sessions]  # type: ignore[attr-defined]
+        assert own[0] is own[1]
+        assert own[2] is own[3]
+        assert own[0] is not own[2]
+        for session in sessions:
+            await session.close()
+        assert box._servers[0]._episodes == set()
 
     asyncio.run(play())
 
