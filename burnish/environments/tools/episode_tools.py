@@ -79,6 +79,12 @@ class EpisodeTools:
         if len(self.all) < len(tools):
             twice = next(name for name, num in Counter(map(tool_name, tools)).items() if num > 1)
             raise UserError(f"two tools have the name {twice!r}: give one of them another name")
+        for option, value, allowed in (
+            ("on_error", on_error, ("observe", "fail")),
+            ("rewards", rewards, ("configured", "tools")),
+        ):
+            if value not in allowed:
+                raise UserError(f"{option}={value!r}: expected {' or '.join(allowed)}")
         self.limits, self.on_error, self.rewards, self.cut = limits, on_error, rewards, cut
         self.offered: dict[str, ToolHandle] = {}
         self.num_calls = 0

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from burnish.config.errors import UserError
 from burnish.data.row import Message
 from burnish.environments.base import Answer, End, Environment, Episode, Event, Observation, RunsIn
 from burnish.environments.tools.call_formats import Call, CallFormat, MalformedCall, call_format, render_tool_prompt
@@ -51,12 +50,6 @@ class ToolEnvironment(Environment):
         `tools_in_template`: whether the chat template lists tools and has a role for results. Otherwise a system text lists them, and
         results are messages of the user. None: what is usual for the format. `cut` shortens a result further, such as to a number of tokens.
         """
-        for option, value, allowed in (
-            ("on_error", on_error, ("observe", "fail")),
-            ("rewards", rewards, ("configured", "tools")),
-        ):
-            if value not in allowed:
-                raise UserError(f"{option}={value!r}: expected {' or '.join(allowed)}")
         self.format = call_format(format) if isinstance(format, str) else format
         self.tools_in_template = self.format.is_in_template if tools_in_template is None else tools_in_template
         limits = ToolLimits(max_calls, max_parallel_calls, max_result_chars, deadline_s)

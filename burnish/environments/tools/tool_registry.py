@@ -19,6 +19,7 @@ from burnish.environments.base import Environment
 from burnish.environments.tools.base import Tool
 from burnish.environments.tools.built_in import BUILT_IN, MCP, make_tool
 from burnish.environments.tools.call_formats import call_format, detect_format
+from burnish.environments.tools.episode_tools import EpisodeTools, ToolLimits
 from burnish.environments.tools.function_tool import FunctionTool
 from burnish.environments.tools.mcp_client import McpServer
 from burnish.environments.tools.python_tool import PythonTool
@@ -174,6 +175,9 @@ def _tag_maker(
     known = tuple(TagOptions.__dataclass_fields__)
     options = _checked_options(config, (*ENVIRONMENT_OPTIONS, *known))
     shared = {key: options.pop(key) for key in ENVIRONMENT_OPTIONS if key in options and key != "max_parallel_calls"}
+    limits = ToolLimits(max_result_chars=shared.pop("max_result_chars", ToolLimits.max_result_chars))
+    EpisodeTools([], limits, **shared)  # checks the options
+    shared["max_result_chars"] = limits.max_result_chars
     if config.max_calls is not None:
         options["max_calls"] = config.max_calls
     tags = tag_options(None if config.name == TAGS else config.name, options)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.rollout import Environment as EnvironmentConfig
+from burnish.config.rollout import ToolEntry
 from burnish.environments.base import Answer, End, Episode, Observation, RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
 from burnish.environments.tools.tag_environment import (
@@ -19,6 +21,8 @@ from burnish.environments.tools.tag_environment import (
     tag_options,
 )
 from burnish.environments.tools.tool_handles import LocalTool
+from burnish.environments.tools.tool_registry import tool_environment_maker
+from burnish.models.tokenizer import Tokenizer
 
 
 class Recorder(Tool):
@@ -176,3 +180,12 @@ def test_wrong_options_are_refused(system: str | None, changes: dict[str, Any], 
 def test_a_tag_whose_tool_is_missing_is_refused() -> None:
     with pytest.raises(UserError, match=r"<search> calls the tool 'search', which is not in environment\.tools"):
         TagEnvironment([LocalTool(lambda: Recorder("serach", []))], PRESETS["research"])
+
+
+@pytest.mark.parametrize("wrong", [{"on_error": "ignore"}, {"rewards": "tool"}])
+def test_wrong_options_of_the_tools_are_refused(wrong: Any) -> None:
+    with pytest.raises(UserError, match="expected"):
+        TagEnvironment([LocalTool(lambda: Recorder("search", []))], PRESETS["search_r1"], **wrong)
+    config = EnvironmentConfig(name="retool", tools=[ToolEntry(name="python")], options=wrong)
+    with pytest.raises(UserError, match="expected"):  # before anything is sampled
+        tool_environment_maker(config, Tokenizer.from_characters("ab"), None, 1)
