@@ -416,7 +416,12 @@ def test_without_room_for_the_next_role_the_last_reward_is_that_of_the_role_that
 @pytest.mark.parametrize(
     ("roles", "first", "reply", "problem"),
     [
-        (("a", "b"), "a", Observation(({"role": "user", "content": "2>"},), role="c"), "role 'c'; expected one of a, b"),
+        (
+            ("a", "b"),
+            "a",
+            Observation(({"role": "user", "content": "2>"},), role="c"),
+            "role 'c'; expected one of a, b",
+        ),
         (("a", "b"), "a", Observation(({"role": "user", "content": "2>"},)), "the role None; expected one of a, b"),
         (("a", "b"), "a", Observation(text="2>", role="b"), "text to begin a conversation"),
         (("a", "b"), "a", End(rewards={"c": 1.0}), "role 'c'; its roles are a, b"),
@@ -447,7 +452,9 @@ def test_rewards_of_turns_that_cancel_out_need_one_at_the_end_too(model: Decoder
 
         async def step(self, answer: Answer) -> Observation | End:
             reward = 1.0 if answer.turn == 0 else -1.0
-            return Observation(messages=({"role": "user", "content": "2>"},), reward=reward) if answer.turn < 2 else End()
+            return (
+                Observation(messages=({"role": "user", "content": "2>"},), reward=reward) if answer.turn < 2 else End()
+            )
 
     with pytest.raises(UserError, match="give the end a reward"):
         played(runner_of(DenseEngine(model), Cancelling), 1)

@@ -169,7 +169,7 @@ def test_openings_are_remembered_up_to_a_limit(model: Decoder, monkeypatch: pyte
     monkeypatch.setattr(in_flight, "MAX_OPENINGS", 2)
     found = InFlightTrajectories(runner_of(DenseEngine(model)))
     first = found._shared_opening((300, 301))
-    assert found._shared_opening(tuple([300, 301])) is first  # noqa: C409 - another object
+    assert found._shared_opening(tuple([300, 301])) is first
     for token in range(5):
         found._shared_opening((token,))
     assert len(found._openings) == 2
