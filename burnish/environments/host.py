@@ -21,6 +21,8 @@ from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, 
 Reply = Observation | End | EpisodeFailed | UserError
 """What a call returns. A `UserError` ends the run; the runner raises it in its own thread."""
 T = TypeVar("T")
+SESSIONS_TIMEOUT_S = 10.0
+"""How long the host waits, when it closes, for sessions that are being closed."""
 CLOSE_TIMEOUT_S = 40.0
 """How long the host waits for environments and workers to close. Objects and processes have limits of their own, 10 s each."""
 MAX_TRACEBACK_CHARS = 8_000
@@ -198,7 +200,8 @@ class EnvironmentHost:
         self._workers: ObjectWorkers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def open(self) -> Session:
         """Return the session of a new episode. Its environment is made by the first call."""
@@ -226,7 +229,7 @@ class EnvironmentHost:
             replies.put(HostReply(ticket, reply))
             on_reply()
 
-        self._spawn(answer())
+        self._spawn(answer(), self._calls)
         return None
 
     def close_session(self, session: Session) -> None:
@@ -234,7 +237,7 @@ class EnvironmentHost:
         if self.kind.runs_in == "runner":
             run_now(session.close())
         elif self._loop is not None:
-            self._spawn(_close_quietly(session))
+            self._spawn(_close_quietly(session), self._closing)
 
     async def workers(self) -> ObjectWorkers:
         """Return the worker processes; start them with the first call. Runs in the event loop."""
@@ -248,7 +251,7 @@ class EnvironmentHost:
         return self._workers.counters() if self._workers is not None else {}
 
     def close(self) -> None:
-        """Cancel all calls, close the workers and end the event loop's thread."""
+        """Cancel all calls, wait for sessions that are being closed, close the workers and end the event loop's thread."""
         if self._loop is None or self._thread is None:
             return
         loop, thread = self._loop, self._thread
@@ -259,21 +262,25 @@ class EnvironmentHost:
         loop.close()
 
     async def _shut_down(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
+        calls = list(self._calls)
+        for task in calls:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
+        if self._closing:  # an episode on a server would stay open there
+            _, late = await asyncio.wait(self._closing, timeout=SESSIONS_TIMEOUT_S)
+            for task in late:
+                task.cancel()
         if self._workers is not None:
             await self._workers.aclose()
             self._workers = None
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         loop = self._event_loop()
 
         def create() -> None:
             task = loop.create_task(work)
-            self._tasks.add(task)  # the loop keeps only weak references to tasks
-            task.add_done_callback(self._tasks.discard)
+            tasks.add(task)  # the loop keeps only weak references to tasks
+            task.add_done_callback(tasks.discard)
 
         loop.call_soon_threadsafe(create)
 

@@ -19,7 +19,13 @@ from burnish.core.trajectory import EPISODE_METRICS, EVENTS, Trajectory, pack
 from burnish.environments import worker_link, workers
 from burnish.environments.base import Answer, Done, End, Environment, Episode, EpisodeFailed, Observation, Turn
 from burnish.environments.dialogue import ChatRenderer
-from burnish.environments.host import CLOSE_TIMEOUT_S, EnvironmentHost, EnvironmentKind, HostReply
+from burnish.environments.host import (
+    CLOSE_TIMEOUT_S,
+    SESSIONS_TIMEOUT_S,
+    EnvironmentHost,
+    EnvironmentKind,
+    HostReply,
+)
 from burnish.environments.workers import ObjectSpec, ObjectWorkers
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
@@ -321,8 +327,35 @@ def test_an_episode_that_is_dropped_during_a_call_closes_after_the_call() -> Non
     assert told == ["made", "started", "closed"]
 
 
+def test_a_host_that_closes_lets_sessions_close_and_cancels_calls() -> None:
+    told = list[str]()
+    is_waiting = threading.Event()
+
+    class OnServer(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            if episode.sample:
+                is_waiting.set()
+                await asyncio.Event().wait()
+            return Observation()
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.05)
+            told.append("closed")
+
+    host = EnvironmentHost(EnvironmentKind("test", "loop", make=OnServer))
+    sessions, replies = [host.open(), host.open()], queue.SimpleQueue[HostReply]()
+    for k, session in enumerate(sessions):
+        host.ask(session, "start", Episode("r#0.0", 0, "", sample=k), k, replies, lambda: None)
+    assert replies.get(timeout=10).ticket == 0
+    assert is_waiting.wait(10)
+    for session in sessions:
+        host.close_session(session)
+    host.close()
+    assert told == ["closed"] * 2
+
+
 def test_a_host_waits_longer_for_its_workers_than_they_do_for_objects_and_processes() -> None:
-    assert workers.CLOSE_DEADLINE_S + worker_link.EXIT_WAIT_S + worker_link.KILL_TIMEOUT_S < CLOSE_TIMEOUT_S
+    assert SESSIONS_TIMEOUT_S + workers.CLOSE_DEADLINE_S + worker_link.EXIT_WAIT_S + worker_link.KILL_TIMEOUT_S < CLOSE_TIMEOUT_S
 
 
 def test_a_user_error_ends_the_run(model: Decoder) -> None:
