@@ -112,7 +112,9 @@ class Session:
             # Something that the environment waited for was cancelled. Without a reply the episode would wait for ever.
             raise EpisodeFailed("step_failed", f"{method}() was cancelled") from error
         except TimeoutError as error:
-            raise EpisodeFailed("step_timed_out", f"{method}() timed out after {kind.deadline_s:g} s") from error
+            # An environment's own waits may raise it too, with a text of their own.
+            why = f": {error}" if str(error) else f" after {kind.deadline_s:g} s"
+            raise EpisodeFailed("step_timed_out", f"{method}() timed out{why}") from error
         except Exception as error:  # an environment may raise anything; the sample fails with the reason
             text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
             failed = "reset_failed" if method == "start" else "step_failed"

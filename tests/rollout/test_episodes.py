@@ -296,6 +296,15 @@ def test_an_episode_that_waits_for_something_cancelled_fails_and_does_not_wait_f
         assert "start() was cancelled" in (t.error or "")
 
 
+def test_a_time_out_of_the_environment_itself_keeps_its_text(model: Decoder) -> None:
+    class NoRoom(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            raise TimeoutError("the server had no room for 3 s")
+
+    for t in played(runner_of(DenseEngine(model), NoRoom)).values():
+        assert t.error == f"row {t.prompt_id}: the environment's start() timed out: the server had no room for 3 s"
+
+
 def test_an_episode_that_is_dropped_during_a_call_closes_after_the_call() -> None:
     told = list[str]()
     is_waiting, may_return, is_closed = threading.Event(), asyncio.Event(), threading.Event()
@@ -355,7 +364,10 @@ def test_a_host_that_closes_lets_sessions_close_and_cancels_calls() -> None:
 
 
 def test_a_host_waits_longer_for_its_workers_than_they_do_for_objects_and_processes() -> None:
-    assert SESSIONS_TIMEOUT_S + workers.CLOSE_DEADLINE_S + worker_link.EXIT_WAIT_S + worker_link.KILL_TIMEOUT_S < CLOSE_TIMEOUT_S
+    assert (
+        SESSIONS_TIMEOUT_S + workers.CLOSE_DEADLINE_S + worker_link.EXIT_WAIT_S + worker_link.KILL_TIMEOUT_S
+        < CLOSE_TIMEOUT_S
+    )
 
 
 def test_a_user_error_ends_the_run(model: Decoder) -> None:
