@@ -318,6 +318,13 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 
 async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
     """Start a worker process in a session of its own, and wait until it is ready; `WorkerGone` if it does not get there."""
+    try:
+        return await _started_worker(number, limits)
+    except OSError as error:  # such as too many open files
+        raise WorkerGone(f"environment worker {number} could not be started: {error}") from error
+
+
+async def _started_worker(number: int, limits: WorkerLimits) -> WorkerLink:
     with contextlib.ExitStack() as theirs:
         channel, their_channel = socket.socketpair()
         theirs.enter_context(their_channel)
@@ -330,11 +337,11 @@ async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
             marks.flush()
             try:
                 process = _spawn((their_channel.fileno(), their_lifeline, marks.fileno()), their_output)
-            except OSError as error:
+            except OSError:
                 channel.close()
                 os.close(lifeline)
                 os.close(output)
-                raise WorkerGone(f"environment worker {number} could not be started: {error}") from error
+                raise
             link = WorkerLink(number, process, lifeline, os.dup(marks.fileno()), limits)
     channel.setblocking(False)
     await link.connect(channel, output)

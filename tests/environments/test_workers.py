@@ -419,6 +419,19 @@ def test_three_failed_starts_in_a_row_end_the_run(monkeypatch: pytest.MonkeyPatc
     assert play(scenario, num_workers=2)["started"] == 0
 
 
+def test_a_start_without_a_free_descriptor_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(worker_link.tempfile, "TemporaryFile", refuse)
+
+    async def scenario(workers: ObjectWorkers) -> None:
+        with pytest.raises(UserError, match=r"3 worker processes .* Too many open files"):
+            await workers.open(COUNTER)
+
+    assert play(scenario)["started"] == 0
+
+
 def test_objects_are_spread_and_reusable_ones_are_started_again() -> None:
     async def scenario(workers: ObjectWorkers) -> None:
         games: list[RemoteObject] = [await workers.open(COUNTER, is_reusable=True) for _ in range(4)]
