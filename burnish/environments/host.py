@@ -51,6 +51,8 @@ class EnvironmentKind:
     """Makes one object, for `runner` and `loop`."""
     make_with_workers: Callable[[Callable[[], Awaitable[ObjectWorkers]]], Environment] | None = None
     """Makes one object for `loop` that opens its tools in the worker processes."""
+    aclose: Callable[[], Awaitable[None]] | None = None
+    """Frees what all its objects share, in the event loop, when the host closes."""
     spec: ObjectSpec | None = None
     """What a worker process makes, for `worker`."""
     is_reusable: bool = False
@@ -272,6 +274,8 @@ class EnvironmentHost:
             _, late = await asyncio.wait(self._closing, timeout=SESSIONS_TIMEOUT_S)
             for task in late:
                 task.cancel()
+        if self.kind.aclose is not None:
+            await self.kind.aclose()
         if self._workers is not None:
             await self._workers.aclose()
             self._workers = None

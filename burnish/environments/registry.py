@@ -128,8 +128,9 @@ def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any 
             f"environment.tools has no effect on {name}: only {', '.join((TOOLS, *TAG_SYSTEMS))} have tools"
         )
     if takes_tools:
-        make = tool_environment_maker(config, tokenizer, base, num_workers(config))
-        return EnvironmentKind(name, "loop", make_with_workers=make, deadline_s=EPISODE_DEADLINES * config.deadline_s)
+        make, aclose = tool_environment_maker(config, tokenizer, base, num_workers(config))
+        deadline_s = EPISODE_DEADLINES * config.deadline_s
+        return EnvironmentKind(name, "loop", make_with_workers=make, aclose=aclose, deadline_s=deadline_s)
     cls, options, path = _class_of(name, base), dict(config.options), BUILT_IN.get(name) or ADAPTERS.get(name) or name
     if is_plugin(name) and (adapter := adapter_for(cls)) is not None:
         cls, path, options = _import(ADAPTERS[adapter]), ADAPTERS[adapter], {"target": name, **options}

@@ -74,6 +74,11 @@ class ToolBox:
                 self._handles = found
             return self._handles
 
+    async def aclose(self) -> None:
+        """End the MCP servers. Objects in worker processes end with those."""
+        for server in self._servers:
+            await server.aclose()
+
     @property
     def names(self) -> list[str]:
         """The names of the tools that are known before the servers are asked."""
@@ -142,11 +147,14 @@ class _LazyToolEnvironment(Environment):
 
 def tool_environment_maker(
     config: EnvironmentConfig, tokenizer: Tokenizer, base: Any, num_workers: int
-) -> Callable[[OpenWorkers], Environment]:
-    """Return a function that makes the configured environment with tools, given the workers. Everything is checked here."""
+) -> tuple[Callable[[OpenWorkers], Environment], Callable[[], Awaitable[None]]]:
+    """Return a function that makes the configured environment with tools, given the workers, and one that ends its MCP servers.
+
+    Everything is checked here.
+    """
     box = ToolBox(config, base, num_workers)
     make = _tool_maker(config, tokenizer, box) if config.name == "tools" else _tag_maker(config, tokenizer, box)
-    return lambda workers: _LazyToolEnvironment(make, box, workers)
+    return lambda workers: _LazyToolEnvironment(make, box, workers), box.aclose
 
 
 def _tool_maker(
