@@ -127,14 +127,17 @@ class RolloutRunner:
             if isinstance(branching, TreePlan)
             else InFlightTrajectories(self, branching is not None)
         )
-        for draw in draws:
-            for sample in range(n):
-                if not self.is_sampled(draw, sample, done, resumed):
-                    yield from in_flight.add(draw, sample, sampling, stream)
-        in_flight.submit_pending()
-        for draw in draws if stream == "train" else ():
-            yield from self.demonstrations(draw, n)
-        yield from self._finish(in_flight)
+        try:
+            for draw in draws:
+                for sample in range(n):
+                    if not self.is_sampled(draw, sample, done, resumed):
+                        yield from in_flight.add(draw, sample, sampling, stream)
+            in_flight.submit_pending()
+            for draw in draws if stream == "train" else ():
+                yield from self.demonstrations(draw, n)
+            yield from self._finish(in_flight)
+        finally:
+            in_flight.close()
 
     def continue_all(self, prefixes: Iterable[AnswerPrefix], sampling: SamplingOptions) -> Iterator[Trajectory]:
         """Yield one continued answer per prefix, as they finish."""
@@ -142,34 +145,31 @@ class RolloutRunner:
         for prefix in prefixes:
             in_flight.add_prefix(prefix, sampling)
         in_flight.submit_pending()
-        yield from self._finish(in_flight)
+        yield from self._finish(in_flight)  # these answers have no environments to close
 
     def _finish(self, in_flight: InFlightTrajectories) -> Iterator[Trajectory]:
         """Yield the trajectories in flight as they end."""
         num_empty = 0
-        try:
-            while in_flight.running or in_flight.waiting:
-                num_empty += 1
-                for completion in self.engine.stream():
-                    num_empty = 0
-                    yield from in_flight.take(completion)
-                    yield from in_flight.take_replies()
-                    in_flight.submit_pending()
-                # The stream is empty or was interrupted: by a reply of an environment, by a request to stop now, or by one that came
-                # too late for the previous sampling.
-                if self.stop_request.is_effective:
-                    yield from in_flight.pause_all()
-                    raise RolloutStopped
-                if in_flight.waiting:
-                    num_empty = 0
-                    yield from in_flight.take_replies(0.0 if in_flight.running else REPLY_WAIT_S)
-                    in_flight.submit_pending()
-                if num_empty > MAX_EMPTY_STREAMS:
-                    raise RuntimeError(
-                        f"the engine ended its stream {num_empty} times with {len(in_flight.running)} requests unanswered"
-                    )
-        finally:
-            in_flight.close()
+        while in_flight.running or in_flight.waiting:
+            num_empty += 1
+            for completion in self.engine.stream():
+                num_empty = 0
+                yield from in_flight.take(completion)
+                yield from in_flight.take_replies()
+                in_flight.submit_pending()
+            # The stream is empty or was interrupted: by a reply of an environment, by a request to stop now, or by one that came
+            # too late for the previous sampling.
+            if self.stop_request.is_effective:
+                yield from in_flight.pause_all()
+                raise RolloutStopped
+            if in_flight.waiting:
+                num_empty = 0
+                yield from in_flight.take_replies(0.0 if in_flight.running else REPLY_WAIT_S)
+                in_flight.submit_pending()
+            if num_empty > MAX_EMPTY_STREAMS:
+                raise RuntimeError(
+                    f"the engine ended its stream {num_empty} times with {len(in_flight.running)} requests unanswered"
+                )
 
     def is_sampled(
         self,
