@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from burnish.config.environment import GAME_TURNS
 from burnish.config.plugins import is_plugin
-from burnish.config.rollout import GAME_TURNS
 from burnish.config.yaml_text import printable
 
 WIDTH = 120

@@ -183,7 +183,7 @@ def make_tests(
     args: argparse.Namespace, model: Path, subject: ModelSource, data: list[str], overrides: list[str]
 ) -> list[EvalJob]:
     """The checked settings of every data set, resolved for this machine. `--force` removes old results."""
-    from burnish.config.rollout import GAME_TURNS, SINGLE_TURN
+    from burnish.config.environment import GAME_TURNS, SINGLE_TURN
     from burnish.evaluation.evaluate import fingerprint
     from burnish.evaluation.output_paths import find_output_paths
     from burnish.evaluation.session import EvalJob, choose_dtype, default_workers

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.cli.main import print_note
+from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
-from burnish.config.rollout import SINGLE_TURN
 from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:

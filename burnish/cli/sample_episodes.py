@@ -16,10 +16,11 @@ from pydantic import BeforeValidator
 
 from burnish.cli.main import print_note
 from burnish.config.data import Data, Reward, Source, Template
+from burnish.config.environment import GAME_TURNS, SINGLE_TURN, Environment, check_turns
 from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.records import Record, name_to_record
-from burnish.config.rollout import GAME_TURNS, SINGLE_TURN, Environment, Rollout, Sampling, check_turns
+from burnish.config.rollout import Rollout, Sampling
 from burnish.config.yaml_text import printable
 from burnish.core.trajectory import EPISODE_METRICS, Trajectory
 from burnish.data.prompt_pool import Prompt

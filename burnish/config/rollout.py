@@ -1,4 +1,4 @@
-"""Config sections for rollouts: sampling, engines, injected engine faults, rollout sources and environments."""
+"""Config sections for rollouts: sampling, engines, injected engine faults and rollout sources."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
-from burnish.config.plugins import is_plugin
-from burnish.config.records import Record, Slot, choice, name_to_record
+from burnish.config.records import Record, Slot, choice
 
 if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
@@ -18,23 +17,6 @@ LOCAL_ENGINE_KEYS = ("dtype", "max_model_len", "enforce_eager")
 """Keys of `rollout.vllm` that apply to an engine in this process only."""
 SERVER_KEYS = ("weights_dir", "timeout_s")
 """Keys of `rollout.vllm` that apply to a server only."""
-SINGLE_TURN, GUESS_NUMBER, SELF_CORRECTION = "single_turn", "guess_number", "multi_turn_correction"
-TOOLS = "tools"
-"""The environment whose answers call tools in the format of the model's chat template."""
-TAG_ENVIRONMENTS = ("tags", "search_r1", "research", "retool", "torl")
-"""Environments whose answers call tools with tags."""
-GAME_TURNS = {
-    GUESS_NUMBER: 3,
-    "sokoban": 5,
-    "frozen_lake": 5,
-    "bandit": 1,
-    "game_2048": 50,
-    "tic_tac_toe": 5,
-    "tic_tac_toe_self_play": 9,
-    "kuhn_poker": 3,
-    "alphabet_sort": 3,
-}
-"""Games whose environment and task have the same name, with a usual number of turns."""
 
 
 # --- sources: when the rollouts of a step are made ------------------------------------------------------------------------
@@ -423,119 +405,3 @@ class Rollout(Sampling):
     def all_stages(self) -> list[Rollout]:
         """The settings at the start and in each stage."""
         return [self, *(self.at(stage.start) for stage in self.stages)]
-
-
-# --- environments -----------------------------------------------------------------------------------------------------------
-
-
-class ToolEntry(Record):
-    """A tool that the model may call."""
-
-    name: str
-    """A built-in tool (python, python_session, calculator, search, search_http, table_lookup, mcp) or `path/to/file.py:function`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the tool."""
-
-
-class Environment(Record):
-    """The environment that responds to completions."""
-
-    name: str = SINGLE_TURN
-    """single_turn; tools, for answers with tool calls; a game or a system by its name (`burnish environments` lists them); or
-    `path/to/file.py:Class` (`package.module:Class`)."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the environment."""
-    max_turns: int = Field(1, ge=1)
-    """Maximum number of completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
-    guess_number, and algorithms that compare states, need 2 or more."""
-    max_tokens: int | None = Field(None, ge=2)
-    """Maximum number of tokens of one trajectory, with prompt and observations. A turn that might exceed it is not started. A prompt whose
-    first turn might exceed it is an error. A sample fails if its environment adds text to the prompt and the first turn might then exceed it.
-    null: the positions of the model."""
-    tools: list[Annotated[ToolEntry, BeforeValidator(name_to_record)]] = Field(default_factory=list)
-    """The tools of the environment: names, or records with a name and options."""
-    call_format: str = "auto"
-    """How the model writes tool calls: hermes, qwen3_coder, llama3, mistral, gemma3, smollm2 and others; auto follows the chat template."""
-    max_calls: int | None = Field(None, ge=1)
-    """Maximum number of tool calls of one trajectory. A further call is answered with an error text."""
-    history: Literal["as_template", "keep"] = "as_template"
-    """What happens if the chat template writes earlier turns differently once a message is added (Qwen3 drops thinking). as_template: the
-    model reads what the template writes, and the trajectory branches. keep: the turn is appended behind the sampled tokens."""
-    workers: int | None = Field(None, ge=1)
-    """Worker processes for environments and tools from files. null: one per core, at most 8."""
-    deadline_s: float = Field(60.0, gt=0)
-    """Time limit of one call of an environment or a tool."""
-    memory_gib: float = Field(4.0, gt=0)
-    """Address space of one worker process."""
-    retries: int = Field(1, ge=0)
-    """How often an episode starts again after its environment failed. Then the sample leaves the loss and the group statistics."""
-
-
-def max_written_tokens(max_tokens: int, environment: Environment) -> int:
-    """The most tokens that the model can write in one episode, with at most `max_tokens` in a completion.
-
-    Penalties on length and the horizon of Dr.GRPO both count in it. A trajectory is its length over all turns.
-    """
-    written = max_tokens * environment.max_turns
-    return written if environment.max_tokens is None else min(written, environment.max_tokens)
-
-
-def check_turns(environment: Environment) -> None:
-    """Refuse a game of several turns with a single turn."""
-    usual = GAME_TURNS.get(environment.name, 1)
-    if usual > 1 and environment.max_turns == 1:
-        raise ValueError(
-            f"environment {environment.name} is a game of several turns, but environment.max_turns=1 ends it after the first answer: set "
-            f"environment.max_turns, such as {usual}"
-        )
-
-
-def check_game_task(environment: Environment, task: str | None, what: str) -> None:
-    """Refuse a game without the rows of its task, and rows of a game without its environment. `what` names the data source.
-
-    A user's class may play the rows of a game, which hold its seeds.
-    """
-    if task in GAME_TURNS and environment.name != task and not is_plugin(environment.name):
-        raise ValueError(
-            f"task {task} is a game: set environment.name={task} and environment.max_turns={GAME_TURNS[task]}; environment "
-            f"{environment.name} cannot play it"
-        )
-    if environment.name in GAME_TURNS and task != environment.name:
-        raise ValueError(
-            f"environment {environment.name} needs rows of the task {environment.name}, but data has {what}"
-        )
-
-
-def check_environment_fits(config: TrainConfig) -> None:
-    """Refuse an environment that does not match the data, and settings that have no effect."""
-    environment = config.environment
-    if environment.name == SINGLE_TURN and environment.max_turns != 1:
-        raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
-    if environment.max_tokens is not None and environment.max_turns == 1:
-        raise ValueError(
-            "environment.max_tokens has no effect with environment.max_turns=1: rollout.max_tokens limits a completion"
-        )
-    for source in [*config.data.train, *config.data.validation]:
-        check_game_task(environment, source.task, str(source.task or source.path or source.plugin))
-    check_turns(environment)
-    if environment.name in GAME_TURNS and [part.name for part in config.reward.parts] != ["task"]:
-        raise ValueError(
-            f"reward.parts has no effect: environment {environment.name} gives the rewards itself; leave it out"
-        )
-    needs_turns = ", ".join(config.algorithm.needs("turns"))
-    if needs_turns and environment.max_turns == 1:
-        raise ValueError(
-            f"{needs_turns} estimates from turn to turn, but environment.max_turns=1 gives each sample one turn: use gae, or an "
-            "environment of several turns with its environment.max_turns"
-        )
-    needs_states = ", ".join(config.algorithm.needs("states"))
-    if needs_states and environment.name == SINGLE_TURN:
-        raise ValueError(
-            f"{needs_states} compares turns that begin in the same state, but single_turn has one turn per sample: "
-            "give an environment that reports its state, such as guess_number, or use grpo"
-        )
-    if needs_states and environment.max_turns == 1:
-        raise ValueError(
-            f"{needs_states} compares turns that begin in the same state, but environment.max_turns=1 leaves each sample only "
-            "its first turn: set environment.max_turns to the most turns that the environment may ask for, or use grpo"
-        )

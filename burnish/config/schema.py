@@ -14,18 +14,12 @@ from burnish.algorithms.losses.spec import DpoLoss, PreferenceSlot
 from burnish.algorithms.spec import Algorithm
 from burnish.config.consistency import check_algorithm_fits
 from burnish.config.data import Data, Reward, Sources, Template
+from burnish.config.environment import Environment, check_environment_fits
 from burnish.config.errors import did_you_mean
 from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
 from burnish.config.placement import LocalPlacement, Parallel, PlacementSlot, check_parallel_fits, check_placement_fits
 from burnish.config.records import Record, name_to_record
-from burnish.config.rollout import (
-    Environment,
-    Rollout,
-    Sampling,
-    check_environment_fits,
-    check_mismatch_fits,
-    check_source_fits,
-)
+from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits, check_source_fits
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from burnish.config.consistency import STYLE_REWARDS
+from burnish.config.environment import GAME_TURNS, GUESS_NUMBER, SELF_CORRECTION, SINGLE_TURN, TAG_ENVIRONMENTS, TOOLS
 from burnish.config.plugins import is_reference
-from burnish.config.rollout import GAME_TURNS, GUESS_NUMBER, SELF_CORRECTION, SINGLE_TURN, TAG_ENVIRONMENTS, TOOLS
 
 Tree = Any
 Edit = tuple[str, Any]

@@ -12,10 +12,11 @@ from torch import nn
 
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Reward, Source, Template
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
-from burnish.config.rollout import Environment, Rollout, Vllm, gpu_refusal
+from burnish.config.rollout import Rollout, Vllm, gpu_refusal
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from burnish.config.data import Template
+from burnish.config.environment import SINGLE_TURN
+from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
-from burnish.config.rollout import SINGLE_TURN
-from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.data.template import template_kind
 from burnish.environments import dialogue
 from burnish.environments.adapters.recognise import ADAPTERS, adapter_for

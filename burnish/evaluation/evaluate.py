@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.data import RewardPart, Template
+from burnish.config.environment import SINGLE_TURN, Environment
 from burnish.config.errors import UserError
 from burnish.config.plugins import is_plugin, is_plugin_file, plugin_source
-from burnish.config.rollout import SINGLE_TURN, Environment, Rollout
+from burnish.config.rollout import Rollout
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.files import find_files

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError, did_you_mean, hub_hint
 from burnish.config.model import Model
-from burnish.config.rollout import Environment
 from burnish.config.yaml_text import parse_yaml, read_json_object
 from burnish.models.tokenizer import MAX_CHARACTER_BYTES, MAX_PENDING_TOKENS, REPLACEMENT_CHARACTER, Tokenizer
 from burnish.run.checkpoint.checkpoints import Checkpoints

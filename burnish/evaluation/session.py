@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from burnish.config.data import Reward
+from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
 from burnish.config.model import Model
-from burnish.config.rollout import SINGLE_TURN, Rollout
+from burnish.config.rollout import Rollout
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import validation_prompts

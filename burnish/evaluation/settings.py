@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.data import Data, Reward, Source, Template
+from burnish.config.environment import GAME_TURNS, SINGLE_TURN, Environment, check_game_task, check_turns
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.loading import Loaded, load
 from burnish.config.model import Model
 from burnish.config.records import Record, name_to_record
-from burnish.config.rollout import GAME_TURNS, SINGLE_TURN, Environment, check_game_task, check_turns
 from burnish.config.schema import ValidationMode
 from burnish.data.files import find_files, read_records
 from burnish.data.published_datasets import BENCHMARKS, benchmark_source

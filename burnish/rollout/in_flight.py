@@ -10,7 +10,6 @@ without a reward.
 
 from __future__ import annotations
 
-import math
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -22,21 +21,11 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
-from burnish.core.trajectory import (
-    EPISODE_METRICS,
-    EVENTS,
-    LAST_WORDS,
-    PLAYERS,
-    ROLE,
-    TokenNode,
-    Trajectory,
-    TrajectoryFinish,
-    TurnSpan,
-)
+from burnish.core.trajectory import PLAYERS, ROLE, Trajectory, TrajectoryFinish, TurnSpan
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, Observation, Turn
 from burnish.environments.host import HostReply, Reply
-from burnish.rewards.score_types import reward_problem
+from burnish.rollout.finished_trajectory import checked_reward, episode_reward, finished_trajectory
 from burnish.rollout.running_trajectory import PartialTurn, RunningTrajectory, TokenPath
 
 if TYPE_CHECKING:
@@ -249,10 +238,10 @@ class InFlightTrajectories:
             return self._failed(active, reply)
         path = active.current
         if isinstance(reply, Done):
-            path.turns[-1] = path.turns[-1]._replace(reward=_checked_reward(reply.reward or 0.0))
+            path.turns[-1] = path.turns[-1]._replace(reward=checked_reward(reply.reward or 0.0))
             return self._trajectories(active, "stop", is_scored=reply.reward is not None)
         tokens = self._checked_tokens(active, reply, "observe")
-        path.turns[-1] = path.turns[-1]._replace(reward=_checked_reward(reply.reward))
+        path.turns[-1] = path.turns[-1]._replace(reward=checked_reward(reply.reward))
         longest, most = self.runner.longest, active.sampling.max_tokens
         if longest is not None and path.length + len(tokens) + most > longest:
             return self._trajectories(active, "length")  # no room for another turn
@@ -362,7 +351,7 @@ class InFlightTrajectories:
         if active.num_turns == 0:
             return self._open_conversation(active, seen)
         path = active.current
-        path.turns[-1] = path.turns[-1]._replace(reward=_episode_reward(seen.reward))
+        path.turns[-1] = path.turns[-1]._replace(reward=episode_reward(seen.reward))
         if active.num_turns >= runner.max_turns:
             return self._cut(active, "turns")
         if seen.role != active.role:
@@ -431,10 +420,10 @@ class InFlightTrajectories:
             for role, reward in end.rewards.items():
                 path = active.paths.get(role)
                 if path is not None and path.turns:
-                    path.turns[-1] = path.turns[-1]._replace(reward=path.turns[-1].reward + _episode_reward(reward))
+                    path.turns[-1] = path.turns[-1]._replace(reward=path.turns[-1].reward + episode_reward(reward))
         elif end.reward is not None:
             turns = active.current.turns
-            turns[-1] = turns[-1]._replace(reward=turns[-1].reward + _episode_reward(end.reward))
+            turns[-1] = turns[-1]._replace(reward=turns[-1].reward + episode_reward(end.reward))
         is_scored = end.reward is not None or end.rewards is not None
         return self._trajectories(active, active.finish or "stop", is_scored, end=end)
 
@@ -481,51 +470,8 @@ class InFlightTrajectories:
         error: str | None = None,
         end: End | None = None,
     ) -> Trajectory:
-        """Return the finished trajectory of one conversation."""
-        total_reward = math.fsum(span.reward for span in path.turns)
-        is_scored = error is None and (is_scored or getattr(active.environment, "gives_rewards", False))
-        if any(span.reward for span in path.turns) and not is_scored and error is None:
-            raise UserError(
-                f"the environment gave turns of {active.draw.prompt.row.id} a reward and none at the end ({finish}): give the end a reward "
-                "too. An environment on tokens also needs `gives_rewards = True` for trajectories that are cut off"
-            )
-        if wrong := reward_problem(total_reward):
-            raise UserError(
-                f"the environment's rewards of {active.draw.prompt.row.id}, added up over its turns: {wrong}"
-            )
-        reward = total_reward if is_scored else None
-        prompt_length = path.prompt_length()
-        success = end.success if end is not None else None
-        accuracy = float(success) if success is not None else self._accuracy(active, reward)
-        metadata: dict[str, object] = {"prompt_length": prompt_length}
-        if active.events:
-            metadata[EVENTS] = active.events
-        if active.num_retries:
-            active.metrics["retries"] = float(active.num_retries)
-        if active.metrics:
-            metadata[EPISODE_METRICS] = active.metrics
-        if end is not None and end.text:
-            metadata[LAST_WORDS] = end.text
-        return Trajectory(
-            prompt_id=active.draw.prompt.row.id,
-            visit=active.draw.visit,
-            sample=active.sample,
-            nodes=path.nodes or [TokenNode(-1, np.zeros(0, dtype=np.int64))],
-            finish=finish,
-            completion=self.runner.tokenizer.decode(path.tokens()[prompt_length:]),
-            reward=reward,
-            accuracy=accuracy,
-            parts={} if reward is None else {"environment": reward},
-            error=error,
-            metadata=metadata,
-            turns=path.turns,
-        )
-
-    def _accuracy(self, active: RunningTrajectory, reward: float | None) -> float | None:
-        """Return 1 if a reward reaches the environment's `correct_at`, else 0; None if there is no reward or no `correct_at`."""
-        kind = active.session.kind if active.session is not None else active.environment
-        threshold = getattr(kind, "correct_at", None)
-        return None if reward is None or threshold is None else float(reward >= threshold)
+        """Return the finished trajectory of one conversation. A subclass may add to it."""
+        return finished_trajectory(active, path, self.runner.tokenizer, finish, is_scored, error, end)
 
     def _close(self, active: RunningTrajectory) -> None:
         if active.session is not None and self.runner.host is not None:
@@ -540,20 +486,3 @@ def _call_environment(ask: Callable[[], Turn | Done], method: str, row: str) -> 
         raise
     except Exception as error:  # noqa: BLE001 (user code may raise anything; the sample fails with the reason)
         return f"row {row}: the environment's {method}() raised {type(error).__name__}: {error}"
-
-
-def _episode_reward(value: object) -> float:
-    """Return the reward of an environment on messages as a float. A wrong one fails the episode, not the run."""
-    try:
-        return _checked_reward(value)
-    except UserError as error:
-        raise EpisodeFailed("bad_reply", f"reward is wrong: {error}") from error
-
-
-def _checked_reward(value: object) -> float:
-    """Return the reward as a float. Raises if it is no finite number within the allowed range."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"the environment gave a turn the reward {value!r}; expected a finite number")
-    if wrong := reward_problem(float(value)):
-        raise UserError(f"the environment gave a turn a reward out of range: {wrong}")
-    return float(value)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.data import Source
+from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
 from burnish.config.requirements import AnyConfig, matching_paths, model_directories, plugin_files
-from burnish.config.rollout import SINGLE_TURN
 from burnish.config.schema import TrainConfig
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row

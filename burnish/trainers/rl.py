@@ -30,8 +30,8 @@ from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.mismatch_diagnostics import surprise_metrics
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.algorithms.template_collapse import collapse_metrics
+from burnish.config.environment import max_written_tokens
 from burnish.config.errors import UserError
-from burnish.config.rollout import max_written_tokens
 from burnish.core.batch import Batch
 from burnish.core.trajectory import pack
 from burnish.rollout.runner import RolloutStopped

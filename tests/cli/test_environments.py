@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from burnish.cli.main import main
+from burnish.config.environment import GAME_TURNS
 from burnish.config.model import Model, NewModel
-from burnish.config.rollout import GAME_TURNS
 from burnish.data.tasks.games import GAME_ALPHABET
 from burnish.environments.registry import environment_names
 from burnish.environments.tools.built_in import BUILT_IN as BUILT_IN_TOOLS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from burnish.config.data import Template
+from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
 from burnish.data.supervised import encode_example

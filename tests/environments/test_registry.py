@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
 from burnish.environments.base import Done, Turn

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment
 from burnish.evaluation.model_source import (
     ModelSource,
     TextStream,

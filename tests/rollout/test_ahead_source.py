@@ -14,8 +14,8 @@ import pytest
 
 from burnish.algorithms.curriculum.spec import PrioritisedCurriculum
 from burnish.config.data import Data, Source
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment
 from burnish.core.engine import Completion, SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_stream import PromptStream

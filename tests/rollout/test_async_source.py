@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.config.data import Data, Source
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
 from burnish.data.prompt_stream import PromptStream

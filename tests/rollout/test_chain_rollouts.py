@@ -15,8 +15,8 @@ import torch
 
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.config.data import Data, Reward, RewardPart, Source
+from burnish.config.environment import Environment
 from burnish.config.loading import algorithm_from_preset
-from burnish.config.rollout import Environment
 from burnish.core.engine import SamplingOptions
 from burnish.core.random_keys import fold, sample_key
 from burnish.core.trajectory import Trajectory, chain_nodes, pack

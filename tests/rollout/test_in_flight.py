@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.rollout import Environment
+from burnish.config.environment import Environment
 from burnish.core.engine import Completion, Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_pool import Prompt

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from burnish.config.data import Reward
+from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment as EnvironmentConfig
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.trajectory import Trajectory, TurnSpan, pack
 from burnish.data.prompt_pool import Prompt

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.rollout import Environment
+from burnish.config.environment import Environment
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import sample_key
 from burnish.core.trajectory import Trajectory

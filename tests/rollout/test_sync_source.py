@@ -13,7 +13,7 @@ import pytest
 
 from burnish.algorithms.curriculum.spec import LengthBudget, PrioritisedCurriculum
 from burnish.config.data import Data, Reward, RewardPart, Source
-from burnish.config.rollout import Environment
+from burnish.config.environment import Environment
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory, pack
 from burnish.data.prompt_stream import PromptStream

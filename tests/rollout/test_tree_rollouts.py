@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from burnish.config.environment import Environment
 from burnish.config.loading import algorithm_from_preset
-from burnish.config.rollout import Environment
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
 from burnish.core.trajectory import Trajectory, pack

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.spec import Algorithm
+from burnish.config.environment import Environment
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset
-from burnish.config.rollout import Environment, Rollout
+from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory, TrajectoryFinish, chain_nodes, pack

@@ -26,9 +26,10 @@ from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.config.environment import Environment
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Optimizer
-from burnish.config.rollout import Environment, Rollout
+from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.config.environment import Environment as EnvironmentConfig
+from burnish.config.environment import ToolEntry
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
-from burnish.config.rollout import Environment as EnvironmentConfig
-from burnish.config.rollout import ToolEntry
 from burnish.environments.base import Environment
 from burnish.environments.tools.base import Tool
 from burnish.environments.tools.built_in import BUILT_IN, MCP, make_tool

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from burnish.config.environment import Environment as EnvironmentConfig
+from burnish.config.environment import ToolEntry
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment as EnvironmentConfig
-from burnish.config.rollout import ToolEntry
 from burnish.environments.base import Episode
 from burnish.environments.tools import mcp_client
 from burnish.environments.tools.base import ToolResult

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from burnish.config.environment import Environment as EnvironmentConfig
+from burnish.config.environment import ToolEntry
 from burnish.config.errors import UserError
-from burnish.config.rollout import Environment as EnvironmentConfig
-from burnish.config.rollout import ToolEntry
 from burnish.environments.base import Answer, End, Episode, Observation, RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
 from burnish.environments.tools.tag_environment import (
