@@ -188,6 +188,14 @@ def test_every_format_is_streamed_in_any_pieces_as_it_is_whole(name: str, data: 
         assert named(calls) == [("add", {"a": "1", "b": "x"})]
 
 
+def test_a_bare_call_behind_text_stays_text() -> None:
+    bare = FORMATS["llama3"]
+    call = bare.write([ParsedCall("add", {"a": "1"})])
+    for before in ("a ", "a<think>"):
+        assert split_tool_calls(before + call, bare) == (before + call, [])
+    assert named(split_tool_calls(f"<think>a</think>{call}", bare)[1]) == [("add", {"a": "1"})]
+
+
 def test_calls_in_reasoning_stay_text() -> None:
     text = f"<think>{CALL}</think>"
     assert split_tool_calls(text) == (text, [])

@@ -173,7 +173,7 @@ class _Scan:
             if think_at < mark_at:
                 closing = text.find(END_THINK, think_at)
                 if closing < 0 and text[:think_at].strip():  # a tag that is only mentioned
-                    position, think_at = think_at + len(THINK), len(text)
+                    position, think_at, is_at_start = think_at + len(THINK), len(text), False
                     continue
                 is_at_start = is_at_start and not text[piece:think_at].strip()
                 self.outside.append(text[piece:think_at])
