@@ -3,7 +3,7 @@
 python bench/tool_rollouts.py [--episodes 1024] [--turns 4] [--new 256] [--rows 256] [--tool-s 0 1] [--where loop worker] [--repeats 3]
 python bench/tool_rollouts.py --open 10000        # host memory and time of episodes that are all open at once
 
-Random weights: Qwen2.5's 1.5B shape in bfloat16 on a GPU, a decoder of 0.4 M parameters on a CPU. Prompts of 128 random characters, no stop
+Random weights: Qwen2.5's 1.5B shape in bfloat16 on a GPU, a decoder of 0.1 M parameters on a CPU. Prompts of 128 random characters, no stop
 token. No tool follows the last turn. `loop` waits in the event loop of the runner, `worker` sleeps in plain Python in worker processes.
 """
 
