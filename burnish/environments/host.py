@@ -7,6 +7,7 @@ for an environment. Every call that can wait has a deadline. Everything that fai
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import traceback
@@ -17,6 +18,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from burnish.config.errors import UserError
 from burnish.environments.base import Answer, End, Environment, Episode, EpisodeFailed, Observation, RunsIn
 from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, RemoteObject
+
+logger = logging.getLogger(__name__)
 
 Reply = Observation | End | EpisodeFailed | UserError
 """What a call returns. A `UserError` ends the run; the runner raises it in its own thread."""
@@ -206,6 +209,7 @@ class EnvironmentHost:
         self._thread: threading.Thread | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._has_warned = False
 
     def open(self) -> Session:
         """Return the session of a new episode. Its environment is made by the first call."""
@@ -241,7 +245,17 @@ class EnvironmentHost:
         if self.kind.runs_in == "runner":
             run_now(session.close())
         elif self._loop is not None:
-            self._spawn(_close_quietly(session), self._closing)
+            self._spawn(self._close_session(session), self._closing)
+
+    async def _close_session(self, session: Session) -> None:
+        """Close a session once its call has ended. The first failure is a warning; the episodes themselves have ended well."""
+        try:
+            async with session.lock:
+                await asyncio.wait_for(session.close(), session.kind.deadline_s)
+        except Exception as error:  # noqa: BLE001 (a user's close() may raise anything)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("close() of environment %s failed, and may leave things open: %s", self.kind.name, error)
 
     async def workers(self) -> ObjectWorkers:
         """Return the worker processes; start them with the first call. Runs in the event loop."""
@@ -249,10 +263,6 @@ class EnvironmentHost:
             assert self.make_workers is not None, "an environment that runs in workers has some"
             self._workers = self.make_workers()
         return self._workers
-
-    def counters(self) -> dict[str, int]:
-        """Return the counters of the worker processes; none if there are no workers."""
-        return self._workers.counters() if self._workers is not None else {}
 
     def close(self) -> None:
         """Cancel all calls, wait for sessions that are being closed, close the workers and end the event loop's thread."""
@@ -304,13 +314,3 @@ async def _reply(work: Coroutine[Any, Any, Observation | End]) -> Reply:
         return await work
     except (EpisodeFailed, UserError) as error:
         return error
-
-
-async def _close_quietly(session: Session) -> None:
-    try:
-        async with session.lock:
-            await asyncio.wait_for(session.close(), session.kind.deadline_s)
-    except Exception as error:  # noqa: BLE001 (the episode has ended; what its object says now changes nothing)
-        import logging
-
-        logging.getLogger(__name__).debug("an environment failed to close: %s", error)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from burnish.config.data import Template
-from burnish.config.environment import SINGLE_TURN
+from burnish.config.environment import SINGLE_TURN, TOOLS
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
@@ -19,6 +19,7 @@ from burnish.environments import dialogue
 from burnish.environments.adapters.recognise import ADAPTERS, adapter_for
 from burnish.environments.base import Environment, MakeEnvironment, SingleTurn
 from burnish.environments.dialogue import ChatRenderer
+from burnish.environments.games import GAMES
 from burnish.environments.guess_number import GuessNumber
 from burnish.environments.host import EnvironmentHost, EnvironmentKind
 from burnish.environments.tools.call_formats import ParsedCall, call_format, detect_format
@@ -28,24 +29,14 @@ from burnish.environments.tools.tool_registry import TAG_SYSTEMS, tool_environme
 from burnish.environments.workers import ObjectSpec, ObjectWorkers, WorkerLimits
 from burnish.models.tokenizer import Tokenizer
 
-GAMES_PACKAGE = "burnish.environments.games"
 BUILT_IN = {
-    "sokoban": f"{GAMES_PACKAGE}.sokoban:Sokoban",
-    "frozen_lake": f"{GAMES_PACKAGE}.frozen_lake:FrozenLake",
-    "bandit": f"{GAMES_PACKAGE}.bandit:Bandit",
-    "countdown": f"{GAMES_PACKAGE}.countdown:CountdownGame",
-    "tic_tac_toe": f"{GAMES_PACKAGE}.tic_tac_toe:TicTacToe",
-    "tic_tac_toe_self_play": f"{GAMES_PACKAGE}.tic_tac_toe:TicTacToeSelfPlay",
-    "kuhn_poker": f"{GAMES_PACKAGE}.kuhn_poker:KuhnPoker",
-    "game_2048": f"{GAMES_PACKAGE}.game_2048:Game2048",
-    "alphabet_sort": f"{GAMES_PACKAGE}.alphabet_sort:AlphabetSort",
+    **{name: f"{game.__module__}:{game.__name__}" for name, game in GAMES.items()},
     "mem_agent": "burnish.environments.mem_agent:MemAgent",
     "deep_retrieval": "burnish.environments.deep_retrieval:DeepRetrieval",
     "multi_turn_correction": "burnish.environments.self_correction:SelfCorrection",
 }
 """Environments on messages, by name."""
 TOKEN_ENVIRONMENTS: dict[str, type[Any]] = {SINGLE_TURN: SingleTurn, "guess_number": GuessNumber}
-TOOLS = "tools"
 MESSAGE_KEYS = ("tools", "call_format", "max_calls", "history", "workers", "deadline_s", "memory_gib", "retries")
 """Settings that only environments on messages have."""
 MAX_WORKERS = 8

@@ -47,40 +47,15 @@ class GameTask:
         return Row(f"{self.name}/{split}/{index}", f"{self.name} {seed}", self.name, None, extra)
 
 
-class Sokoban(GameTask):
-    name = "sokoban"
-
-
-class FrozenLake(GameTask):
-    name = "frozen_lake"
-
-
-class Bandit(GameTask):
-    name = "bandit"
-
-
-class Game2048(GameTask):
-    name = "game_2048"
-
-
-class TicTacToe(GameTask):
-    name = "tic_tac_toe"
-
-
-class TicTacToeSelfPlay(GameTask):
-    name = "tic_tac_toe_self_play"
-
-
-class KuhnPoker(GameTask):
-    name = "kuhn_poker"
-
-
-class AlphabetSort(GameTask):
-    name = "alphabet_sort"
-
-
-GAME_TASKS: dict[str, type[GameTask]] = {
-    task.name: task
-    for task in (Sokoban, FrozenLake, Bandit, Game2048, TicTacToe, TicTacToeSelfPlay, KuhnPoker, AlphabetSort)
-}
+GAMES = (
+    "sokoban",
+    "frozen_lake",
+    "bandit",
+    "game_2048",
+    "tic_tac_toe",
+    "tic_tac_toe_self_play",
+    "kuhn_poker",
+    "alphabet_sort",
+)
+GAME_TASKS: dict[str, type[GameTask]] = {name: type(name, (GameTask,), {"name": name}) for name in GAMES}
 """Tasks of games by name. The game `countdown` takes the rows of the task `countdown`."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from burnish.config.errors import UserError
 from burnish.environments.base import Episode
 from burnish.environments.tools.base import Tool, ToolResult
+from burnish.environments.workers import CallFailed
 
 MAX_TRACEBACK_CHARS = 8_000
 MAX_SHARED_OBJECTS = 8
@@ -135,8 +136,6 @@ OpenRemote = Callable[[], Awaitable[Remote]]
 
 @contextlib.contextmanager
 def _as_tool_failure() -> Iterator[None]:
-    from burnish.environments.workers import CallFailed
-
     try:
         yield
     except CallFailed as error:
@@ -239,8 +238,6 @@ class RemoteTool:
 
 async def _close_quietly(remote: Remote) -> None:
     """Close an object whose state no longer matters: its failure to close concerns no episode."""
-    from burnish.environments.workers import CallFailed
-
     with contextlib.suppress(CallFailed):
         await remote.close()
 
