@@ -18,6 +18,7 @@ LAYERS = [
     "trainers",
     "distributed",
     "rollout",
+    "gateway",
     "inference",
     "memory_plan",
     "training",

@@ -218,7 +218,7 @@ class CompletionPrinter:
     """Prints several completions one after the other, although their tokens arrive interleaved."""
 
     def __init__(self, tokenizer: Tokenizer, num_samples: int) -> None:
-        from burnish.evaluation.model_source import TextStream
+        from burnish.gateway.completion_text import TextStream
 
         self.streams = [TextStream(tokenizer) for _ in range(num_samples)]
         self.waiting = [""] * num_samples  # text of samples that cannot be printed yet

@@ -31,7 +31,8 @@ from burnish.distributed.roles import build_engine, build_environment_driver, bu
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, MakeEnvironment, Observation, Turn
 from burnish.environments.host import EnvironmentHost, Session
 from burnish.environments.registry import check_template_for_turns, environment_class
-from burnish.evaluation.model_source import TextStream, fit_max_tokens
+from burnish.evaluation.model_source import fit_max_tokens
+from burnish.gateway.completion_text import TextStream
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer

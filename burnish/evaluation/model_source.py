@@ -10,7 +10,6 @@ from burnish.config.environment import Environment
 from burnish.config.errors import UserError, did_you_mean, hub_hint
 from burnish.config.model import Model
 from burnish.config.yaml_text import parse_yaml, read_json_object
-from burnish.models.tokenizer import MAX_CHARACTER_BYTES, MAX_PENDING_TOKENS, REPLACEMENT_CHARACTER, Tokenizer
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.run_directory import RunDirectory
 
@@ -103,52 +102,3 @@ def fit_max_tokens(
     of = f"environment.max_tokens={longest}" if is_own else f"{longest} positions"
     rest = "" if turns == 1 else f", the rest for {turns} turns"
     return left, f"max_tokens cut from {max_tokens} to {left}: {of}, {longest_prompt} of them prompt{rest}"
-
-
-class TextStream:
-    """Decodes one completion token by token. The outputs of `push` and `finish`, joined, are the decoded completion.
-
-    A character that spans several tokens is shown with its last token. New tokens are decoded together with the last ones
-    shown, because decoders drop the space before the first word of a text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
-        self.tokenizer = tokenizer
-        self.shown_ids = shown_ids
-        """Special tokens that are shown by their names."""
-        self._tokens: list[int] = []  # the last tokens shown, then those not shown yet
-        self._num_shown = 0
-        self._shown = ""
-
-    def push(self, token: int) -> str:
-        """Return the text that this token completes; it may be empty."""
-        if self.tokenizer.is_special(token) and token not in self.shown_ids:
-            return ""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if not text.endswith(REPLACEMENT_CHARACTER):
-            return self._show(text, len(self._tokens))
-        if (
-            len(self._tokens) - self._num_shown > MAX_PENDING_TOKENS
-        ):  # bytes that are no text: what is old enough stays as it is
-            early = len(self._tokens) - MAX_CHARACTER_BYTES
-            part = self._decode(self._tokens[:early])
-            return self._show(part, early) if text.startswith(part) else ""
-        return ""
-
-    def finish(self) -> str:
-        """Return the rest: an incomplete character, as the decoder writes it."""
-        return self._show(self._decode(self._tokens), len(self._tokens))
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special=False)  # `push` left out those that are not shown
-
-    def _show(self, text: str, count: int) -> str:
-        """Return the new part of the text of the first `count` tokens."""
-        new = text[len(self._shown) :]
-        if new:  # a token without text is no context: the next word would lose its leading space
-            context = self._tokens[self._num_shown : count]
-            self._tokens = context + self._tokens[count:]
-            self._num_shown = len(context)
-            self._shown = self._decode(context)
-        return new

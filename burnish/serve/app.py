@@ -31,9 +31,18 @@ from starlette.types import Receive, Scope, Send
 from burnish.config.errors import UserError
 from burnish.core.engine import Request as EngineRequest
 from burnish.core.engine import SamplingOptions
-from burnish.serve.async_engine import AsyncEngine, EngineEvent, EngineFailure, Generation
-from burnish.serve.connections import HEALTH
-from burnish.serve.openai_schema import (
+from burnish.gateway.completion_text import OfferedTools
+from burnish.gateway.connections import HEALTH
+from burnish.gateway.openai_responses import (
+    ApiResponse,
+    ChatResponse,
+    ChoiceDelta,
+    Choices,
+    CompletionResponse,
+    EchoedPrompt,
+    EngineEvent,
+)
+from burnish.gateway.openai_schema import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -45,7 +54,8 @@ from burnish.serve.openai_schema import (
     num_alternatives,
     parse_body,
 )
-from burnish.serve.request_bodies import BodyReader
+from burnish.gateway.request_bodies import BodyReader
+from burnish.serve.async_engine import AsyncEngine, EngineFailure, Generation
 from burnish.serve.request_to_engine import (
     ServedModel,
     TokenScorer,
@@ -58,15 +68,6 @@ from burnish.serve.request_to_engine import (
     engine_requests,
     offered_tools,
     tokenize_response,
-)
-from burnish.serve.responses import (
-    ApiResponse,
-    ChatResponse,
-    ChoiceDelta,
-    Choices,
-    CompletionResponse,
-    EchoedPrompt,
-    OfferedTools,
 )
 
 T = TypeVar("T")

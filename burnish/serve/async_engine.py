@@ -13,12 +13,12 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Engine, Request
-from burnish.serve.openai_schema import ApiError
+from burnish.gateway.openai_responses import EngineEvent
+from burnish.gateway.openai_schema import ApiError
 
 T = TypeVar("T")
 Listener = Callable[[str, int], None]
@@ -28,15 +28,6 @@ MAX_STEP_S = 30
 
 class EngineFailure(RuntimeError):
     """The engine raised an unexpected error, which is the cause."""
-
-
-@dataclass(frozen=True)
-class EngineEvent:
-    """A token of a request, or its completion."""
-
-    index: int
-    """Index of the request in its generation."""
-    payload: int | Completion
 
 
 class Generation:

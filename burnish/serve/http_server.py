@@ -12,14 +12,14 @@ from typing import Any
 import uvicorn
 
 from burnish.config.errors import UserError
-from burnish.serve.app import Api, make_app
-from burnish.serve.connections import (
+from burnish.gateway.connections import (
     ACCEPTED_AT_ONCE,
     AccessMiddleware,
     ConnectionLimits,
     limited_protocol,
     process_limits,
 )
+from burnish.serve.app import Api, make_app
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048

@@ -21,12 +21,7 @@ from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.environments.tools.call_formats import CallFormat, call_format, detect_format
-from burnish.inference.engine_common import MAX_BIASES
-from burnish.inference.native.sampler import add_bias, truncate
-from burnish.models.decoder import Decoder
-from burnish.models.tokenizer import Tokenizer
-from burnish.models.transformers_model import TransformersPolicy
-from burnish.serve.openai_schema import (
+from burnish.gateway.openai_schema import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -38,7 +33,12 @@ from burnish.serve.openai_schema import (
     num_alternatives,
     validate_fields,
 )
-from burnish.serve.request_bodies import TextLimit
+from burnish.gateway.request_bodies import TextLimit
+from burnish.inference.engine_common import MAX_BIASES
+from burnish.inference.native.sampler import add_bias, truncate
+from burnish.models.decoder import Decoder
+from burnish.models.tokenizer import Tokenizer
+from burnish.models.transformers_model import TransformersPolicy
 
 MAX_SCORED_TOKENS = 16384
 """Longest sequence that is scored: one forward pass needs memory besides the engine's cache."""

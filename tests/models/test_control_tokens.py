@@ -20,8 +20,8 @@ from burnish.data.row import Row, checked_messages
 from burnish.data.supervised import encode_example
 from burnish.data.template import render
 from burnish.environments.dialogue import Dialogue
+from burnish.gateway.openai_schema import ChatRequest
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.openai_schema import ChatRequest
 from burnish.serve.request_to_engine import ServedModel, chat_prompt
 from tests.models.test_tokenizer import real
 from tests.serve.conftest import byte_tokenizer

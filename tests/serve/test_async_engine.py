@@ -12,6 +12,7 @@ import pytest
 
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold
+from burnish.gateway.openai_schema import ApiError
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.inference.transformers_engine import TransformersEngine
@@ -19,7 +20,6 @@ from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
 from burnish.serve.async_engine import AsyncEngine, Generation
-from burnish.serve.openai_schema import ApiError
 from burnish.serve.request_to_engine import TokenScorer
 
 

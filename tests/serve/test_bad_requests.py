@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from burnish.serve.openai_schema import (
+from burnish.gateway.openai_schema import (
     IGNORED_FIELDS,
     NEUTRAL_VALUES,
     ApiError,

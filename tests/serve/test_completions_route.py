@@ -9,10 +9,10 @@ import openai
 import pytest
 import torch
 
+from burnish.gateway.completion_text import completion_text
+from burnish.gateway.openai_schema import CompletionRequest
 from burnish.inference.native.dense_engine import DenseEngine
-from burnish.serve.openai_schema import CompletionRequest
 from burnish.serve.request_to_engine import engine_requests
-from burnish.serve.responses import completion_text
 
 IDS = {"return_token_ids": True}
 

@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from burnish.gateway.openai_schema import MAX_FIELDS, ApiError, ChatRequest, CompletionRequest, parse_body
+from burnish.gateway.request_bodies import (
+    LARGE_BODY,
+    STALL_TIMEOUT_S,
+    BodyReader,
+    LongestToken,
+    TextLimit,
+    longest_token,
+)
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.openai_schema import MAX_FIELDS, ApiError, ChatRequest, CompletionRequest, parse_body
-from burnish.serve.request_bodies import LARGE_BODY, STALL_TIMEOUT_S, BodyReader, LongestToken, TextLimit, longest_token
 
 HELLO = {"role": "user", "content": "a"}
 NUM = 3000
@@ -97,7 +104,7 @@ def test_of_a_text_that_is_far_too_long_only_a_beginning_is_tokenised(
     encode = tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text: encoded.append(len(text)) or encode(text))
     if not is_known:
-        monkeypatch.setattr("burnish.serve.request_bodies.longest_token", lambda _: None)
+        monkeypatch.setattr("burnish.gateway.request_bodies.longest_token", lambda _: None)
     with pytest.raises(ApiError) as caught:
         TextLimit(tokenizer, 100).check("the cat " * 100_000, "messages")
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")

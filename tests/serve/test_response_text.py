@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.environments.tools.call_formats import FORMATS, ParsedCall
-from burnish.models.tokenizer import Tokenizer
-from burnish.serve.responses import (
+from burnish.gateway.completion_text import (
     ToolCallStream,
     VisibleText,
     completion_text,
@@ -18,6 +17,7 @@ from burnish.serve.responses import (
     split_tool_calls,
     stop_position,
 )
+from burnish.models.tokenizer import Tokenizer
 
 TEXTS = st.text(st.sampled_from("abSTO the é漢😀"), max_size=30)
 STOPS = st.lists(st.text(st.sampled_from("abSTO é漢"), min_size=1, max_size=4), max_size=3)

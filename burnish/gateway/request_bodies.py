@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from burnish.gateway.openai_schema import ApiError
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.openai_schema import ApiError
 
 T = TypeVar("T")
 LARGE_BODY = 2**18

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from burnish.serve.openai_schema import ApiError
+from burnish.gateway.openai_schema import ApiError
 
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 128
