@@ -71,6 +71,8 @@ class TokenNode:
     """Log-probs under the distribution that the tokens were sampled from. None: the model did not sample the node."""
     version: np.ndarray | None = None  # int32
     """Version of the weights that sampled each token, if the model sampled the node."""
+    is_trained: bool = True
+    """False takes the tokens of a sampled node out of the loss: a retried answer, a cut stream, a call beside the task."""
 
     @property
     def is_sampled(self) -> bool:
@@ -79,12 +81,13 @@ class TokenNode:
 
 @dataclass
 class TokenSequence:
-    """Tokens, with three columns of the same length. Log-probs and versions are 0 and -1 if a token is no action."""
+    """Tokens, with columns of the same length. Log-probs and versions are 0 and -1 if a token is no action."""
 
     tokens: np.ndarray  # int64
     action_mask: np.ndarray  # bool: whether the model wrote the token, and no earlier sequence of the trajectory has it
     behaviour_logp: np.ndarray  # float32: log-prob under the distribution that the token was sampled from
     version: np.ndarray  # int32: version of the weights that sampled the token
+    loss_mask: np.ndarray  # bool: the actions of nodes that are trained
 
     @property
     def num_actions(self) -> int:
@@ -220,15 +223,15 @@ class Trajectory:
     def _sequence(self, number: int, path: Sequence[int]) -> TokenSequence:
         nodes = [self.nodes[index] for index in path]
         tokens = _concatenate([node.tokens for node in nodes], np.int64)
-        action_mask = np.zeros(len(tokens), dtype=bool)
+        action_mask, loss_mask = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=bool)
         logp, version = np.zeros(len(tokens), dtype=np.float32), np.full(len(tokens), -1, dtype=np.int32)
         start = 0
         for index, node in zip(path, nodes, strict=True):
             span = slice(start, start := start + len(node.tokens))
             if node.logp is not None and self.node_places[index].sequence == number:
-                action_mask[span], logp[span] = True, node.logp
+                action_mask[span], loss_mask[span], logp[span] = True, node.is_trained, node.logp
                 version[span] = -1 if node.version is None else node.version
-        return TokenSequence(tokens, action_mask, logp, version)
+        return TokenSequence(tokens, action_mask, logp, version, loss_mask)
 
 
 def chain_nodes(
@@ -273,7 +276,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
       (0 for a new sample, k when a sample is used again for the k-th time), if any trajectory has them in its metadata;
     - `demonstration` (the policy did not write it), if any trajectory is one.
 
-    A missing number is nan. Token columns: `action_mask`, `loss_mask`, `behaviour_logp`, `version`. If the environment reports
+    A missing number is nan. Token columns: `action_mask`, `loss_mask` (the actions of nodes that are trained), `behaviour_logp`, `version`. If the environment reports
     states or rewards turns before the last, there are ragged columns `turn_start` (position in the sequence), `turn_state` (equal
     numbers for equal states) and `turn_reward`. A turn is in the sequence in which its tokens are actions.
     `segment_and_tree_columns` and `step_reward_columns` add theirs.
@@ -291,14 +294,16 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     def token_column(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(s, name) for s in sequences]))
 
-    action_mask = token_column("action_mask")
+    loss_mask = token_column("loss_mask")
     extra_token_columns, extra_ragged = segment_and_tree_columns(owners, group_ids)
+    if "loss_mask" in extra_token_columns:
+        extra_token_columns["loss_mask"] &= loss_mask
     return Batch(
         tokens=token_column("tokens"),
         offsets=offsets_from_lengths(torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int64)),
         token={
-            "action_mask": action_mask,
-            "loss_mask": action_mask.clone(),
+            "action_mask": token_column("action_mask"),
+            "loss_mask": loss_mask,
             "behaviour_logp": token_column("behaviour_logp"),
             "version": token_column("version"),
         }

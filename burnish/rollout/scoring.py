@@ -326,6 +326,7 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         "parents": np.array([node.parent for node in nodes], dtype=np.int64),
         "lengths": np.array([len(node.tokens) for node in nodes], dtype=np.int64),
         "sampled": np.array([node.is_sampled for node in nodes], dtype=bool),
+        "trained": np.array([node.is_trained for node in nodes], dtype=bool),
         "nodes": np.array([len(t.nodes) for t in trajectories], dtype=np.int64),
         "records": _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories]),
     }
@@ -341,9 +342,10 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
     tokens, logp, versions = (arrays[name].copy() for name in ("tokens", "logp", "versions"))
     nodes: list[TokenNode] = []
     at = at_sampled = 0
-    columns = (arrays[name].tolist() for name in ("parents", "lengths", "sampled"))
-    for parent, length, is_sampled in zip(*columns, strict=True):
-        nodes.append(TokenNode(parent, tokens[at : (at := at + length)]))
+    trained = arrays.get("trained", np.ones(len(arrays["parents"]), dtype=bool))  # older files do not have it: all are
+    columns = (column.tolist() for column in (arrays["parents"], arrays["lengths"], arrays["sampled"], trained))
+    for parent, length, is_sampled, is_trained in zip(*columns, strict=True):
+        nodes.append(TokenNode(parent, tokens[at : (at := at + length)], is_trained=is_trained))
         if is_sampled:
             own = slice(at_sampled, at_sampled := at_sampled + length)
             nodes[-1].logp, nodes[-1].version = logp[own], versions[own]

@@ -178,6 +178,15 @@ def test_a_turn_that_two_branches_continue_is_trained_in_the_first() -> None:
     assert (second.behaviour_logp.tolist(), second.version.tolist()) == ([0, 0, 0, -6], [-1, -1, -1, 7])
 
 
+def test_a_sampled_node_that_is_not_trained_is_an_action_without_a_loss() -> None:
+    found = forked()
+    found.nodes[1].is_trained = False
+    batch = pack([found])
+    assert batch.action_mask.int().tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 1, 1]
+    assert batch.loss_mask.int().tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1]
+    assert batch.token["behaviour_logp"].tolist()[2:4] == [-3, -4]
+
+
 def test_a_branch_without_a_sampled_token_of_its_own_is_no_sequence() -> None:
     nodes = [node(-1, 1), node(0, 2, sampled=True), node(1, 3), node(0, 4), node(-1, 5)]
     assert [s.tokens.tolist() for s in Trajectory("p", 0, 0, nodes, "stop", "").sequences] == [[1, 2, 3]]

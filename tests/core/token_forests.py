@@ -25,6 +25,7 @@ def nodes(draw: st.DrawFn, max_size: int = 8) -> list[TokenNode]:
         if is_sampled:
             node.logp = column(st.floats(-50, 0, width=32), np.float32)
             node.version = column(st.integers(-1, 1000), np.int32)
+            node.is_trained = draw(st.booleans())
         found.append(node)
     return found
 

@@ -39,7 +39,8 @@ def same(a: Trajectory, b: Trajectory) -> None:
     for field in dataclasses.fields(Trajectory):
         if field.name != "nodes":
             assert getattr(a, field.name) == getattr(b, field.name)
-    assert [node.parent for node in a.nodes] == [node.parent for node in b.nodes]
+    marks = [[(node.parent, node.is_trained) for node in t.nodes] for t in (a, b)]
+    assert marks[0] == marks[1]
     for one, other in zip(a.nodes, b.nodes, strict=True):
         for name in ("tokens", "logp", "version"):
             left, right = getattr(one, name), getattr(other, name)
@@ -72,6 +73,14 @@ def test_what_comes_back_owns_its_memory() -> None:
     (again,) = from_arrays(arrays)
     arrays["tokens"][:] = 0
     assert again.nodes[0].tokens.tolist() == [4, 5]
+
+
+def test_nodes_of_a_file_without_training_marks_are_trained() -> None:
+    nodes = [TokenNode(-1, np.array([4])), TokenNode(0, np.array([5]), np.zeros(1, np.float32), is_trained=False)]
+    arrays = to_arrays([Trajectory("p", 0, 0, nodes, "stop", "x")])
+    assert [node.is_trained for node in from_arrays(arrays)[0].nodes] == [True, False]
+    del arrays["trained"]
+    assert [node.is_trained for node in from_arrays(arrays)[0].nodes] == [True, True]
 
 
 def test_a_token_that_branches_share_is_stored_once() -> None:
