@@ -16,6 +16,7 @@ instead of `<|im_end|>`), it stays and none is added: the sampled token is an ac
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Sequence
@@ -273,6 +274,8 @@ class Conversation:
         self._renderer, self._shapes, self._tools = renderer, shapes, tools
         self._table = renderer._table(tools) if renderer.is_chat else None
         self._messages: list[Message] = list(messages)
+        self._num_messages = len(messages)
+        """How many of `_messages` are its own. A fork shares the list, and whichever grows second copies its own part."""
         first = messages[0] if messages else {}
         self._system = renderer.tokenizer.literal(first["content"]) if first.get("role") == "system" else None
         self._answers: dict[int, tuple[int, ...]] = {}
@@ -283,10 +286,19 @@ class Conversation:
         """Tokens of the assistant's turn before the next completion, where `append_text` continued it."""
         self._num_calls = 0
 
-    def extend(self, completion: Sequence[int], messages: Sequence[Message]) -> Extension:
+    def fork(self) -> Conversation:
+        """Return a conversation with the same past that grows on its own. It costs nothing until both have grown."""
+        other = copy.copy(self)
+        if self._root is not None:  # one of the two keeps the tokens; the other renders them again if it must
+            self._root = Root((), self._root.shapes, self._root.num_messages)
+        return other
+
+    def extend(
+        self, completion: Sequence[int], messages: Sequence[Message], answer: Message | None = None
+    ) -> Extension:
         """Return what follows an answer: these messages and the opening of the assistant's next turn.
 
-        The completion holds its end token if one was sampled.
+        The completion holds its end token if one was sampled. `answer` is its message, if the caller has parsed it.
         """
         renderer = self._renderer
         renderer.num_turns += 1
@@ -295,10 +307,12 @@ class Conversation:
             return Extension(tuple(renderer.tokenizer.encode(renderer.tokenizer.literal(text))))
         said = (*self._unfinished, *completion)
         self._unfinished = ()
-        answer: Message | None = None
-        if not renderer.ignores_answers:
+        if renderer.ignores_answers:
+            answer = None
+        elif answer is None:
             answer = renderer.answer(said, self._num_calls)
             self._num_calls += len(answer.get("tool_calls") or ())
+        self._own_messages()
         new = renderer.traits.fitted(messages, answer or {"role": "assistant"})
         try:
             transition, shapes = self._transition(answer, new)
@@ -311,6 +325,7 @@ class Conversation:
             transition, shapes = self._transition(answer, new)
         self._answers[len(self._messages)] = said
         self._messages += [UNREAD if answer is None else answer, *new]
+        self._num_messages = len(self._messages)
         self._shapes = shapes
         if not transition.appends:
             self.num_rewrites += 1
@@ -329,6 +344,12 @@ class Conversation:
         tokens = tuple(self._renderer.tokenizer.encode(self._renderer.tokenizer.literal(text)))
         self._unfinished = (*self._unfinished, *completion, *tokens)
         return Extension(tokens)
+
+    def _own_messages(self) -> None:
+        """Copy what is shared with a fork that has grown."""
+        if len(self._messages) > self._num_messages:
+            self._messages = self._messages[: self._num_messages]
+            self._answers = {index: said for index, said in self._answers.items() if index < self._num_messages}
 
     def _transition(self, answer: Message | None, new: list[Message]) -> tuple[Transition, tuple[Shape, ...]]:
         assert self._table is not None

@@ -233,6 +233,28 @@ def test_the_texts_that_a_template_searches_for_are_found() -> None:
     assert searched_texts("{% if 'tools' in messages[0] %}{{ 'a' | replace('[X]', '') }}{% endif %}") == ("[X]",)
 
 
+@pytest.mark.parametrize("history", ["keep", "as_template"])
+def test_forks_of_a_conversation_grow_on_their_own(history: Any) -> None:
+    tokenizer = small_tokenizer("qwen3")
+    renderer = shared_renderer(tokenizer, history)
+
+    def said(text: str) -> list[int]:
+        return [*tokenizer.encode(f"<think>\nhm {text}\n</think>\n\n{text}"), tokenizer.eos_ids[0]]
+
+    def played(*texts: str) -> tuple[int, ...]:
+        conversation = renderer.open("1+1?")
+        return [conversation.extend(said(text), [user(f"so {text}?")]) for text in texts][-1].tokens
+
+    trunk = renderer.open("1+1?")
+    trunk.extend(said("a"), [user("so a?")])
+    forks = [trunk.fork() for _ in range(3)]
+    for fork, text in zip(forks, "bcd", strict=True):
+        assert fork.extend(said(text), [user(f"so {text}?")]).tokens == played("a", text)
+    assert trunk.extend(said("e"), [user("so e?")]).tokens == played("a", "e")
+    assert forks[0].extend(said("f"), [user("so f?")]).tokens == played("a", "b", "f")
+    assert trunk.extend(said("g"), [user("so g?")]).tokens == played("a", "e", "g")
+
+
 # --- ends of turns -----------------------------------------------------------------------------------------------------
 
 

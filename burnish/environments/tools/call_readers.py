@@ -55,7 +55,8 @@ def call_from_object(value: Any, keys: Sequence[str] = ("arguments",), optional:
         raise BadCall('"name" is not a text')
     if not isinstance(value[key], dict):
         raise BadCall(f'"{key}" is not a JSON object')
-    return ParsedCall(value["name"], value[key])
+    identity = value.get("id") if "id" in optional else None
+    return ParsedCall(value["name"], value[key], identity if isinstance(identity, str) and identity else None)
 
 
 def call_json(call: ParsedCall, key: str = "arguments") -> str:

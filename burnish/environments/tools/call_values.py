@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_CALLS = 128
@@ -43,6 +43,8 @@ class ParsedCall:
 
     name: str
     arguments: dict[str, Any]
+    id: str | None = field(default=None, compare=False)
+    """The id that the model wrote, in the formats that have one (Mistral's)."""
 
 
 @dataclass(frozen=True)
