@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from pydantic_core import from_json
 from torch import Tensor
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.environments.tools.call_formats import CallFormat, call_format, detect_format
+from burnish.gateway.chat_messages import RESERVED_VARIABLES, template_message
 from burnish.gateway.openai_schema import (
     ApiError,
     ChatRequest,
@@ -44,13 +44,6 @@ MAX_SCORED_TOKENS = 16384
 """Longest sequence that is scored: one forward pass needs memory besides the engine's cache."""
 LOGIT_ROWS = 256
 """Positions whose logits are in memory at the same time."""
-RESERVED_VARIABLES = frozenset(
-    {
-        "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-        "continue_final_message", "tokenize",
-    }
-)  # fmt: skip
-"""Variables of a chat template that a client cannot set."""
 
 
 @dataclass
@@ -200,19 +193,15 @@ def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message in the form that chat templates expect: arguments as objects, `developer` as `system`."""
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": message.text}
-    found |= message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
-    if message.tool_calls:
-        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-        for k, call in enumerate(found["tool_calls"]):
-            where = f"messages[{index}].tool_calls[{k}].function.arguments"
-            try:
-                call["function"]["arguments"] = from_json(call["function"]["arguments"])
-            except ValueError as error:
-                raise bad_value(where, f"not valid JSON: {error}") from error
-    return found
+    return template_message(
+        message.role,
+        message.text,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+        tool_call_id=message.tool_call_id,
+        tool_calls=[call.model_dump() for call in message.tool_calls],
+        where=f"messages[{index}]",
+    )
 
 
 def max_tokens_of(
