@@ -7,7 +7,7 @@ between them, the token tree and the engine, knows only these records.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Json = dict[str, Any]
@@ -32,6 +32,8 @@ class ModelCall:
     max_tokens: int | None = None
     """Most new tokens; None: as many as the run allows."""
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end a sample besides the run's own end tokens."""
     seed: int | None = None
     logprobs: bool = False
     wants_token_ids: bool = False
@@ -41,11 +43,25 @@ class ModelCall:
     model: str = "default"
     """The name that the client gave. Answers repeat it."""
     previous_id: str | None = None
-    """The answer that the conversation continues, whose messages the server has (`previous_response_id` of OpenAI's responses)."""
+    """The `CallAnswer.id` that the conversation continues, whose messages the server has (`previous_response_id` of OpenAI's responses).
+    `continued` puts them together."""
+    num_instructions: int = 0
+    """Leading messages that belong to this call alone, so that a call that continues it does not inherit them (`instructions`)."""
     agent: str | None = None
     """The name of the sub-agent that called, if the client gives one (`metadata.agent`)."""
     overridden: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling options that the client asked for and the run's own settings replace, such as `temperature`."""
+    """What the client asked for and does not get, because the run's own settings replace it (`temperature`) or because tokens are sampled
+    freely (`tool_choice: required`)."""
+
+
+def continued(call: ModelCall, previous: ModelCall, answer: Json) -> ModelCall:
+    """A call with the history that it left out: the messages of the `previous` call and its answer, in the form of templates.
+
+    `previous` must have its own whole history. Instructions of the previous call are dropped, as OpenAI's API says.
+    """
+    own, past = call.messages or (), previous.messages or ()
+    head, new = own[: call.num_instructions], own[call.num_instructions :]
+    return replace(call, messages=(*head, *past[previous.num_instructions :], answer, *new), previous_id=None)
 
 
 @dataclass(frozen=True)
@@ -54,8 +70,10 @@ class CallChoice:
 
     message: Json
     """The assistant's message in OpenAI's form: `content` (None beside calls without text), `reasoning_content` if there is any,
-    `tool_calls` with ids and arguments as JSON texts."""
+    `tool_calls` with ids and arguments as JSON texts. For a prompt without a chat template `content` is the whole text."""
     finish: Finish
+    stop_string: str | None = None
+    """The string of `ModelCall.stop` that ended the text; None if something else did."""
     tokens: tuple[int, ...] = ()
     """All sampled tokens, with the end token."""
     logp: tuple[float, ...] = ()
