@@ -75,6 +75,13 @@ def stop_position(text: str, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
+def matched_stop(text: str, stops: Sequence[str]) -> str | None:
+    """The stop string at `stop_position`; None without one."""
+    at = stop_position(text, stops)
+    # Of the stop strings that begin there, the shortest is complete first.
+    return None if at is None else min((stop for stop in stops if text.startswith(stop, at)), key=len)
+
+
 def partial_match(text: str, marks: Sequence[str]) -> int:
     """Length of the longest suffix of a text that is a proper prefix of one of the marks."""
     longest = max((len(mark) - 1 for mark in marks), default=0)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burnish.gateway.openai_schema import ApiError
+from burnish.gateway.protocols import api_key, error_at
 
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 128
@@ -177,9 +178,10 @@ class AccessMiddleware:
 
         try:
             refusal = self._refusal(scope)
-            answer = (
-                self.app if refusal is None else JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
-            )
+            answer = self.app
+            if refusal is not None:
+                number, body = error_at(scope["path"], refusal)
+                answer = JSONResponse(body, number, headers=refusal.headers)
             await answer(scope, watched_receive, watched_send)
         finally:
             self._write(scope, status, time.perf_counter() - started, has_left)
@@ -208,13 +210,13 @@ class AccessMiddleware:
                 "--api-key to reach it by another name",
                 code="unknown_host",
             )
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = api_key(headers)
         # In constant time, so that timing reveals nothing about the key.
-        if hmac.compare_digest(given.strip().encode(), self.api_key.encode()) and scheme.lower() == "bearer":
+        if given is not None and hmac.compare_digest(given.encode(), self.api_key.encode()):
             return None
         return ApiError(
             401,
-            "missing or wrong API key: send it as `Authorization: Bearer KEY`",
+            "missing or wrong API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -1,8 +1,10 @@
-"""The web application: OpenAI's routes around an engine, and its metrics.
+"""The web application: the routes of OpenAI's and Anthropic's APIs around an engine, and its metrics.
 
 GET  /v1/models, /v1/models/NAME      the model
 POST /v1/completions                  continue texts or token ids
 POST /v1/chat/completions             continue a dialogue
+POST /v1/responses, /v1/messages      the same in OpenAI's newer and in Anthropic's form
+POST /v1/responses/input_tokens, /v1/messages/count_tokens      count the tokens of a prompt
 POST /tokenize, /detokenize           texts and dialogues as token ids, and back
 GET  /health                          whether the server accepts requests
 GET  /metrics                         metrics for Prometheus
@@ -31,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 from burnish.config.errors import UserError
 from burnish.core.engine import Request as EngineRequest
 from burnish.core.engine import SamplingOptions
+from burnish.gateway.calls import ModelCall
 from burnish.gateway.completion_text import OfferedTools
 from burnish.gateway.connections import HEALTH
 from burnish.gateway.openai_responses import (
@@ -54,8 +57,10 @@ from burnish.gateway.openai_schema import (
     num_alternatives,
     parse_body,
 )
+from burnish.gateway.protocols import MESSAGES, RESPONSES, CallProtocol, error_at
 from burnish.gateway.request_bodies import BodyReader
 from burnish.serve.async_engine import AsyncEngine, EngineFailure, Generation
+from burnish.serve.other_protocols import call_answer, chat_request, without_messages
 from burnish.serve.request_to_engine import (
     ServedModel,
     TokenScorer,
@@ -78,6 +83,10 @@ COUNTED_PATHS = (
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
     "/health",
@@ -214,6 +223,65 @@ class Api:
         answer = ChatResponse(name, asked, requests, self.served.tokenizer)
         return await self._answer(request, requests, answer, offered)
 
+    def spoken(self, protocol: CallProtocol) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of another protocol. It samples the whole answer and then writes it, also as a stream."""
+
+        def prepare(body: bytearray, headers: Mapping[str, str], name: str) -> PreparedCall:
+            call = protocol.parse(body, headers)
+            asked = chat_request(call)
+            check_model(asked.model, self.served)
+            self.async_engine.check_room(1)
+            (one,) = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
+            schemas = offered_tools(asked)
+            return without_messages(call), one, OfferedTools(self.served.tool_calls, schemas) if schemas else None
+
+        async def endpoint(request: Request) -> Response:
+            name = uuid.uuid4().hex
+            headers = request.headers
+            call, one, offered = await self.bodies.work(request, lambda body: prepare(body, headers, name))
+            delta = await self._sample(request, one, offered)
+            answer = await asyncio.to_thread(call_answer, name, one, delta, self.served.tokenizer, call.logprobs)
+            if not call.is_stream:
+                return JSONResponse(protocol.whole(call, answer))
+            text = "".join(protocol.events(call, answer))
+            return Response(text, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+        return endpoint
+
+    async def _sample(self, request: Request, one: EngineRequest, offered: OfferedTools | None) -> ChoiceDelta:
+        """The whole completion of one request."""
+        generation = self.async_engine.submit([one], wants_tokens=False)
+        self.metrics.prompt_tokens += len(one.tokens)
+        choices = Choices([one], self.served.tokenizer, offered)
+        request.state.note = lambda: f"{len(one.tokens)} + {choices.num_tokens} tokens"
+
+        async def collect() -> ChoiceDelta:
+            (delta,) = [delta async for batch in generation.events() for delta in choices.take(batch)]
+            return delta
+
+        try:
+            return await unless_disconnected(request, collect())
+        except UserError as error:
+            raise ApiError(400, str(error), code="invalid_value") from error
+        except BaseException:
+            generation.cancel()
+            raise
+
+    def counted(self, protocol: CallProtocol) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint that counts the tokens of a protocol's prompts."""
+
+        async def endpoint(request: Request) -> Response:
+            headers = request.headers
+
+            def count(body: bytearray) -> int:
+                asked = chat_request(protocol.parse(body, headers))
+                check_model(asked.model, self.served)
+                return len(chat_prompt(asked, self.served))
+
+            return JSONResponse(protocol.token_count(await self.bodies.work(request, count)))
+
+        return endpoint
+
     async def _answer(
         self, request: Request, requests: list[EngineRequest], answer: ApiResponse, offered: OfferedTools | None = None
     ) -> Response:
@@ -243,6 +311,9 @@ class Api:
         except BaseException:
             generation.cancel()
             raise
+
+
+PreparedCall = tuple[ModelCall, EngineRequest, OfferedTools | None]
 
 
 async def unless_disconnected(request: Request, wanted: Awaitable[T]) -> T:
@@ -335,6 +406,14 @@ def make_app(api: Api) -> Starlette:
             Route("/v1/models/{name:path}", api.model),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
+            *[
+                Route(f"/v1{path}", endpoint, methods=["POST"])
+                for protocol in (RESPONSES, MESSAGES)
+                for path, endpoint in (
+                    (protocol.path, api.spoken(protocol)),
+                    (protocol.count_path, api.counted(protocol)),
+                )
+            ],
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route(HEALTH, api.health),
@@ -354,7 +433,8 @@ def make_app(api: Api) -> Starlette:
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.state.note = lambda: error.message
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+    status, body = error_at(request.url.path, error)
+    return JSONResponse(body, status, headers=error.headers)
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

@@ -116,11 +116,11 @@ def template_variables(body: Fields) -> Json:
 
 
 def overridden_fields(body: Fields, *others: str) -> Json:
-    """What the client asked for and does not get. Penalties of 0 have no effect and are left out."""
+    """What the client asked for and does not get. Penalties and alternatives of 0 have no effect and are left out."""
     for name in (*SAMPLING_FIELDS, *PENALTIES):
         body.number(name)
-    penalties = [name for name in PENALTIES if body.values.get(name)]
-    found = body.recorded(*SAMPLING_FIELDS, *penalties, *others)
+    effective = [name for name in (*PENALTIES, "top_logprobs") if body.values.get(name)]
+    found = body.recorded(*SAMPLING_FIELDS, *effective, *others)
     if body.values.get("parallel_tool_calls") is False:
         found["parallel_tool_calls"] = False
     return found

@@ -44,7 +44,7 @@ class ChatCompletions(CallProtocol):
     def parse(self, body: bytes | bytearray, headers: Mapping[str, str]) -> ModelCall:
         fields = Fields.of_body(body)
         _refuse_unsupported(fields)
-        overridden = overridden_fields(fields, "reasoning_effort", "verbosity", "logit_bias", "top_logprobs")
+        overridden = overridden_fields(fields, "reasoning_effort", "verbosity", "logit_bias")
         tools = offered_tools(fields, overridden, checked_choice(fields, ("auto", "none", "required")))
         num_top = fields.integer("top_logprobs", 0)
         if num_top is not None and num_top > 1:

@@ -47,7 +47,7 @@ class Responses(CallProtocol):
     def parse(self, body: bytes | bytearray, headers: Mapping[str, str]) -> ModelCall:
         fields = Fields.of_body(body)
         _refuse_unsupported(fields)
-        overridden = overridden_fields(fields, "reasoning", "top_logprobs", "max_tool_calls")
+        overridden = overridden_fields(fields, "reasoning", "max_tool_calls")
         tools = offered_tools(fields, overridden, checked_choice(fields, ("auto", "none", "required")))
         included = fields.texts("include", 16, MAX_NAME, "names")
         instructions = fields.text("instructions")
