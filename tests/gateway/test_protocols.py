@@ -227,6 +227,16 @@ def test_fields_of_agent_frameworks_are_accepted_and_what_they_do_not_get_is_rec
     assert api_key({"authorization": "Bearer k"}) == api_key({"x-api-key": "k"}) == "k"
 
 
+def test_a_thread_that_no_server_stores_is_an_error_after_which_the_client_sends_the_whole_history() -> None:
+    body = {"messages": [USER], "thread": {"type": "create"}}
+    assert parse(MESSAGES, body).messages == (USER,)
+    with pytest.raises(ApiError, match="send the whole history") as caught:
+        parse(MESSAGES, body | {"thread": {"type": "continue", "previous_message_id": "msg_abc"}})
+    status, found = MESSAGES.error(caught.value)
+    assert (status, found["error"]["type"]) == (404, "not_found_error")
+    assert found["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
@@ -267,6 +277,11 @@ def test_arguments_that_are_no_object_and_numbers_that_are_infinite_are_refused(
     body = b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "f", "parameters": {"x": 1e999}}}]}'
     with pytest.raises(ApiError, match="too large"):
         CHAT.parse(body, {})
+    for number in (b"1e999", b"1" * 400):
+        for name in (b"temperature", b"seed", b"n"):
+            with pytest.raises(ApiError) as caught:
+                CHAT.parse(b'{"messages": [{"role": "user", "content": "a"}], "%s": %s}' % (name, number), {})
+            assert caught.value.param == name.decode()
 
 
 NAMES = ["model", "messages", "role", "content", "type", "text", "input", "output", "tools", "function", "name", "parameters", "tool_calls", "id", "arguments", "system", "prompt", "call_id", "stop", "n", "input_schema", "tool_use_id", "thinking", "reasoning", "summary", "token_ids", "sampling_params", "logprobs", "metadata", "stream_options", "tool_choice", "temperature", "user", "assistant", "tool", "function_call", "function_call_output", "tool_use", "tool_result", "message", "auto", "max_tokens", "response_format", "stop_sequences", "seed"]  # fmt: skip

@@ -40,7 +40,8 @@ class CallProtocol(ABC):
 
     @abstractmethod
     def parse(self, body: bytes | bytearray, headers: Mapping[str, str]) -> ModelCall:
-        """The call in a request; an `ApiError` with status 400 if it is invalid. Names of headers are in lower case."""
+        """The call in a request; an `ApiError` if it is invalid, with status 400 unless a client expects another. Names of headers are in
+        lower case."""
 
     @abstractmethod
     def whole(self, call: ModelCall, answer: CallAnswer) -> Json:

@@ -2,7 +2,8 @@
 
 A turn has content blocks: text, `tool_use`, `thinking`, and in a user's turn `tool_result`. Results become messages of role tool, in
 their order among the texts. A last turn of the assistant, which Anthropic's models continue, is refused: an answer here always begins
-a new message.
+a new message. Threads, which Anthropic's server stores, are not: a request that continues one gets the error after which Anthropic's
+client sends the whole history.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ROLES = ("user", "assistant", "system")
 TEXT_BLOCKS = {"text": "text"}
 BLOCK_SEPARATOR = "\n"
 """Between the text blocks of a turn. Clients such as Claude Code put unrelated texts into blocks without line ends."""
+THREAD_NOT_FOUND = "thread_not_found"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -78,7 +80,10 @@ class Messages(CallProtocol):
 
     def error(self, error: ApiError) -> tuple[int, Json]:
         kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
+        found: Json = {"type": kind, "message": error.message}
+        if error.code == THREAD_NOT_FOUND:
+            found["details"] = {"error_code": error.code}
+        return error.status, {"type": "error", "error": found}
 
     def error_event(self, error: ApiError) -> str:
         return sse(self.error(error)[1], "error")
@@ -88,6 +93,10 @@ class Messages(CallProtocol):
 
 
 def _refuse_unsupported(fields: Fields) -> None:
+    thread = fields.child("thread")
+    if thread is not None and thread.values.get("type") != "create":
+        message = "thread: no conversation is stored here; send the whole history"
+        raise ApiError(404, message, param="thread", code=THREAD_NOT_FOUND)
     config = fields.child("output_config")
     for owner, name in ((config, "format"), (fields, "output_format")):
         if owner is not None and owner.has(name):
