@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,17 @@ from burnish.data.prompt_stream import PromptSample, validation_prompts
 from burnish.data.row import Message, Row
 from burnish.data.template import render
 from burnish.distributed.roles import build_engine, build_environment_driver, build_scorers
-from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, MakeEnvironment, Observation, Turn
+from burnish.environments.base import (
+    AgentTask,
+    Answer,
+    Done,
+    End,
+    Episode,
+    EpisodeFailed,
+    MakeEnvironment,
+    Observation,
+    Turn,
+)
 from burnish.environments.host import EnvironmentHost, Session
 from burnish.environments.registry import check_template_for_turns, environment_class
 from burnish.evaluation.model_source import fit_max_tokens
@@ -216,14 +226,17 @@ class _WatchedSession(Session):
         self.row_prompt: str | list[Message] = ""
 
     async def call(
-        self, method: Literal["start", "step", "end"], argument: Episode | Answer | str
+        self,
+        method: Literal["start", "step", "end", "play"],
+        argument: Episode | Answer | AgentTask | str,
+        on_open: Callable[[], None] | None = None,
     ) -> Observation | End:
         if isinstance(argument, Episode):
             self.row_prompt = argument.prompt
         elif isinstance(argument, Answer):
             self.printer.answered(argument.raw_text, argument.finish == "length")
         try:
-            reply = await super().call(method, argument)
+            reply = await super().call(method, argument, on_open)
         except EpisodeFailed as error:
             self.printer.failed(error)
             raise

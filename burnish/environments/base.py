@@ -107,6 +107,18 @@ class End:
     """What the environment said last. Shown in samples and report; the model does not read it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    call_rewards: Mapping[str, float] | None = None
+    """Only of an agent program: rewards of single model calls, by the id of their answer. They count towards the reward of the episode."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What an agent program gets: its episode, and an address of the model that is its own."""
+
+    episode: Episode
+    base_url: str
+    """Where it calls the model. It ends in `/v1`."""
+    api_key: str
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,20 @@ class Environment:
     async def end(self, reason: Literal["turns", "length"]) -> End:
         """The runner ends the episode: turns are spent, or no further answer fits. By default the configured reward scores it."""
         return End()
+
+    async def close(self) -> None:
+        """Free what the object holds. Called once after each episode, whatever happened."""
+
+
+class AgentProgram:
+    """Base class of agents that call the model themselves, through the recording endpoint. One object plays one episode."""
+
+    async def play(self, task: AgentTask) -> End:
+        """Play the episode to its end. `End.reward` may be None: the configured reward then scores the episode."""
+        raise NotImplementedError
+
+    async def interrupt(self) -> None:
+        """End `play` soon: the episode took too long or is no longer wanted."""
 
     async def close(self) -> None:
         """Free what the object holds. Called once after each episode, whatever happened."""

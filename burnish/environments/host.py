@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from burnish.config.errors import UserError
-from burnish.environments.base import Answer, End, Environment, Episode, EpisodeFailed, Observation, RunsIn
+from burnish.environments.base import (
+    AgentProgram,
+    AgentTask,
+    Answer,
+    End,
+    Environment,
+    Episode,
+    EpisodeFailed,
+    Observation,
+    RunsIn,
+)
 from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, RemoteObject
 
 logger = logging.getLogger(__name__)
@@ -24,6 +34,8 @@ logger = logging.getLogger(__name__)
 Reply = Observation | End | EpisodeFailed | UserError
 """What a call returns. A `UserError` ends the run; the runner raises it in its own thread."""
 T = TypeVar("T")
+NO_DEADLINE_S = 1e9
+"""For an agent's `play`: `deadline_s` limits the time between two of its model calls, and the runner interrupts it."""
 SESSIONS_TIMEOUT_S = 10.0
 """How long the host waits, when it closes, for sessions that are being closed."""
 CLOSE_TIMEOUT_S = 40.0
@@ -50,7 +62,7 @@ class EnvironmentKind:
 
     name: str
     runs_in: RunsIn
-    make: Callable[[], Environment] | None = None
+    make: Callable[[], Environment | AgentProgram] | None = None
     """Makes one object, for `runner` and `loop`."""
     make_with_workers: Callable[[Callable[[], Awaitable[ObjectWorkers]]], Environment] | None = None
     """Makes one object for `loop` that opens its tools in the worker processes."""
@@ -66,6 +78,10 @@ class EnvironmentKind:
     """Time limit of one call."""
     has_own_deadlines: bool = False
     """Whether the environment bounds its own waits."""
+    is_agent: bool = False
+    """Whether it is an `AgentProgram`, which calls the model itself. `deadline_s` then limits the time between two of its calls."""
+    max_open: int | None = None
+    """Only for agents: programs that run at once. Further episodes wait; None for no limit."""
 
 
 class HostReply(NamedTuple):
@@ -82,20 +98,24 @@ class Session:
         self.kind, self._host = kind, host
         self.lock = asyncio.Lock()
         """Held by a call under way, so that an episode that is dropped meanwhile closes only after it."""
-        self._environment: Environment | None = None
+        self._environment: Environment | AgentProgram | None = None
         self._remote: RemoteObject | None = None
 
     async def call(
-        self, method: Literal["start", "step", "end"], argument: Episode | Answer | str
+        self,
+        method: Literal["start", "step", "end", "play"],
+        argument: Episode | Answer | AgentTask | str,
+        on_open: Callable[[], None] | None = None,
     ) -> Observation | End:
-        """Call a method of the environment, which `start` makes first. Raises `EpisodeFailed`, or `UserError` to end the run."""
+        """Call a method of the environment, which the first call makes. `on_open` is called when a worker has made it. Raises `EpisodeFailed`, or `UserError` to end the run."""
         kind = self.kind
         try:
             if kind.spec is not None:
-                if self._remote is None:
-                    workers = await self._host.workers()
-                    self._remote = await workers.open(kind.spec, is_reusable=kind.is_reusable)
-                reply = await self._remote.call(method, argument, deadline_s=kind.deadline_s)
+                remote = await self._opened(kind.spec)
+                if on_open is not None:
+                    on_open()
+                deadline_s = NO_DEADLINE_S if method == "play" else kind.deadline_s
+                reply = await remote.call(method, argument, deadline_s=deadline_s)
             else:
                 if self._environment is None:
                     self._environment = self._made()
@@ -126,11 +146,24 @@ class Session:
             raise EpisodeFailed(failed, f"{method}() raised {type(error).__name__}: {error}", text) from error
         return checked_roles(checked_reply(reply, method), method, kind.roles)
 
-    def _made(self) -> Environment:
+    async def _opened(self, spec: ObjectSpec) -> RemoteObject:
+        if self._remote is None:
+            workers = await self._host.workers()
+            self._remote = await workers.open(spec, is_reusable=self.kind.is_reusable)
+        return self._remote
+
+    def _made(self) -> Environment | AgentProgram:
         if self.kind.make_with_workers is not None:
             return self.kind.make_with_workers(self._host.workers)
         assert self.kind.make is not None, "an environment outside of workers has a factory"
         return self.kind.make()
+
+    async def interrupt(self) -> None:
+        """End the call under way: it fails as if its deadline had passed."""
+        if isinstance(self._environment, AgentProgram):
+            await self._environment.interrupt()
+        elif self._remote is not None:
+            await self._remote.interrupt()
 
     async def close(self) -> None:
         """Close the environment. Errors do not matter any more: the episode has ended."""
@@ -144,8 +177,8 @@ class Session:
 
 def checked_reply(reply: Any, method: str) -> Observation | End:
     """Check what a method returned. Raises `EpisodeFailed` for anything that is not an observation or an end with the right contents."""
-    if method == "end" and not isinstance(reply, End):
-        raise EpisodeFailed("bad_reply", f"end() returned {type(reply).__name__}; expected End")
+    if method in ("end", "play") and not isinstance(reply, End):
+        raise EpisodeFailed("bad_reply", f"{method}() returned {type(reply).__name__}; expected End")
     if method == "start" and not isinstance(reply, Observation):
         raise EpisodeFailed("bad_reply", f"start() returned {type(reply).__name__}; expected Observation")
     if reply is None:
@@ -239,6 +272,14 @@ class EnvironmentHost:
 
         self._spawn(answer(), self._calls)
         return None
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the event loop. It must handle its own errors. `close` cancels it."""
+        self._spawn(work, self._calls)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop and wait for its result. Not to be called in the loop's own thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._event_loop()).result()
 
     def close_session(self, session: Session) -> None:
         """Close a session. Returns at once; a failure to close is no failure of the episode, which has ended."""

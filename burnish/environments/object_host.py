@@ -99,8 +99,10 @@ class ThreadPool:
         """Threads that are running on after their deadline."""
         self.total_abandoned = 0
 
-    async def run(self, function: Callable[[], Any], deadline_s: float | None) -> Outcome:
-        """Run a function in a thread; `DeadlinePassed` if it takes longer, while the thread runs on."""
+    async def run(
+        self, function: Callable[[], Any], deadline_s: float | None, interrupted: asyncio.Future[None]
+    ) -> Outcome:
+        """Run a function in a thread; `DeadlinePassed` if it takes longer or is interrupted, while the thread runs on."""
         async with self._slots:
             thread = self._idle.pop() if self._idle else self._start()
             loop = asyncio.get_running_loop()
@@ -118,7 +120,8 @@ class ThreadPool:
                 loop.call_soon_threadsafe(end, outcome)
 
             thread.jobs.put((function, report))
-            await asyncio.wait([future], timeout=deadline_s)
+            either: list[asyncio.Future[Any]] = [future, interrupted]
+            await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 thread.is_abandoned = True
                 self.num_abandoned += 1
@@ -145,6 +148,8 @@ class ObjectHost:
         self._mark = mark
         self._factories: dict[tuple[str, str | None, frozenset[str]], Callable[..., Any]] = {}
         self._objects: dict[int, Any] = {}
+        self._interrupts: dict[int, asyncio.Future[None]] = {}
+        """By object: done when its calls are to end before their deadline."""
 
     @property
     def num_abandoned(self) -> int:
@@ -159,6 +164,8 @@ class ObjectHost:
                 return {"value": await self._call(request)}
             if what == "open":
                 await self._open(request)
+            elif what == "interrupt":
+                self._interrupt(request["object"])
             elif what == "close":
                 await self._close(request)
             else:
@@ -195,6 +202,11 @@ class ObjectHost:
         name = path.rpartition(":")[2]
         self._objects[request["object"]] = await self._run(build, f"{name}()", request)
 
+    def _interrupt(self, number: int) -> None:
+        """End the calls of an object under way, as if their deadline had passed."""
+        if (interrupted := self._interrupts.pop(number, None)) is not None and not interrupted.done():
+            interrupted.set_result(None)
+
     async def _call(self, request: dict[str, Any]) -> Any:
         if (target := self._objects.get(request["object"])) is None:
             raise CallFailed("raised", f"{request['method']} was called after the object was closed")
@@ -225,6 +237,7 @@ class ObjectHost:
     async def _close(self, request: dict[str, Any]) -> None:
         """Call the object's own `close`, and forget the object unless it `is_kept` and could be closed."""
         number = request["object"]
+        self._interrupts.pop(number, None)
         target = self._objects.pop(number)
         if callable(close := getattr(target, "close", None)):
             await self._run(close, f"{type(target).__name__}.close", request)
@@ -234,15 +247,17 @@ class ObjectHost:
     async def _run(self, function: Callable[..., Any], name: str, request: dict[str, Any], *arguments: Any) -> Any:
         """Run a function of the user; `CallFailed` if it raises or takes too long."""
         deadline_s: float = request["deadline_s"]
+        interrupted = self._interrupts.setdefault(request["object"], asyncio.get_running_loop().create_future())
         try:
             if inspect.iscoroutinefunction(function):
-                outcome = await self._run_task(function(*arguments), request)
+                outcome = await self._run_task(function(*arguments), request, interrupted)
             else:
-                outcome = await self._threads.run(lambda: function(*arguments), deadline_s)
+                outcome = await self._threads.run(lambda: function(*arguments), deadline_s, interrupted)
                 if isinstance(outcome, Returned) and inspect.isawaitable(outcome.value):
-                    outcome = await self._run_task(_awaited(outcome.value), request)
+                    outcome = await self._run_task(_awaited(outcome.value), request, interrupted)
         except DeadlinePassed:
-            raise CallFailed("timed_out", f"{name} did not return in {deadline_s:g} s") from None
+            why = "was interrupted" if interrupted.done() else f"did not return in {deadline_s:g} s"
+            raise CallFailed("timed_out", f"{name} {why}") from None
         except Exception as error:  # such as wrong arguments, or no memory for a thread
             raise _failure(name, error) from error
         if isinstance(outcome, Returned):
@@ -251,9 +266,12 @@ class ObjectHost:
             raise outcome.error
         raise _failure(name, outcome.error) from outcome.error
 
-    async def _run_task(self, coroutine: Coroutine[Any, Any, Any], request: dict[str, Any]) -> Outcome:
+    async def _run_task(
+        self, coroutine: Coroutine[Any, Any, Any], request: dict[str, Any], interrupted: asyncio.Future[None]
+    ) -> Outcome:
         task = asyncio.create_task(_outcome(self._marked(coroutine, request["id"]), os.getpid()))
-        await asyncio.wait([task], timeout=request["deadline_s"])
+        either: list[asyncio.Future[Any]] = [task, interrupted]
+        await asyncio.wait(either, timeout=request["deadline_s"], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             self._abandoned_tasks.add(task)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from burnish.environments.base import Answer, End, Episode, Event, Observation
+from burnish.environments.base import AgentTask, Answer, End, Episode, Event, Observation
 from burnish.environments.tools.base import ToolResult
 
 MAX_REPLY_BYTES = 16 << 20
@@ -27,7 +27,9 @@ MARK = struct.Struct("=q")
 NO_REQUEST = -1
 RECORD = "__record__"
 """The key with the name of a record. A dictionary that has this key itself is sent as the record `dict`."""
-RECORDS: dict[str, type[Any]] = {r.__name__: r for r in (Episode, Answer, Observation, End, Event, ToolResult)}
+RECORDS: dict[str, type[Any]] = {
+    r.__name__: r for r in (Episode, AgentTask, Answer, Observation, End, Event, ToolResult)
+}
 _FIELDS = {record: tuple(f.name for f in fields(record)) for record in RECORDS.values()}
 _TUPLE_FIELDS = {"messages", "tools", "stop", "events"}
 """Fields of records that are tuples; JSON has lists."""
@@ -70,6 +72,7 @@ FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", _or_none(_is_text)),
     "reward": ("a number", _or_none(_is_number)),
     "rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
+    "call_rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
     "metrics": ("a dictionary of numbers", _are_numbers),
     "state": ("a text or None", _or_none(_is_text)),
     "role": ("a text or None", _or_none(_is_text)),

@@ -150,6 +150,12 @@ class RemoteObject:
         except (LookupError, TypeError) as error:  # only user code that writes to the socket can cause it
             raise CallFailed("bad_reply", f"{self.spec.path}: {method}: {error}") from error
 
+    async def interrupt(self) -> None:
+        """End the calls of the object under way, as if their deadline had passed: they raise `CallFailed` with the kind `timed_out`."""
+        if not self._is_closed:
+            message = {"do": "interrupt", "object": self._number}
+            await self._pool._request(self._worker, message, CLOSE_DEADLINE_S)
+
     async def close(self) -> None:
         """Call the object's own `close` and free it. A second call does nothing, and so does one after the worker's death.
 

@@ -91,3 +91,16 @@ def silence_output() -> None:
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
     os.close(devnull)
+
+
+def run_limited(lifeline: int, memory_gib: float, file_gib: float, command: list[str]) -> None:
+    """Become a command whose process group dies with the owner of the lifeline, with limits on memory and on the size of files."""
+    die_with_parent(lifeline)
+    os.set_inheritable(lifeline, True)  # the kernel watches it only while a process of the group has it open
+    limit_resources(memory_gib)
+    _lower_limit(resource.RLIMIT_FSIZE, int(file_gib * 2**30))
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":  # python -I -S worker_limits.py LIFELINE MEMORY_GIB FILE_GIB COMMAND...
+    run_limited(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

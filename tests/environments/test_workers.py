@@ -223,6 +223,21 @@ def test_a_task_past_its_deadline_is_cancelled_and_a_thread_is_left_behind(run: 
     run(scenario())
 
 
+def test_an_interrupted_call_fails_as_if_its_deadline_had_passed(run: Any, shared: ObjectWorkers) -> None:
+    async def scenario() -> None:
+        async with opened(shared, 1) as (game,):
+            for method in ("hangs", "hangs_async"):
+                calling = asyncio.create_task(game.call(method, deadline_s=1000))
+                await game.call("facts")  # requests are answered in order of arrival, so the first call has begun
+                await game.interrupt()
+                with pytest.raises(CallFailed, match="was interrupted") as failed:
+                    await calling
+                assert failed.value.kind == "timed_out"
+            await game.call("release")
+
+    run(scenario())
+
+
 def test_output_and_forks_of_user_code_reach_the_log_and_not_the_wire(run: Any, tmp_path: Path) -> None:
     log = tmp_path / "workers.log"
 
