@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.config.plugins import is_plugin
+from burnish.config.plugins import PLUGIN_FORMS, is_plugin
 from burnish.config.records import Record, name_to_record
 
 if TYPE_CHECKING:
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 SINGLE_TURN, GUESS_NUMBER, SELF_CORRECTION = "single_turn", "guess_number", "multi_turn_correction"
 TOOLS = "tools"
 """The environment whose answers call tools in the format of the model's chat template."""
+AGENT = "agent"
+"""The environment of agents that call the model themselves, through the recording endpoint."""
+AGENT_DEFAULTS = {"name": AGENT, "max_turns": 32, "history": "keep"}
+"""What an agent has where the config says nothing."""
 TAG_ENVIRONMENTS = ("tags", "search_r1", "research", "retool", "torl")
 """Environments whose answers call tools with tags."""
 GAME_TURNS = {
@@ -46,11 +50,20 @@ class Environment(Record):
     name: str = SINGLE_TURN
     """single_turn; tools, for answers with tool calls; a game or a system by its name (`burnish environments` lists them); or
     `path/to/file.py:Class` (`package.module:Class`)."""
+    agent: str | None = None
+    """An agent that calls the model itself: `path/to/file.py:function`, or a class with run(). It gets the row and a base URL."""
+    command: list[str] = Field(default_factory=list)
+    """An agent that calls the model itself: a program with its arguments, which is started for each episode with OPENAI_BASE_URL and
+    OPENAI_API_KEY in its environment."""
+    train_calls: Literal["all", "main"] = "all"
+    """Which model calls of an agent are trained. main: only those that lead to its last one; titles, summaries and sub-agents are left out."""
+    max_open: int | None = Field(None, ge=1)
+    """Agents that run at once; further episodes wait. null: 64 commands, or as many functions as the worker processes have threads."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
-    guess_number, and algorithms that compare states, need 2 or more."""
+    guess_number, and algorithms that compare states, need 2 or more. Agents: the model calls of one episode, 32 unless given."""
     max_tokens: int | None = Field(None, ge=2)
     """Maximum number of tokens of one trajectory, with prompt and observations. A turn that might exceed it is not started. A prompt whose
     first turn might exceed it is an error. A sample fails if its environment adds text to the prompt and the first turn might then exceed it.
@@ -72,6 +85,30 @@ class Environment(Record):
     """Address space of one worker process."""
     retries: int = Field(1, ge=0)
     """How often an episode starts again after its environment failed. Then the sample leaves the loss and the group statistics."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _agent_defaults(cls, value: Any) -> Any:
+        is_agent = isinstance(value, dict) and (value.get("agent") or value.get("command"))
+        return AGENT_DEFAULTS | value if is_agent else value
+
+    @model_validator(mode="after")
+    def _agent_fits(self) -> Environment:
+        if self.agent and self.command:
+            raise ValueError("environment.agent and environment.command exclude each other: leave one of them out")
+        if self.agent and not is_plugin(self.agent):
+            raise ValueError(f"environment.agent={self.agent}: expected {PLUGIN_FORMS}")
+        is_agent = bool(self.agent or self.command)
+        if is_agent != (self.name == AGENT):
+            raise ValueError(
+                f"environment.name={self.name} is no agent: leave out environment.agent and environment.command"
+                if is_agent
+                else "environment.name=agent needs environment.agent or environment.command"
+            )
+        unused = [key for key in ("train_calls", "max_open") if key in self.model_fields_set and not is_agent]
+        if unused and getattr(self, unused[0]) != type(self).model_fields[unused[0]].default:
+            raise ValueError(f"environment.{unused[0]} has no effect without an agent: leave it out")
+        return self
 
 
 def max_written_tokens(max_tokens: int, environment: Environment) -> int:

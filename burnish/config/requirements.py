@@ -20,6 +20,7 @@ AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 GYM_PREFIX = "reasoning-gym/"
 TOOL_PACKAGES = {"search": ("bm25s", "'burnish[search]'"), "mcp": ("mcp", "'burnish[mcp]'")}
 ENVIRONMENT_PACKAGES = {
+    "agent": ("uvicorn", "'burnish[agents]'"),
     "deep_retrieval": ("bm25s", "'burnish[search]'"),
     "science_world": ("scienceworld", "'burnish[scienceworld]'"),
 }

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Reward, Source, Template
-from burnish.config.environment import Environment
+from burnish.config.environment import AGENT, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
@@ -22,6 +23,7 @@ from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
 from burnish.distributed.judge_process import EngineJudge
 from burnish.environments.registry import environment_of, environment_renderer, num_workers, worker_limits
+from burnish.environments.tools.call_formats import call_format, detect_format
 from burnish.environments.workers import ObjectWorkers
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
 from burnish.inference.native.dense_engine import DenseEngine
@@ -58,6 +60,9 @@ from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 from burnish.training.reference import Reference, make_reference
 from burnish.training.reward_scorer import ModelScorer
+
+if TYPE_CHECKING:
+    from burnish.gateway.endpoint import RecordingEndpoint
 
 
 def build_scorers(
@@ -353,7 +358,26 @@ def build_environment_driver(
         if host is not None
         else None,
         retries=environment.retries,
+        endpoint=recording_endpoint(environment, policy.tokenizer, template or Template()),
+        trained_calls=environment.train_calls,
     )
+
+
+def recording_endpoint(environment: Environment, tokenizer: Tokenizer, template: Template) -> RecordingEndpoint | None:
+    """The endpoint that agents call; None for environments that do not call the model themselves."""
+    if environment.name != AGENT:
+        return None
+    from burnish.gateway.endpoint import RecordingEndpoint  # needs the extra [agents]
+    from burnish.gateway.session_renderer import SessionRenderer
+
+    name = environment.call_format
+    try:
+        written = call_format(name if name != "auto" else detect_format(tokenizer))
+    except UserError:
+        if name != "auto":
+            raise
+        written = None  # the chat template names no format: calls with tools are refused with the reason
+    return RecordingEndpoint(SessionRenderer(tokenizer, template, environment.history, written))
 
 
 def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:

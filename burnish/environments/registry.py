@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from burnish.config.data import Template
-from burnish.config.environment import SINGLE_TURN, TOOLS
+from burnish.config.environment import AGENT, SINGLE_TURN, TOOLS
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
 from burnish.data.template import template_kind
 from burnish.environments import dialogue
 from burnish.environments.adapters.recognise import ADAPTERS, adapter_for
-from burnish.environments.base import Environment, MakeEnvironment, SingleTurn
+from burnish.environments.agent_command import AgentCommand
+from burnish.environments.base import AgentProgram, Environment, MakeEnvironment, SingleTurn
 from burnish.environments.dialogue import ChatRenderer
 from burnish.environments.games import GAMES
 from burnish.environments.guess_number import GuessNumber
@@ -40,6 +41,8 @@ TOKEN_ENVIRONMENTS: dict[str, type[Any]] = {SINGLE_TURN: SingleTurn, "guess_numb
 MESSAGE_KEYS = ("tools", "call_format", "max_calls", "history", "workers", "deadline_s", "memory_gib", "retries")
 """Settings that only environments on messages have."""
 MAX_WORKERS = 8
+MAX_COMMANDS = 64
+"""Programs of agents that run at once, unless the config says otherwise."""
 EPISODE_DEADLINES = 4
 """A step of an environment with tools may take this many deadlines of a tool: a call, its second try on another worker, and waiting."""
 MakeObjectWorkers = Callable[[], ObjectWorkers]
@@ -54,6 +57,8 @@ def environment_class(name: str, base: Any = None) -> Any:
     """Return the class that plays an environment. For a user's class of another library, that class itself."""
     if name == TOOLS:
         return ToolEnvironment
+    if name == AGENT:
+        return AgentProgram
     return TagEnvironment if name in TAG_SYSTEMS else _class_of(name, base)
 
 
@@ -113,6 +118,8 @@ def worker_limits(config: EnvironmentConfig) -> WorkerLimits:
 def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any = None) -> EnvironmentKind:
     """Return the configured environment on messages, after checking its options."""
     name = config.name
+    if name == AGENT:
+        return _agent_kind(config, base)
     takes_tools = name == TOOLS or name in TAG_SYSTEMS
     if config.tools and not takes_tools:
         raise UserError(
@@ -140,6 +147,28 @@ def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any 
         return EnvironmentKind(name, "worker", spec=ObjectSpec(path, options, folder), **shared)
     extra = {"base": folder} if "base" in _parameters(cls) else {}
     return EnvironmentKind(name, cls.runs_in, make=lambda: cls(**options, **extra), **shared)
+
+
+def _agent_kind(config: EnvironmentConfig, base: Any) -> EnvironmentKind:
+    """Return the kind of an agent that calls the model itself."""
+    if config.tools:
+        raise UserError("environment.tools has no effect on an agent, which brings its own: leave it out")
+    folder = None if base is None else str(base)
+    common: dict[str, Any] = {"is_agent": True, "deadline_s": config.deadline_s}
+    if config.agent is not None:
+        options = {"target": config.agent, "options": dict(config.options)}
+        load_plugin(config.agent, base)  # an error in the file is one of the start, not of an episode
+        most = config.max_open or num_workers(config) * WorkerLimits().max_threads
+        spec = ObjectSpec("burnish.environments.agent_function:AgentFunction", options, folder)
+        return EnvironmentKind(AGENT, "worker", spec=spec, max_open=most, **common)
+
+    def make() -> AgentCommand:
+        return AgentCommand(config.command, folder, config.memory_gib, variables)
+
+    variables = {str(name): str(value) for name, value in config.options.items()}
+    make()
+    most = config.max_open or MAX_COMMANDS
+    return EnvironmentKind(AGENT, "loop", make=make, has_own_deadlines=True, max_open=most, **common)
 
 
 def _tool_settings(config: EnvironmentConfig, tokenizer: Tokenizer, parameters: set[str]) -> dict[str, Any]:
@@ -195,7 +224,7 @@ def _class_of(name: str, base: Any) -> Any:
     """Return the class that a name stands for. For a user's class of another library, that class itself."""
     if name in TOKEN_ENVIRONMENTS:
         return TOKEN_ENVIRONMENTS[name]
-    if name == TOOLS or name in TAG_SYSTEMS:
+    if name in (TOOLS, AGENT) or name in TAG_SYSTEMS:
         return Environment
     if name in BUILT_IN or name in ADAPTERS:
         return _import(BUILT_IN.get(name) or ADAPTERS[name])

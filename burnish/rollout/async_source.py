@@ -25,7 +25,6 @@ from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.pausable_thread import PausableThread
 from burnish.rollout.runner import RolloutRunner, RolloutStopped
 from burnish.rollout.scoring import (
@@ -188,7 +187,7 @@ class AsyncSource:
         self.version = 0
         self.groups: dict[str, PendingGroup] = {}
         """Pending groups by id, in the order of their draws."""
-        self.in_flight = InFlightTrajectories(runner)
+        self.in_flight = runner.in_flight()
         self.thread = PausableThread(self._sample, self._has_work, lambda: self.runner.engine.interrupt(), "rollouts")
         self._scoring: dict[str, Trajectory] = {}
         self._rewards_lock = threading.Lock()  # the sampling thread submits, the trainer's thread collects

@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -95,6 +95,10 @@ class InFlightTrajectories:
             self.paused.append(active)
             return []
         turn, active.turn = active.turn, PartialTurn()
+        return self._take_turn(active, turn, completion)
+
+    def _take_turn(self, active: RunningTrajectory, turn: PartialTurn, completion: Completion) -> list[Trajectory]:
+        """Process a complete turn of the model."""
         path = active.current
         path.turns.append(TurnSpan(path.append_turn(turn), path.state))
         active.num_turns += 1
@@ -110,14 +114,19 @@ class InFlightTrajectories:
         finished = list[Trajectory]()
         while self.waiting:
             try:
-                active, reply = self._replies.get(timeout=wait_s) if wait_s else self._replies.get_nowait()
+                ticket, reply = self._replies.get(timeout=wait_s) if wait_s else self._replies.get_nowait()
             except queue.Empty:
                 break
             wait_s = 0.0
-            if not active.is_dropped:
-                del self.waiting[active]
-                finished += self._handle(active, reply)
+            finished += self._take_reply(ticket, reply)
         return finished
+
+    def _take_reply(self, ticket: Any, reply: Reply) -> list[Trajectory]:
+        """Process one reply. The ticket is the trajectory that waits for it."""
+        if ticket.is_dropped:
+            return []
+        del self.waiting[ticket]
+        return self._handle(ticket, reply)
 
     @property
     def has_replies(self) -> bool:

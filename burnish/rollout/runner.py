@@ -6,9 +6,10 @@ weights, not on the order of completion. A trajectory that waits for its environ
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from burnish.core.engine import Engine, SamplingOptions
@@ -22,6 +23,8 @@ from burnish.rollout.segment_rollouts import AnswerPrefix, ChainPlan, ContinuedT
 if TYPE_CHECKING:
     from burnish.environments.dialogue import ChatRenderer
     from burnish.environments.host import EnvironmentHost
+    from burnish.gateway.endpoint import RecordingEndpoint
+    from burnish.gateway.session_export import TrainedCalls
 
 Branching = ChainPlan | TreePlan
 """How the samples of a prompt share prefixes: segments of a chain, or a tree."""
@@ -91,14 +94,19 @@ class RolloutRunner:
         host: EnvironmentHost | None = None,
         renderer: ChatRenderer | None = None,
         retries: int = 0,
+        endpoint: RecordingEndpoint | None = None,
+        trained_calls: TrainedCalls = "all",
     ) -> None:
         """`max_positions` is the model's limit on the tokens of a trajectory, `max_tokens` the environment's.
 
         `host` runs environments on messages, whose messages `renderer` turns into tokens; without it, `make_environment` gives environments
-        on tokens. An episode whose environment fails is started again up to `retries` times.
+        on tokens. An episode whose environment fails is started again up to `retries` times. Agents that call the model themselves have an
+        `endpoint`, and `trained_calls` says which of their calls are trained.
         """
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
         self.host, self.renderer, self.retries = host, renderer, retries
+        self.endpoint, self.trained_calls = endpoint, trained_calls
+        self._agent_slots: asyncio.Semaphore | None = None
         self.roles: tuple[str, ...] = host.kind.roles if host is not None else ()
         """Players of a game of several: each sample gives one trajectory for each role."""
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
@@ -125,7 +133,7 @@ class RolloutRunner:
         in_flight = (
             TreeTrajectories(self, branching)
             if isinstance(branching, TreePlan)
-            else InFlightTrajectories(self, branching is not None)
+            else self.in_flight(branching is not None)
         )
         try:
             for draw in draws:
@@ -138,6 +146,23 @@ class RolloutRunner:
             yield from self._finish(in_flight)
         finally:
             in_flight.close()
+
+    def in_flight(self, is_continued: bool = False) -> InFlightTrajectories:
+        """Return an empty collection of trajectories of the configured environment."""
+        if self.endpoint is None:
+            return InFlightTrajectories(self, is_continued)
+        from burnish.rollout.agent_episodes import AgentTrajectories  # needs the extra [agents]
+
+        return AgentTrajectories(self, is_continued)
+
+    def agent_slots(self) -> AbstractAsyncContextManager[None]:
+        """Return what an agent holds while it runs, so that not too many do at once. Runs in the event loop."""
+        most = self.host.kind.max_open if self.host is not None else None
+        if most is None:
+            return nullcontext()
+        if self._agent_slots is None:
+            self._agent_slots = asyncio.Semaphore(most)
+        return self._agent_slots
 
     def continue_all(self, prefixes: Iterable[AnswerPrefix], sampling: SamplingOptions) -> Iterator[Trajectory]:
         """Yield one continued answer per prefix, as they finish."""
@@ -188,7 +213,9 @@ class RolloutRunner:
         return sample // len(self.roles) if self.roles and sample >= 0 else sample
 
     def close(self) -> None:
-        """Close the environments' processes."""
+        """Close the endpoint and the environments' processes."""
+        if self.host is not None and self.endpoint is not None:
+            self.host.run(self.endpoint.close())
         if self.host is not None:
             self.host.close()
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from burnish.environments.base import TokenEnvironment
     from burnish.environments.dialogue import Conversation
     from burnish.environments.host import Session
+    from burnish.gateway.session import AgentSession
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +155,8 @@ class RunningTrajectory:
     """Only for environments that work on tokens."""
     session: Session | None = None
     """Only for environments that work on messages."""
+    agent: AgentSession | None = None
+    """Only for agents: the model calls of the episode."""
     finish: Literal["turns", "length"] | None = None
     """Why the runner ended the episode, while the environment is asked for its last word."""
     num_turns: int = 0
@@ -198,6 +201,7 @@ class RunningTrajectory:
         """The version of its first sampled token; None before that."""
         versions = [path.oldest_version for path in self.paths.values()]
         versions += [version for version in self.turn.version[:1] if version >= 0]
+        versions += [] if self.agent is None else [self.agent.oldest_version]
         return min((version for version in versions if version is not None), default=None)
 
     def context(self) -> list[int]:
@@ -220,7 +224,8 @@ class RunningTrajectory:
     def begin_again(self) -> None:
         """Forget everything that was sampled. The same key gives the same random numbers again."""
         self.paths, self.role, self.turn = {None: TokenPath()}, None, PartialTurn()
-        self.sampling, self.finish, self.session, self.environment = self.first_sampling, None, None, None
+        self.sampling, self.finish = self.first_sampling, None
+        self.session, self.agent, self.environment = None, None, None
         self.num_turns = self.num_sampled = 0
         self.metrics = {}
 
