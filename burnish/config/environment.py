@@ -19,6 +19,8 @@ AGENT = "agent"
 """The environment of agents that call the model themselves, through the recording endpoint."""
 AGENT_DEFAULTS = {"name": AGENT, "max_turns": 32, "history": "keep"}
 """What an agent has where the config says nothing."""
+TRAIN_CALLS = "train_calls"
+"""The option of agents that is not an argument of their own."""
 TAG_ENVIRONMENTS = ("tags", "search_r1", "research", "retool", "torl")
 """Environments whose answers call tools with tags."""
 GAME_TURNS = {
@@ -50,17 +52,12 @@ class Environment(Record):
     name: str = SINGLE_TURN
     """single_turn; tools, for answers with tool calls; a game or a system by its name (`burnish environments` lists them); or
     `path/to/file.py:Class` (`package.module:Class`)."""
-    agent: str | None = None
-    """An agent that calls the model itself: `path/to/file.py:function`, or a class with run(). It gets the row and a base URL."""
-    command: list[str] = Field(default_factory=list)
-    """An agent that calls the model itself: a program with its arguments, which is started for each episode with OPENAI_BASE_URL and
-    OPENAI_API_KEY in its environment."""
-    train_calls: Literal["all", "main"] = "all"
-    """Which model calls of an agent are trained. main: only those that lead to its last one; titles, summaries and sub-agents are left out."""
-    max_open: int | None = Field(None, ge=1)
-    """Agents that run at once; further episodes wait. null: 64 commands, or as many functions as the worker processes have threads."""
+    agent: str | list[str] | None = None
+    """An agent that calls the model itself, through a base URL of its own: `path/to/file.py:function`, a class with run(), or the words of a
+    command (`command: [python, agent.py]` is short for it), which is started for each episode with OPENAI_BASE_URL in its environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the environment."""
+    """Options of the environment. Of an agent: arguments of the function, or variables of the command's environment; and `train_calls`, main or
+    all (the default): main trains only the model calls that lead to the last one, without titles, summaries and sub-agents."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
     guess_number, and algorithms that compare states, need 2 or more. Agents: the model calls of one episode, 32 unless given."""
@@ -78,7 +75,7 @@ class Environment(Record):
     """What happens if the chat template writes earlier turns differently once a message is added (Qwen3 drops thinking). as_template: the
     model reads what the template writes, and the trajectory branches. keep: the turn is appended behind the sampled tokens."""
     workers: int | None = Field(None, ge=1)
-    """Worker processes for environments and tools from files. null: one per core, at most 8."""
+    """Worker processes for environments and tools from files; null: one per core, at most 8. Commands that run at once; null: 64."""
     deadline_s: float = Field(60.0, gt=0)
     """Time limit of one call of an environment or a tool."""
     memory_gib: float = Field(4.0, gt=0)
@@ -89,26 +86,32 @@ class Environment(Record):
     @model_validator(mode="before")
     @classmethod
     def _agent_defaults(cls, value: Any) -> Any:
-        is_agent = isinstance(value, dict) and (value.get("agent") or value.get("command"))
-        return AGENT_DEFAULTS | value if is_agent else value
+        if not isinstance(value, dict):
+            return value
+        if "command" in value:
+            if value.get("agent"):
+                raise ValueError("agent and command exclude each other: leave one of them out")
+            value = {key: item for key, item in value.items() if key != "command"} | {"agent": value["command"]}
+        return AGENT_DEFAULTS | value if value.get("agent") else value
 
     @model_validator(mode="after")
     def _agent_fits(self) -> Environment:
-        if self.agent and self.command:
-            raise ValueError("environment.agent and environment.command exclude each other: leave one of them out")
-        if self.agent and not is_plugin(self.agent):
-            raise ValueError(f"environment.agent={self.agent}: expected {PLUGIN_FORMS}")
-        is_agent = bool(self.agent or self.command)
-        if is_agent != (self.name == AGENT):
+        if isinstance(self.agent, str) and not is_plugin(self.agent):
+            raise ValueError(f"environment.agent={self.agent}: expected {PLUGIN_FORMS}, or the words of a command")
+        if bool(self.agent) != (self.name == AGENT):
             raise ValueError(
-                f"environment.name={self.name} is no agent: leave out environment.agent and environment.command"
-                if is_agent
-                else "environment.name=agent needs environment.agent or environment.command"
+                f"environment.name={self.name} is no agent: leave out environment.agent"
+                if self.agent
+                else "environment.name=agent needs environment.agent"
             )
-        unused = [key for key in ("train_calls", "max_open") if key in self.model_fields_set and not is_agent]
-        if unused and getattr(self, unused[0]) != type(self).model_fields[unused[0]].default:
-            raise ValueError(f"environment.{unused[0]} has no effect without an agent: leave it out")
+        if self.name == AGENT and self.train_calls not in ("all", "main"):
+            raise ValueError(f"environment.options.train_calls={self.train_calls!r}: expected all or main")
         return self
+
+    @property
+    def train_calls(self) -> Any:
+        """Which model calls of an agent are trained."""
+        return self.options.get(TRAIN_CALLS, "all")
 
 
 def max_written_tokens(max_tokens: int, environment: Environment) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from burnish.config.data import Template
-from burnish.config.environment import AGENT, SINGLE_TURN, TOOLS
+from burnish.config.environment import AGENT, SINGLE_TURN, TOOLS, TRAIN_CALLS
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
@@ -154,20 +154,21 @@ def _agent_kind(config: EnvironmentConfig, base: Any) -> EnvironmentKind:
     if config.tools:
         raise UserError("environment.tools has no effect on an agent, which brings its own: leave it out")
     folder = None if base is None else str(base)
+    own = {name: value for name, value in config.options.items() if name != TRAIN_CALLS}
     common: dict[str, Any] = {"is_agent": True, "deadline_s": config.deadline_s}
-    if config.agent is not None:
-        options = {"target": config.agent, "options": dict(config.options)}
+    if isinstance(config.agent, str):
         load_plugin(config.agent, base)  # an error in the file is one of the start, not of an episode
-        most = config.max_open or num_workers(config) * WorkerLimits().max_threads
+        most = num_workers(config) * WorkerLimits().max_threads
+        options = {"target": config.agent, "options": own}
         spec = ObjectSpec("burnish.environments.agent_function:AgentFunction", options, folder)
         return EnvironmentKind(AGENT, "worker", spec=spec, max_open=most, **common)
+    command, variables = config.agent or [], {name: str(value) for name, value in own.items()}
 
     def make() -> AgentCommand:
-        return AgentCommand(config.command, folder, config.memory_gib, variables)
+        return AgentCommand(command, folder, config.memory_gib, variables)
 
-    variables = {str(name): str(value) for name, value in config.options.items()}
-    make()
-    most = config.max_open or MAX_COMMANDS
+    make()  # raises if there is no such program
+    most = config.workers or MAX_COMMANDS
     return EnvironmentKind(AGENT, "loop", make=make, has_own_deadlines=True, max_open=most, **common)
 
 
