@@ -51,7 +51,7 @@ class CallRefused(UserError):
 
 def role_of(message: Mapping[str, Any], index: int) -> str:
     """Return the role of a message as templates name it."""
-    role = message.get("role") if isinstance(message, Mapping) else None
+    role = message.get("role") if type(message) is dict or isinstance(message, Mapping) else None
     found = ROLES.get(role) if isinstance(role, str) else None
     if found is None:
         raise CallRefused(f"messages[{index}].role: expected one of {', '.join(ROLES)}, got {str(role)[:80]!r}")
@@ -96,8 +96,10 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 def calls_of(message: Mapping[str, Any], index: int) -> list[tuple[str | None, str, Any]]:
     """Return the id, the name and the arguments of each call of a message."""
     given = message.get("tool_calls") or ()
-    if not given and message.get("function_call"):  # the older form, of one call
-        given = ({"function": message["function_call"]},)
+    if not given:
+        if not message.get("function_call"):
+            return []
+        given = ({"function": message["function_call"]},)  # the older form, of one call
     if not isinstance(given, list | tuple):
         raise CallRefused(f"messages[{index}].tool_calls: expected a list, got {type(given).__name__}")
     found = []
@@ -154,7 +156,8 @@ def message_keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     ids: list[str | None] = []
     for index, message in enumerate(messages):
         role = role_of(message, index)
-        text = text_of(message.get("content"), index)
+        content = message.get("content")
+        text = content if type(content) is str else text_of(content, index)
         if role == "assistant":
             calls = calls_of(message, index)
             ids = [identity for identity, _, _ in calls]

@@ -115,7 +115,8 @@ def has_reasoning_of(messages: Sequence[Mapping[str, Any]], answer: Answer) -> b
 
 def has_reasoning_up_to(messages: Sequence[Mapping[str, Any]], call: Call) -> bool:
     while True:
-        if any(reasoning_of(messages[index]) != text for index, text in call.foreign_reasoning):
+        foreign = call.foreign_reasoning
+        if foreign and any(reasoning_of(messages[index]) != text for index, text in foreign):
             return False
         before = call.extends
         if before is None:

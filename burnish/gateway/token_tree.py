@@ -13,6 +13,7 @@ tokens agree with the tree (`token_nodes.py`).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -128,7 +129,7 @@ class SessionTree:
             call = self._placed_tokens(tuple(encode(text, special=True)))
         else:
             new = encode(text[at:])
-            call = self._placed_at(self.tree.insert(before.node, new), (*self._context_with(before), *new))
+            call = self._placed_at(self.tree.insert(before.node, new), self._context_behind(before, new))
             call.extends = before
         call.text = text[at:]
         return self._counted(call)
@@ -199,7 +200,7 @@ class SessionTree:
         if found.is_branch:
             end, context = self.tree.insert(self.tree.root, found.tokens), found.tokens
         else:
-            end, context = self.tree.insert(before.node, found.tokens), (*self._context_with(before), *found.tokens)
+            end, context = self.tree.insert(before.node, found.tokens), self._context_behind(before, found.tokens)
         call = self._call(self._continuing(before), end, context, link=before)
         call.extends, call.conversation = before, conversation
         return call
@@ -283,13 +284,14 @@ class SessionTree:
             call.conversation = self.renderer.open(call.renderer, call.messages, call.tools)
         return call.conversation
 
-    def _context_with(self, answer: Answer) -> tuple[int, ...]:
-        """Return the tokens up to the end of an answer. The call's own copy is dropped: the next call has a longer one."""
+    def _context_behind(self, answer: Answer, new: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens up to the end of an answer, and new ones. The call's own copy is dropped: this one is longer."""
         call = answer.call
         context = self.tree.tokens_to(call.end) if call.context is None else call.context
         if call.link is not None:  # the tokens of a first prompt are shared by all samples of it
             call.context = None
-        return (*context, *answer.node.tokens.tolist())
+        rest = (*answer.node.tokens.tolist(), *new)
+        return context + rest  # one copy of pointers, which unpacking both would not be
 
     # --- bookkeeping -------------------------------------------------------------------------------------------------------
 
@@ -377,7 +379,7 @@ class SessionTree:
             self._answers_of_headless.setdefault(answer.headless, []).append(answer)
             if call.family and call.link is not None:
                 self._last_of_family[call.family] = answer
-        return answer.message
+        return copy.deepcopy(answer.message)  # the caller may change its own
 
     def _answer(
         self, call: Call, node: Node, stops: Sequence[str], response_id: str, finish: str, is_cut: bool
