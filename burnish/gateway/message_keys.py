@@ -4,7 +4,7 @@ A client sends the whole conversation with each call, and its library changes wh
 parts, arguments of calls are written with other spaces, ids are renamed, reasoning is dropped, unknown fields are added. The key of a message
 holds what matters:
 
-- the role (`developer` is `system`) and the text;
+- the role (`developer` is `system`) and the text. Space around the text of an answer does not count, because some clients strip it;
 - the calls of an answer in order: name and arguments as parsed JSON. Ids are left out;
 - for the result of a tool, the place of its call in the answer before it, which its id tells.
 
@@ -170,7 +170,8 @@ def message_keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
 
 
 def answer_key(text: str, calls: Sequence[tuple[str, Any]]) -> bytes:
-    """Return the key of an answer with a text and calls, each a name and arguments."""
+    """Return the key of an answer with a text and calls, each a name and arguments. Space around the text does not count."""
+    text = text.strip()
     if not calls:
         return _digest(f"assistant\0{text}")
     written = json.dumps([(name, _canonical(arguments)) for name, arguments in calls], sort_keys=True)

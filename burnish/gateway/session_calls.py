@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from burnish.data.row import Message
 from burnish.environments.dialogue import ChatRenderer, Conversation
-from burnish.gateway.message_keys import calls_of, reasoning_of
+from burnish.gateway.message_keys import calls_of, reasoning_of, text_of
 from burnish.gateway.session_renderer import Tools
 from burnish.gateway.token_nodes import Node
 
@@ -96,6 +96,8 @@ class Answer:
     message: Message
     """As the client got it."""
     for_template: Message
+    agent: str | None = None
+    """The sub-agent that called, if the client names it."""
     chain: bytes = b""
     headless: bytes = b""
     is_continued: bool = False
@@ -127,15 +129,16 @@ def has_reasoning_up_to(messages: Sequence[Mapping[str, Any]], call: Call) -> bo
         call = before.call
 
 
-def num_echoed_ids(messages: Sequence[Mapping[str, Any]], answer: Answer) -> int:
-    """Return the number of answers on the path whose response id, or ids of calls, the client has sent back."""
-    found, current = 0, answer
+def echoes(messages: Sequence[Mapping[str, Any]], answer: Answer) -> tuple[int, int]:
+    """Return how many answers of the path the client has sent back with their response id or ids of calls, and how many to the letter."""
+    with_ids, exact, current = 0, 0, answer
     while True:
         place = current.call.num_messages
         given = messages[place]
         ids = {identity for identity, _, _ in calls_of(given, place) if identity}
         own = {identity for identity, _, _ in calls_of(current.message, place)}
-        found += given.get("id") == current.response_id or bool(ids & own)
+        with_ids += given.get("id") == current.response_id or bool(ids & own)
+        exact += text_of(given.get("content"), place) == current.message["content"]
         if current.call.extends is None:
-            return found
+            return with_ids, exact
         current = current.call.extends

@@ -38,6 +38,8 @@ class SessionExport:
     """The index of the turn before each turn, which need not be on the same path; -1 without one."""
     response_ids: list[str]
     finishes: list[str]
+    agents: list[str | None]
+    """The sub-agent of each turn; None if the client named none."""
     not_trained: dict[str, int]
     """Answers that are not trained, by reason."""
 
@@ -69,6 +71,7 @@ def export_session(
         links=[_turn_before(answer, turn_of) for answer in sampled],
         response_ids=[answer.response_id for answer in sampled],
         finishes=[answer.finish for answer in sampled],
+        agents=[answer.agent for answer in sampled],
         not_trained=dict(not_trained),
     )
 

@@ -119,17 +119,16 @@ class SessionRenderer:
         num_calls: int = 0,
         stops: Sequence[str] = (),
     ) -> ReadAnswer:
-        """Return the message of sampled tokens.
+        """Return the message of sampled tokens, given without the token that ended them.
 
         Calls are looked for only if the request had tools. If one of them cannot be read, all of the answer is text. The ids of calls
         count from `num_calls`. The text ends before the stop string that is complete first.
         """
-        own = tokens[:-1] if tokens and tokens[-1] in self.tokenizer.eos_ids else tokens
-        clean = self.text(own, frozenset(), stops)
+        clean = self.text(tokens, stops=stops)
         if not renderer.is_chat:
             message: Message = {"role": "assistant", "content": clean}
             return ReadAnswer(message, message)
-        parsed = self._parsed(self.text(own, self._shown_ids, stops), tools)
+        parsed = self._parsed(self.text(tokens, self._shown_ids, stops), tools)
         for_template = answer_message(clean, clean, lambda text: parsed, renderer.traits, num_calls)
         if parsed is None or not parsed[2] or renderer.traits.takes_calls:
             return ReadAnswer(_for_client(for_template), for_template)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,9 @@ from burnish.gateway.session_calls import (
     Call,
     CallPrompt,
     Kind,
+    echoes,
     has_reasoning_of,
     has_reasoning_up_to,
-    num_echoed_ids,
 )
 from burnish.gateway.session_export import SessionExport, TrainedCalls, export_session
 from burnish.gateway.session_renderer import SessionRenderer, Tools
@@ -249,7 +249,8 @@ class SessionTree:
     ) -> tuple[Answer | None, int]:
         """Return the answer behind which the messages go on, and the number of messages up to it.
 
-        Of several answers with equal messages, the one whose ids the client sends back is taken, else the latest. `path` restricts
+        Of several answers with equal messages, the one whose ids the client sends back is taken, else one that is equal to the letter,
+        else the latest. `path` restricts
         answers to those nodes.
         """
         for size in range(len(messages) - 1, 0, -1):
@@ -259,7 +260,7 @@ class SessionTree:
                 if (path is None or answer.node.number in path) and has_reasoning_of(messages, answer)
             ]
             if len(found) > 1:
-                found.sort(key=lambda answer: (num_echoed_ids(messages, answer), answer.number))
+                found.sort(key=lambda answer: (*echoes(messages, answer), answer.number))
             if found:
                 return found[-1], size
         return None, 0
@@ -354,11 +355,13 @@ class SessionTree:
         response_id: str,
         is_cut: bool = False,
         stops: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+        agent: str | None = None,
     ) -> Message:
         """Record what the engine sampled for a call. Returns the message that the client gets, in OpenAI's form.
 
-        Call it n times for a call that asked for n choices. `version` is of all tokens or of each. `stops` are the stop strings of the
-        request, which the client does not get. `is_cut`: the client left before the end.
+        Call it n times for a call that asked for n choices. `version` is of all tokens or of each. `stops` and `stop_tokens` are
+        of the request: the client does not get them. `is_cut`: the client left before the end. `agent`: the sub-agent that called.
         """
         call = self.calls[prompt.call]
         if len(tokens) != len(logp):
@@ -367,7 +370,10 @@ class SessionTree:
         node = self.tree.add_sampled(
             call.end, np.array(tokens, dtype=np.int64), np.array(logp, dtype=np.float32), versions
         )
-        answer = self._answer(call, node, stops, response_id, finish, is_cut)
+        has_end = len(tokens) > 0 and (tokens[-1] in self.renderer.tokenizer.eos_ids or tokens[-1] in stop_tokens)
+        shown = list(tokens[:-1] if has_end else tokens)
+        answer = self._answer(call, node, shown, stops, response_id, finish, is_cut)
+        answer.agent = agent
         call.answers.append(answer)
         self.answers.append(answer)
         self._answer_of_node[node.number] = answer
@@ -382,15 +388,21 @@ class SessionTree:
         return copy.deepcopy(answer.message)  # the caller may change its own
 
     def _answer(
-        self, call: Call, node: Node, stops: Sequence[str], response_id: str, finish: str, is_cut: bool
+        self,
+        call: Call,
+        node: Node,
+        shown: list[int],
+        stops: Sequence[str],
+        response_id: str,
+        finish: str,
+        is_cut: bool,
     ) -> Answer:
-        tokens, number = node.tokens.tolist(), len(self.answers)
+        """Return the answer of a node. `shown` are its tokens without the one that ended it."""
+        number = len(self.answers)
         if call.renderer is None:
-            ends = self.renderer.tokenizer.eos_ids
-            text = self.renderer.text(tokens[:-1] if tokens and tokens[-1] in ends else tokens, stops=stops)
-            message: Message = {"role": "assistant", "content": text}
+            message: Message = {"role": "assistant", "content": self.renderer.text(shown, stops=stops)}
             return Answer(number, call, node, response_id, finish, is_cut, message, message)
-        read = self.renderer.read_answer(call.renderer, tokens, call.tools, self._num_call_ids, stops)
+        read = self.renderer.read_answer(call.renderer, shown, call.tools, self._num_call_ids, stops)
         calls = calls_of(read.for_client, call.num_messages)
         self._num_call_ids += len(calls)
         key = answer_key(read.for_client["content"], [(name, arguments) for _, name, arguments in calls])

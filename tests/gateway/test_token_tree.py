@@ -133,9 +133,33 @@ def test_what_the_caller_does_with_its_messages_does_not_change_the_tree() -> No
     assert session.tree.answers[0].message["tool_calls"][0]["function"]["name"] == "add"
 
 
+def test_placing_a_call_renders_and_tokenises_only_what_is_new() -> None:
+    session = Session()
+    renderer, encoded = session.tree.renderer.renderer(None), list[int]()
+    messages, lengths = [user("1+1?")], list[int]()
+    inner, encode = session.tokenizer._inner, session.tokenizer._inner.encode
+
+    def counting(text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return list(encode(text, **options))
+
+    for turn in range(24):
+        before = renderer.render.num_messages
+        encoded.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(inner, "encode", counting)
+            prompt = session.tree.place(messages)
+        lengths.append(sum(encoded))
+        assert turn < 4 or renderer.render.num_messages == before
+        messages += [session.record(prompt, f"it is {turn:02d}"), user(f"no, not {turn:02d}")]
+    new = "<|im_end|>\n<|im_start|>user\nno, not 00<|im_end|>\n<|im_start|>assistant\n"
+    assert set(lengths[4:]) == {len(new)}
+
+
 # --- rule 2: what a client changes ------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Any] = {
+    "stripped text": lambda m: {**m, "content": f" {m['content']}\n"},
     "null text": lambda m: {**m, "content": m["content"] or None},
     "parts": lambda m: {**m, "content": [{"type": "text", "text": m["content"]}]},
     "unknown fields": lambda m: {**m, "refusal": None, "annotations": [], "audio": None, "function_call": None},
@@ -214,6 +238,9 @@ def test_of_equal_answers_the_one_with_the_response_id_is_continued_else_the_lat
     assert session.tree.calls[-1].extends is session.tree.answers[0]
     session.tree.place([user("1+1?"), message, user("b")])
     assert session.tree.calls[-1].extends is session.tree.answers[1]
+    session.record(prompt, " two")
+    session.tree.place([user("1+1?"), message, user("c")])
+    assert session.tree.calls[-1].extends is session.tree.answers[1], "the third has a space before it"
 
 
 def test_token_ids_decide_what_the_engine_reads_and_which_answer_is_continued() -> None:
@@ -377,8 +404,12 @@ def test_a_cut_stream_is_kept_and_trained_only_if_asked_for() -> None:
 def test_the_client_gets_no_stop_string_but_the_tree_has_its_tokens() -> None:
     session = Session()
     prompt = session.tree.place([user("1+1?")])
-    message = session.record(prompt, "two Observation: x", stops=["Observation:", "x"])
+    message = session.record(prompt, "two Observation: x", stops=["Observation:", "x"], agent="adder")
     assert message["content"] == "two "
+    tokens = session.tokenizer.encode("three.")
+    other = session.tree.record(prompt, tokens, [-1.0] * len(tokens), 1, "stop", "r1", stop_tokens=tokens[-1:])
+    assert other["content"] == "three"
+    assert session.tree.export().agents == ["adder", None]
     again = session.tree.place([user("1+1?"), message, user("4")])
     assert again.kind == "continued"
     assert "two Observation: x<|im_end|>" in session.shown(again)
