@@ -251,6 +251,8 @@ class AgentSession:
             response_id=name,
             is_cut=is_cut,
             stops=call.stop,
+            stop_tokens=call.stop_tokens,
+            agent=call.agent,
         )
         has_calls = bool(message.get("tool_calls"))
         pieces = tuple(self._tokenizer.pieces(sampled.tokens, skip_special=False)) if call.logprobs else ()
