@@ -3,7 +3,7 @@
     python examples/agents/small_chat_model.py FOLDER
 
 FOLDER/model is a Hugging Face directory: a llama of 0.4 million random weights, a tokenizer with one token for each character and for each fixed
-piece of a tool call, and a chat template in the style of Qwen. FOLDER/lessons.jsonl are 4,000 dialogues of a poor student: three of ten call
+piece of a tool call, and a chat template in the style of Qwen. FOLDER/lessons.jsonl are 8,000 dialogues of a poor student: three of ten call
 the calculator, the others guess, and what is copied has slips.
 """
 
@@ -97,5 +97,5 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     make_model(target / "model")
     with open(target / "lessons.jsonl", "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in lessons(4000, random.Random(0)))
+        file.writelines(json.dumps(row) + "\n" for row in lessons(8000, random.Random(0)))
     print(f"wrote {target / 'model'} and {target / 'lessons.jsonl'}")
