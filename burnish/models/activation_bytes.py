@@ -20,7 +20,10 @@ EXPLICIT_SCORES_LENGTH = 256
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes per computed row and per token of the packing; with shared prefixes there are fewer rows than tokens."""
+    """Bytes per computed row and per token of the packing; with shared prefixes there are fewer rows than tokens.
+
+    Only where attention expands shared rows does it save something per token.
+    """
 
     row: int
     token: int = 0
@@ -72,7 +75,7 @@ class ActivationEstimate:
         inputs = self._input("qkv", h) + self._input("gate_up", h) + self._input("down", m)
         attention = self._attention()
         raw = (q + 2 * k) * self.element  # the fused projection, of which attention reads the values
-        has_raw = self._by_kernel and not (self.is_shared and not self._attends_in_c)
+        has_raw = self._by_kernel and not self._expands
         if self.arch.qk_norm:
             has_raw |= self.is_half
             norms += self._norm(0 if self.is_half else q + k, self.arch.num_heads + self.arch.num_kv_heads)
@@ -121,21 +124,29 @@ class ActivationEstimate:
     def _attends_in_c(self) -> bool:
         return self.in_c and self.length <= MAX_C_ATTENTION_LENGTH
 
+    @property
+    def _expands(self) -> bool:
+        """Whether attention expands shared rows to all tokens of the packing (`kernels/attention.py`)."""
+        if not self.is_shared or self._attends_in_c or (self.on_gpu and self.is_half):
+            return False
+        in_pieces = not self.on_gpu and self.length > MAX_C_ATTENTION_LENGTH and self.arch.windows is None
+        return not in_pieces
+
     def _attention(self) -> ActivationBytes:
         """Bytes that attention saves besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
         out = q * element
-        if self._attends_in_c:  # shared prefixes are read without a copy
+        if self._attends_in_c:
             return ActivationBytes(out + heads * element)
         if self._by_kernel:
-            return ActivationBytes(out + 4 * heads, 2 * k * element if self.is_shared else 0)
+            return ActivationBytes(out + 4 * heads, 2 * k * element if self._expands else 0)
         result = out if self.lora is None or "out" in self._adapted else 0
         if not self.on_gpu:
             stacked = (q + 2 * k + heads * self.length) * element
         else:  # in full precision torch repeats keys and values for every query head, and saves scores and weights
             stacked = (4 * q + 2 * heads * self.length) * element
-        return ActivationBytes(result, stacked) if self.is_shared else ActivationBytes(result + stacked)
+        return ActivationBytes(result, stacked) if self._expands else ActivationBytes(result + stacked)
 
     def _gate(self) -> int:
         """The gated activation saves its input, and without a kernel also the activated gate."""

@@ -9,9 +9,9 @@ stream, q and k the widths of all query and all key heads, H the number of query
     recompute  b h                                      the layer's input; recomputes the layer, a third more arithmetic
     offload    0                                        as recompute, with the inputs in pinned host memory
 
-The last two also need one layer's `keep` for the layer whose backward is running. Samples that share a prompt
-(`kernels/shared_prefix.py`) save another 2 k b per token of the packing, except with the last two. With norms on queries
-and keys `keep` saves 4 more bytes for every such head. Gradients are the same bit for bit with every policy.
+The last two also need one layer's `keep` for the layer whose backward is running. A token of a shared prefix
+(`kernels/shared_prefix.py`) counts once. With norms on queries and keys `keep` saves 4 more bytes for every such head. Gradients are
+the same bit for bit with every policy.
 """
 
 from __future__ import annotations

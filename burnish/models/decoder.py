@@ -24,7 +24,6 @@ from burnish.models.kernels.shared_prefix import (
     Attend,
     RowShard,
     ShardRows,
-    SharedPrefixes,
     UnshardedRows,
     computed_rows,
 )
@@ -190,14 +189,14 @@ class Decoder(nn.Module):
         return table
 
     def hidden(
-        self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, at: Tensor | None = None, shared_prefix: Tensor | None = None
     ) -> Tensor:
         """Final hidden states of packed sequences, of all tokens or of those `at` [M]; shared prefixes are computed once."""
         everywhere = torch.arange(tokens.shape[0], device=tokens.device)
         return self.states(tokens, offsets, everywhere if at is None else at, shared_prefix)[0]
 
     def states(
-        self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: Tensor | None = None
     ) -> tuple[Tensor, RowShard]:
         """Final hidden states [m, hidden] of those of the tokens `at` [M] that this process computes, and the row shard."""
         lengths = offsets.diff()
@@ -222,7 +221,7 @@ class Decoder(nn.Module):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token | its past) at the `wanted` positions [M] (never the first of a sequence), and entropies if requested."""
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
@@ -237,7 +236,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def distribution(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: Tensor | None = None
     ) -> Distribution:
         """Next-token distributions at this process's `wanted` positions, as hidden states and output head, without gradient."""
         return Distribution(self.hidden(tokens, offsets, wanted - 1, shared_prefix), self.head_weight)
@@ -249,7 +248,7 @@ class Decoder(nn.Module):
         wanted: Tensor,
         reference: Distribution,
         temperature: float = 1.0,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and the KL to a reference's distributions at the `wanted` positions, in one pass."""
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
@@ -265,7 +264,7 @@ class Decoder(nn.Module):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)

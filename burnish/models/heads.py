@@ -34,7 +34,6 @@ from burnish.models.architecture import (
     why_not_native,
 )
 from burnish.models.decoder import Decoder
-from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.models.lora.adapters import adapter_weights, merged_tensors, wrap_with_lora
 from burnish.models.lora.peft_files import adapter_contents, base_model_of, is_adapter, load_adapter, read_lora_config
 from burnish.models.model_families import FAMILIES
@@ -100,7 +99,7 @@ class ValueModel(nn.Module):
         return getattr(self.backbone, "attention_cost", None)
 
     def token_values(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: Tensor | None = None
     ) -> Tensor:
         """Values [M] of the states before the `wanted` tokens (never the first of a sequence)."""
         hidden, shard = self.backbone.states(tokens, offsets, wanted - 1, shared_prefix)
@@ -124,7 +123,7 @@ class ScoreModel(nn.Module):
         return getattr(self.backbone, "attention_cost", None)
 
     def token_values(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: Tensor | None = None
     ) -> Tensor:
         """Scores [M] of the text up to and including each `wanted` token."""
         hidden, shard = self.backbone.states(tokens, offsets, wanted, shared_prefix)

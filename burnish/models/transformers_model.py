@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.core.batch import from_padded, to_padded
 from burnish.core.sharded_tensors import full_tensor, local_shard, local_tensor
-from burnish.models.kernels.shared_prefix import RowShard, SharedPrefixes, UnshardedRows
+from burnish.models.kernels.shared_prefix import RowShard, UnshardedRows
 from burnish.models.tokenizer import check_remote_code
 from burnish.models.weight_files import gathering_stage, weight_files
 from burnish.run.checkpoint.saver import TensorStaging
@@ -100,7 +100,7 @@ class TransformersPolicy(nn.Module):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs at the `wanted` positions, and entropies if requested. `shared_prefix` is ignored."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -114,7 +114,7 @@ class TransformersPolicy(nn.Module):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         log_p = self._log_softmax(tokens, offsets, wanted, temperature)
@@ -175,7 +175,7 @@ class TransformersBackbone(nn.Module):
         self.inner = copy.deepcopy(base).eval()
 
     def states(
-        self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: Tensor | None = None
     ) -> tuple[Tensor, RowShard]:
         """Final hidden states of the tokens `at` of packed sequences. `shared_prefix` is ignored, and rows are not sharded."""
         hidden = from_padded(_padded_forward(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]

@@ -13,16 +13,16 @@ from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.logprob import Distribution
-from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.training.packing import (
     ATTENTION_COST,
     Unit,
-    group_units,
     pack_units,
+    prefix_trees,
     sequence_units,
-    shared_prefixes,
     sharing_pays,
-    whole_group_units,
+    tree_units,
+    unshared_trees,
+    whole_tree_units,
 )
 from burnish.training.parallel.ranks import SOLO, Ranks
 
@@ -33,7 +33,8 @@ Needs = frozenset[str]
 class PolicyForward(Protocol):
     """The methods that a policy's model must have. Our decoder and `models/transformers_model.py` implement them.
 
-    `shared_prefix` says which sequences begin with the tokens of another. A model that cannot share computation may ignore it.
+    `shared_prefix` [S] has the number of tokens that each sequence shares with the one before it. A model that cannot share
+    computation may ignore it.
     """
 
     def token_logprobs(
@@ -43,7 +44,7 @@ class PolicyForward(Protocol):
         wanted: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token | its past) at the `wanted` positions, and entropies if requested."""
 
@@ -53,7 +54,7 @@ class PolicyForward(Protocol):
         offsets: Tensor,
         wanted: Tensor,
         temperature: float = 1.0,
-        shared_prefix: SharedPrefixes | None = None,
+        shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities, without gradient."""
 
@@ -62,7 +63,7 @@ class ValueForward(Protocol):
     """The method that a critic's model must have."""
 
     def token_values(
-        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: SharedPrefixes | None = None
+        self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: Tensor | None = None
     ) -> Tensor:
         """The value of the state before each `wanted` token."""
 
@@ -75,11 +76,11 @@ class Packing:
     attention_cost: float = ATTENTION_COST
     """b / a in the cost a L + b L^2 of a sequence of L tokens."""
     shares: bool = False
-    """Whether the model computes the shared prefix of a group's samples once."""
+    """Whether the model computes shared prefixes of a group's sequences once."""
 
     @staticmethod
     def of(model: nn.Module, token_budget: int, share_prompts: bool = True) -> Packing:
-        """The packing for a model: a native decoder shares prompts and knows its attention cost."""
+        """The packing for a model: a native decoder shares prefixes and knows its attention cost."""
         cost = getattr(model, "attention_cost", None)
         return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prompts and cost is not None)
 
@@ -91,8 +92,8 @@ class MicroBatch:
     batch: Batch
     wanted: Tensor
     positions: Tensor
-    shared_prefix: SharedPrefixes | None = None
-    """Which of its sequences begin with the tokens of another."""
+    shared_prefix: Tensor | None = None
+    """[S] how many tokens each sequence shares with the one before it; None if nothing is shared."""
 
     @property
     def is_padding(self) -> bool:
@@ -140,7 +141,7 @@ def groups_fit_budget(batch: Batch, packing: Packing, mask: str, ranks: Ranks = 
     fit = True
     if batch.num_sequences:
         wanted = contiguous_count(batch.token[mask], batch.offsets)
-        largest = max(unit.num_tokens for unit in _whole_group_units(batch, packing)[0])
+        largest = max(unit.num_tokens for unit in _whole_group_units(batch, packing))
         fit = largest <= packing.token_budget and bool((wanted > 0).all())
     return ranks.max_over_ranks(int(not fit)) == 0
 
@@ -152,40 +153,34 @@ def _micro_batches(batch: Batch, packing: Packing, mask: str, whole_groups: bool
     if not chosen.numel():
         return []
     whole = chosen.numel() == batch.num_sequences
-    units, shared = (_whole_group_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
-    return [_micro_batch(batch, chosen, part, shared, mask) for part in pack_units(units, packing.token_budget)]
+    units = (_whole_group_units if whole_groups else _units)(batch if whole else batch.select(chosen), packing)
+    return [_micro_batch(batch, chosen, part, mask) for part in pack_units(units, packing.token_budget)]
 
 
-def _units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
-    """The units to pack, and how many tokens each sequence shares with its group; None if sharing does not pay."""
+def _units(batch: Batch, packing: Packing) -> list[Unit]:
+    """The units to pack: parts of prefix trees if sharing pays, else single sequences."""
     lengths = batch.lengths.tolist()
     if packing.shares and "group_ids" in batch.sequence:
-        groups, shared = batch.sequence["group_ids"].tolist(), shared_prefixes(batch).tolist()
-        if sharing_pays(lengths, groups, shared):
-            return group_units(lengths, groups, shared, packing.token_budget, packing.attention_cost), shared
-    return sequence_units(lengths, packing.attention_cost), None
+        trees = prefix_trees(batch)
+        if sharing_pays(lengths, trees):
+            return tree_units(lengths, trees, packing.token_budget, packing.attention_cost)
+    return sequence_units(lengths, packing.attention_cost)
 
 
-def _whole_group_units(batch: Batch, packing: Packing) -> tuple[list[Unit], list[int] | None]:
-    """Every group as one unit, and how many tokens each sequence shares with its group; None if sharing does not pay."""
-    lengths, groups = batch.lengths.tolist(), batch.sequence["group_ids"].tolist()
-    shared = shared_prefixes(batch).tolist() if packing.shares else [0] * len(lengths)
-    if sharing_pays(lengths, groups, shared):
-        return whole_group_units(lengths, groups, shared, packing.attention_cost), shared
-    return whole_group_units(lengths, groups, [0] * len(lengths), packing.attention_cost), None
+def _whole_group_units(batch: Batch, packing: Packing) -> list[Unit]:
+    """Every group as one unit, as a prefix tree if sharing pays."""
+    lengths = batch.lengths.tolist()
+    trees = prefix_trees(batch) if packing.shares else []
+    if not sharing_pays(lengths, trees):
+        trees = unshared_trees(batch.sequence["group_ids"].tolist())
+    return whole_tree_units(lengths, trees, packing.attention_cost)
 
 
-def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], shared: list[int] | None, mask: str) -> MicroBatch:
-    members = [i for unit in part for i in unit.members]
-    index = chosen[torch.tensor(members, device=chosen.device)]
+def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], mask: str) -> MicroBatch:
+    index = chosen[torch.tensor([i for unit in part for i in unit.members], device=chosen.device)]
     micro = batch.select(index)
-    shared_prefix = None
-    if shared is not None:
-        owner: list[int] = []
-        for unit in part:
-            first = len(owner)  # a sequence without a shared prefix is its own owner
-            owner += [first if shared[i] else first + k for k, i in enumerate(unit.members)]
-        shared_prefix = SharedPrefixes(*torch.tensor([owner, [shared[i] for i in members]], device=chosen.device))
+    shared = [count for unit in part for count in unit.shared]
+    shared_prefix = torch.tensor(shared, device=chosen.device) if any(shared) else None
     wanted = micro.token[mask].nonzero().squeeze(1)
     return MicroBatch(micro, wanted, token_positions(batch, index)[wanted], shared_prefix)
 

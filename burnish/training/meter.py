@@ -28,7 +28,6 @@ from burnish.models.architecture import Architecture, Windows
 from burnish.models.decoder import Decoder
 from burnish.models.flops import ForwardCounts, backward_flops, forward_flops, packed_counts, recomputed_flops
 from burnish.models.heads import ScoreModel, ValueModel
-from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.training.parallel.ranks import SOLO, Ranks
 
 LEARNER_PHASES = ("forward", "backward", "optimizer", "communication", "other")
@@ -110,17 +109,14 @@ class _ForwardPass:
     """A micro-batch that went through the model. Its small tensors stay on their device until the meter is read."""
 
     offsets: Tensor
-    shared_prefix: SharedPrefixes | None
+    shared_prefix: Tensor | None
     num_outputs: int
     with_gradient: bool
 
     def counts(self, windows: Windows) -> tuple[ForwardCounts, int]:
         """What was computed, and the number of tokens in the micro-batch."""
         lengths = self.offsets.diff().tolist()
-        shared = None
-        if self.shared_prefix is not None:
-            rows = zip(self.shared_prefix.owner.tolist(), self.shared_prefix.length.tolist(), strict=True)
-            shared = [0 if owner == s else length for s, (owner, length) in enumerate(rows)]
+        shared = None if self.shared_prefix is None else self.shared_prefix.tolist()
         return packed_counts(lengths, self.num_outputs, windows, shared), sum(lengths)
 
 
@@ -152,9 +148,7 @@ class Meter:
             self._open.pop()
             self._mark()
 
-    def count_pass(
-        self, offsets: Tensor, num_outputs: int, shared_prefix: SharedPrefixes | None, with_gradient: bool
-    ) -> None:
+    def count_pass(self, offsets: Tensor, num_outputs: int, shared_prefix: Tensor | None, with_gradient: bool) -> None:
         """Record a micro-batch that went through the model, forward only or also backward."""
         self._passes.append(_ForwardPass(offsets, shared_prefix, num_outputs, with_gradient))
 

@@ -1,8 +1,12 @@
 """Packs sequences into micro-batches: within a token budget, few of them, and of about equal cost.
 
 The packing changes memory and speed, never the gradient, because a loss is a weighted sum with weights that are fixed before the
-split. A unit of packing is a sequence, or several samples of one prompt whose shared prefix goes through the model once. A unit
+split. A unit of packing is a sequence, or several sequences of one group whose shared prefixes go through the model once. A unit
 costs its tokens plus, for attention, a multiple of their squares.
+
+The sequences of a group form a prefix tree: samples share their prompt, and the paths of a trajectory share what was not rewritten
+between them. In depth-first order each sequence shares its longest prefix with the one before it. A tree above the token budget is cut
+between two sequences; the path to the cut is computed on both sides.
 """
 
 from __future__ import annotations
@@ -11,83 +15,121 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from burnish.core.batch import Batch
-from burnish.core.segments import compact_ids
 
 ATTENTION_COST = 1 / 30_000
 """Default of b / a in the cost a L + b L^2: at 30,000 tokens attention costs as much as the matmuls."""
 MIN_SAVED_FRACTION = 0.05
 """Minimum fraction of a batch's tokens that sharing must save. Below it, gathering keys and values costs more than it saves."""
 
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The sequences of a group in depth-first order, and how many tokens each shares with the one before it; 0 for the first."""
+
+    members: list[int]
+    shared: list[int]
+
 
 @dataclass(frozen=True)
 class Unit:
-    """Sequences that stay together, the tokens they take of the budget, and their cost."""
+    """Sequences that stay together, with the tokens that each shares with the one before it, and what they cost."""
 
     members: list[int]
+    shared: list[int]
     num_tokens: int
+    """Tokens of the budget: those that go through the model."""
     cost: float
+
+
+def prefix_trees(batch: Batch) -> list[PrefixTree]:
+    """The prefix tree of each group.
+
+    Every sequence keeps at least one token of its own. Tokens are compared, not masks, so more than the prompt may be shared.
+    """
+    tokens, offsets = batch.tokens.cpu().numpy(), batch.offsets.tolist()
+    rows = [tokens[start:end] for start, end in pairwise(offsets)]
+    trees = []
+    for members in _by_group(batch.sequence["group_ids"].tolist()).values():
+        if len(members) > 1:
+            # Big-endian bytes compare like the tokens, at the speed of memcmp.
+            members.sort(key=lambda i: rows[i].astype(">i8").tobytes())
+        shared = [_common_prefix(rows[a], rows[b]) for a, b in pairwise(members)]
+        trees.append(PrefixTree(members, [0, *shared]))
+    return trees
+
+
+def _common_prefix(before: Tokens, row: Tokens) -> int:
+    """How many tokens two sequences begin with in common, without the last token of the second."""
+    length = max(0, min(len(before), len(row) - 1))
+    differs = before[:length] != row[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _by_group(groups: Sequence[int]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    return members
+
+
+def unshared_trees(groups: Sequence[int]) -> list[PrefixTree]:
+    """Each group in its given order, with nothing shared."""
+    return [PrefixTree(members, [0] * len(members)) for members in _by_group(groups).values()]
+
+
+def sharing_pays(lengths: Sequence[int], trees: Sequence[PrefixTree]) -> bool:
+    """Whether computing shared prefixes once saves at least `MIN_SAVED_FRACTION` of the tokens."""
+    return sum(sum(tree.shared) for tree in trees) > MIN_SAVED_FRACTION * sum(lengths)
+
+
+def tree_cost(lengths: Sequence[int], tree: PrefixTree, attention_cost: float = ATTENTION_COST) -> float:
+    """The cost of a tree's own tokens: a sequence costs what it adds to that of its prefix."""
+    spans = [(lengths[i], shared) for i, shared in zip(tree.members, tree.shared, strict=True)]
+    return sum(length - shared + attention_cost * (length**2 - shared**2) for length, shared in spans)
 
 
 def sequence_units(lengths: Sequence[int], attention_cost: float = ATTENTION_COST) -> list[Unit]:
     """One unit per sequence."""
-    return [Unit([i], length, length + attention_cost * length**2) for i, length in enumerate(lengths)]
+    return [Unit([i], [0], length, length + attention_cost * length**2) for i, length in enumerate(lengths)]
 
 
-def group_units(
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    shared: Sequence[int],
-    budget: int,
-    attention_cost: float = ATTENTION_COST,
+def tree_units(
+    lengths: Sequence[int], trees: Sequence[PrefixTree], budget: int, attention_cost: float = ATTENTION_COST
 ) -> list[Unit]:
-    """The sequences of a group together, with their first `shared` tokens counted once. A group above the budget becomes several units.
-
-    All members of a group have the same number of shared tokens, and each has at least one more token.
-    """
-    by_group: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        by_group.setdefault(group, []).append(i)
+    """Parts of trees within the budget. A tree is cut where it exceeds the budget, and where nothing is shared."""
     units = []
-    for members in by_group.values():
-        prefix = shared[members[0]]
-        parts: list[list[int]] = []
-        size = 0
-        for i in sorted(members, key=lambda i: lengths[i]):
-            own = lengths[i] - prefix
-            if parts and prefix and size + own <= budget:
-                parts[-1].append(i)
-                size += own
-            else:  # also if nothing is shared: smaller units fill a budget better
-                parts.append([i])
-                size = prefix + own
-        for part in parts:
-            squares = sum(lengths[i] ** 2 - prefix**2 for i in part) + prefix**2
-            tokens = sum(lengths[i] - prefix for i in part) + prefix
-            units.append(Unit(part, tokens, tokens + attention_cost * squares))
+    for tree in trees:
+        part, size = PrefixTree([], []), 0
+        for i, shared in zip(tree.members, tree.shared, strict=True):
+            own = lengths[i] - shared
+            if part.members and (not shared or size + own > budget):  # smaller units fill a budget better
+                units.append(_unit(lengths, part, attention_cost))
+                part, size = PrefixTree([], []), 0
+            part.shared.append(shared if part.members else 0)
+            part.members.append(i)
+            size += lengths[i] - part.shared[-1]
+        units.append(_unit(lengths, part, attention_cost))
     return units
 
 
-def whole_group_units(
-    lengths: Sequence[int], groups: Sequence[int], shared: Sequence[int], attention_cost: float = ATTENTION_COST
+def whole_tree_units(
+    lengths: Sequence[int], trees: Sequence[PrefixTree], attention_cost: float = ATTENTION_COST
 ) -> list[Unit]:
-    """One unit per group, also above the budget, with its first `shared` tokens counted once."""
-    by_group: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        by_group.setdefault(group, []).append(i)
-    units = []
-    for members in by_group.values():
-        prefix = shared[members[0]]
-        tokens = prefix + sum(lengths[i] - prefix for i in members)
-        squares = prefix**2 + sum(lengths[i] ** 2 - prefix**2 for i in members)
-        units.append(Unit(members, tokens, tokens + attention_cost * squares))
-    return units
+    """One unit per group, also above the budget."""
+    return [_unit(lengths, tree, attention_cost) for tree in trees]
+
+
+def _unit(lengths: Sequence[int], tree: PrefixTree, attention_cost: float) -> Unit:
+    num_tokens = sum(lengths[i] for i in tree.members) - sum(tree.shared)
+    return Unit(tree.members, tree.shared, num_tokens, tree_cost(lengths, tree, attention_cost))
 
 
 def pack_units(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
@@ -120,41 +162,6 @@ def _first_fit(units: Sequence[Unit], budget: int) -> list[list[int]]:
             parts[place].append(k)
             room[place] -= size
     return parts
-
-
-def shared_prefixes(batch: Batch) -> Tensor:
-    """[S] length of the prefix that a sequence shares with all others of its group; 0 for a group of one.
-
-    Every sequence keeps at least one token of its own. Tokens are compared, not masks, so more than the prompt may be shared.
-    """
-    groups, num_groups = compact_ids(batch.sequence["group_ids"])
-    sequence = torch.arange(batch.num_sequences, device=groups.device)
-    first = torch.full((num_groups,), batch.num_sequences, device=groups.device).scatter_reduce_(
-        0, groups, sequence, "amin"
-    )
-    ids, positions = batch.sequence_ids, batch.positions
-    partner = first[groups][ids]
-    within = positions < batch.lengths[partner]
-    counterpart = batch.tokens[torch.where(within, batch.offsets[partner] + positions, 0)]
-    is_equal = within & (counterpart == batch.tokens)
-    # First position that differs from the group's first sequence; if none does, the last token stays the sequence's own.
-    limit = torch.where(is_equal, batch.lengths[ids] - 1, positions)
-    common = (batch.lengths - 1).scatter_reduce_(0, ids, limit, "amin")
-    of_group = torch.full((num_groups,), batch.num_tokens, device=groups.device).scatter_reduce_(
-        0, groups, common, "amin"
-    )
-    alone = torch.bincount(groups, minlength=num_groups) == 1
-    return torch.where(alone, 0, of_group)[groups]
-
-
-def sharing_pays(lengths: list[int], groups: list[int], shared: list[int]) -> bool:
-    """Whether computing shared prefixes once saves at least `MIN_SAVED_FRACTION` of the tokens."""
-    counts: dict[int, int] = {}
-    saved = 0
-    for group, length in zip(groups, shared, strict=True):
-        counts[group] = counts.get(group, 0) + 1
-        saved += length if counts[group] > 1 else 0
-    return saved > MIN_SAVED_FRACTION * sum(lengths)
 
 
 # --- Largest differencing method (Karmarkar and Karp, 1982) for any number of parts -------------------------------------

@@ -18,8 +18,7 @@ from burnish.models.activation_bytes import ActivationEstimate
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.kernels import attention, elementwise, triton
-from burnish.models.kernels.shared_prefix import SharedPrefixes
+from burnish.models.kernels import attention, elementwise, tree_attention, triton
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from tests.alive import Alive
@@ -28,7 +27,7 @@ POLICIES = ("keep", "selective", "recompute", "offload")
 LENGTH, SEQUENCES = 12, 3
 TOKENS = torch.arange(LENGTH * SEQUENCES) % 7  # all sequences have the same prefix, so that they can share it
 OFFSETS = torch.arange(SEQUENCES + 1) * LENGTH
-SHARED = SharedPrefixes(torch.zeros(SEQUENCES, dtype=torch.long), torch.tensor([0, 5, 5]))
+SHARED = torch.tensor([0, 5, 5])
 ROWS_SHARED = LENGTH * SEQUENCES - 2 * 5
 
 
@@ -50,7 +49,7 @@ def made(family: str, num_layers: int, dtype: torch.dtype, lora: Lora | None) ->
     return model
 
 
-def kept(model: Decoder, policy: str, shared_prefix: SharedPrefixes | None) -> int:
+def kept(model: Decoder, policy: str, shared_prefix: Tensor | None) -> int:
     """Bytes saved by the third layer. The first reads an embedding that may be frozen; the last has full attention."""
     set_activations(model, policy)
     after = []
@@ -73,7 +72,7 @@ def wrong(family: str, dtype: torch.dtype, lora: Lora | None, on_gpu: bool) -> l
         expected = forward.layer("recompute" if policy == "offload" else policy).of(rows, TOKENS.numel())
         is_kept = kept(model, policy, shared_prefix)
         if is_kept != expected:
-            found.append(f"{policy}, {'shared' if shared_prefix else 'apart'}: {is_kept} bytes, not {expected}")
+            found.append(f"{policy}, {'apart' if shared_prefix is None else 'shared'}: {is_kept} bytes, not {expected}")
     return found
 
 
@@ -143,6 +142,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise, "use_triton", lambda x: True)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *_: Varlen.apply(q, k, v))
+    monkeypatch.setattr(
+        tree_attention.FlashKernel,
+        "forward",
+        lambda self, q, *_: (torch.zeros(q.shape).to(q), torch.zeros(q.shape[:2])),
+    )
     monkeypatch.setattr(attention.PackedAttention, "__init__", _ragged(attention.PackedAttention.__init__))
     monkeypatch.setattr(elementwise.functional, "rms_norm", lambda x, _, weight, eps: Norm.apply(x, weight, eps))
     assert decoder.GATED_ACTIVATIONS["silu"] is elementwise.swiglu

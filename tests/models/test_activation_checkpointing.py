@@ -16,7 +16,6 @@ from burnish.models.activation_checkpointing import checkpointed, recomputed_out
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
-from burnish.models.kernels.shared_prefix import SharedPrefixes
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from burnish.models.transformers_model import TransformersPolicy
@@ -69,7 +68,7 @@ def test_every_policy_gives_the_same_gradient_to_the_bit(family: str, dtype: tor
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_also_with_shared_beginnings_adapters_and_below_a_critic(policy: str) -> None:
     tokens = torch.cat([TOKENS[:4], TOKENS[10:14], TOKENS[:4], TOKENS[16:20]])
-    shared_prefix = SharedPrefixes(torch.tensor([0, 0]), torch.tensor([0, 4]))
+    shared_prefix = torch.tensor([0, 4])
     where = tokens, torch.tensor([0, 8, 16]), torch.tensor([5, 13])
     model = make("qwen3")
     assert_same(model, policy, lambda m: m.token_logprobs(*where, shared_prefix=shared_prefix)[0])

@@ -25,7 +25,7 @@ from burnish.models.flops import (
     recomputed_flops,
 )
 from burnish.models.heads import ValueModel
-from burnish.models.kernels.shared_prefix import SharedPrefixes, computed_rows
+from burnish.models.kernels.shared_prefix import computed_rows
 from burnish.models.lora.adapters import add_lora
 
 pytestmark = pytest.mark.usefixtures("in_torch")  # whose products torch can count
@@ -111,7 +111,7 @@ def test_a_critic_has_one_output_a_token_and_keeps_it() -> None:
 def test_a_shared_prompt_goes_through_the_layers_once() -> None:
     model = model_of(BASE)
     tokens, offsets, wanted = batch_of(SEQUENCES, LENGTH)
-    shared_prefix = SharedPrefixes(torch.tensor([0, 0, 2]), torch.tensor([5, 5, 5]))
+    shared_prefix = torch.tensor([0, 5, 0])
     tokens[LENGTH : LENGTH + 5] = tokens[:5]
     with FlopCounterMode(display=False) as counter:
         model.token_logprobs(tokens, offsets, wanted, shared_prefix=shared_prefix)[0].sum().backward()

@@ -23,7 +23,7 @@ from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.training.forward import MicroBatch, Packing, forward, groups_fit_budget, micro_batches_of, token_positions
 from burnish.training.learner import DIFFERENTIABLE_OUTPUTS, Learner, loss_derivatives
-from burnish.training.packing import whole_group_units
+from burnish.training.packing import PrefixTree, whole_tree_units
 
 MakeModel = Callable[..., Decoder]
 MakeBatch = Callable[..., Batch]
@@ -367,6 +367,7 @@ def test_micro_batches_of_whole_groups_hold_whole_groups(make_batch: MakeBatch) 
 
 
 def test_what_a_group_shares_is_counted_once() -> None:
-    (one, two) = whole_group_units([7, 9, 4], [1, 1, 2], [5, 5, 0], attention_cost=0.0)
+    trees = [PrefixTree([0, 1], [0, 5]), PrefixTree([2], [0])]
+    (one, two) = whole_tree_units([7, 9, 4], trees, attention_cost=0.0)
     assert (one.members, one.num_tokens, one.cost) == ([0, 1], 5 + 2 + 4, 11.0)
     assert (two.members, two.num_tokens) == ([2], 4)

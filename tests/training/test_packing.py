@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.training.forward import Packing, micro_batches_of, token_positions
-from burnish.training.packing import Unit, group_units, karmarkar_karp, pack_units, sequence_units
+from burnish.training.packing import (
+    PrefixTree,
+    Unit,
+    karmarkar_karp,
+    pack_units,
+    sequence_units,
+    tree_units,
+    unshared_trees,
+)
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=15)
 GROUPED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=14)
@@ -56,25 +64,27 @@ def test_a_long_sequence_counts_for_its_attention() -> None:
 
 
 @given(GROUPED, st.integers(1, 40), st.integers(0, 6))
-def test_units_of_groups_hold_every_sequence_once_and_stay_under_the_budget(
+def test_units_of_trees_hold_every_sequence_once_and_stay_under_the_budget(
     drawn: list[tuple[int, int]], budget: int, prompt: int
 ) -> None:
     groups, lengths = [g for g, _ in drawn], [prompt + length for _, length in drawn]
-    alone = {g for g in groups if groups.count(g) == 1}
-    shared = [0 if g in alone else prompt for g in groups]
-    units = group_units(lengths, groups, shared, budget)
+    trees = [PrefixTree(tree.members, [0, *[prompt] * (len(tree.members) - 1)]) for tree in unshared_trees(groups)]
+    units = tree_units(lengths, trees, budget)
     assert sorted(i for unit in units for i in unit.members) == list(range(len(groups)))
     for unit in units:
-        trunk = shared[unit.members[0]]
         assert len({groups[i] for i in unit.members}) == 1
-        assert unit.num_tokens == trunk + sum(lengths[i] - trunk for i in unit.members)
-        assert len(unit.members) == 1 or unit.num_tokens <= budget
+        assert unit.shared == [0] + [prompt] * (len(unit.members) - 1)
+        assert unit.num_tokens == sum(lengths[i] for i in unit.members) - sum(unit.shared)
+        assert len(unit.members) == 1 or (prompt and unit.num_tokens <= budget)
 
 
-def test_a_shared_prompt_is_paid_once() -> None:
-    (unit,) = group_units([12, 13, 15], [4, 4, 4], [10, 10, 10], 100, attention_cost=0.5)
-    assert unit.num_tokens == 10 + 2 + 3 + 5
-    assert unit.cost == 20 + 0.5 * (100 + (144 - 100) + (169 - 100) + (225 - 100))
+def test_a_tree_is_cut_at_the_budget_and_its_trunk_is_computed_on_both_sides() -> None:
+    lengths, tree = [12, 13, 15, 9], PrefixTree([2, 0, 3, 1], [0, 10, 8, 6])
+    (unit,) = tree_units(lengths, [tree], 100, attention_cost=0.5)
+    assert unit.num_tokens == 15 + 2 + 1 + 7
+    assert unit.cost == 25 + 0.5 * (15**2 + (12**2 - 10**2) + (9**2 - 8**2) + (13**2 - 6**2))
+    parts = [(unit.members, unit.shared, unit.num_tokens) for unit in tree_units(lengths, [tree], 17)]
+    assert parts == [([2, 0], [0, 10], 17), ([3, 1], [0, 6], 16)]
 
 
 @pytest.mark.parametrize(("lengths", "budget", "sizes"), [([9, 1, 1], 4, [9, 2]), ([5], 1, [5]), ([], 8, [])])

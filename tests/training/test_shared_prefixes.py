@@ -1,4 +1,4 @@
-"""Samples with a common prefix share its forward and backward pass: the same numbers for less work."""
+"""Sequences with common prefixes share their forward and backward passes: the same numbers for less work."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
-from burnish.models.kernels.shared_prefix import SharedPrefixes, computed_rows, expand_rows
+from burnish.models.kernels import attention
+from burnish.models.kernels.shared_prefix import computed_rows, expand_rows
 from burnish.models.model_families import FAMILIES
 from burnish.training.forward import Packing, micro_batches_of
 from burnish.training.learner import Learner
-from burnish.training.packing import shared_prefixes
+from burnish.training.packing import prefix_trees
 
 VOCAB = 17
 
@@ -67,13 +68,14 @@ def drawn(groups: list[list[int]], prompt: int, seed: int = 0) -> Batch:
 
 
 def gradients(model: Decoder | ValueModel, batch: Batch, shares: bool, budget: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of all parameters, and the values, or the log-probs and entropies."""
     learner = Learner(copy.deepcopy(model), Optimizer(lr=1e-3, clip_norm=1e9), 1, budget, 0.9, share_prompts=shares)
     if isinstance(model, ValueModel):
         learner.backward(batch, {"value": torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64)})
         seen = learner.outputs(batch, frozenset({"value"}))["value"]
     else:
         update = learner._one_pass(batch, PolicyLoss(entropy_coef=0.1), frozenset({"entropy"}))
-        seen = update[2]["logp"]
+        seen = torch.cat([update[2]["logp"], update[2]["entropy"]])
     return learner.optimizer.gradients(), seen
 
 
@@ -88,31 +90,59 @@ def test_the_gradient_is_that_of_sequences_computed_alone(family: str, budget: i
         torch.testing.assert_close(got[name], gradient, atol=1e-10, rtol=0)
 
 
-def test_a_critic_shares_too() -> None:
-    model = ValueModel(decoder())
-    torch.nn.init.normal_(model.head)
-    batch = drawn([[3, 9, 1], [12, 4]], prompt=7)
-    (expected, value), (got, shared) = (gradients(model, batch, shares, 60) for shares in (False, True))
-    torch.testing.assert_close(shared, value, atol=1e-12, rtol=0)
+@st.composite
+def forests(draw: st.DrawFn) -> Batch:
+    """Groups of sequences of few different tokens, which have prefixes of any depth in common; also equal sequences."""
+    rows = st.lists(st.integers(0, 2), min_size=2, max_size=14)
+    groups = draw(st.lists(st.lists(rows, min_size=1, max_size=6), min_size=1, max_size=3))
+    sequences = [
+        (g, row[: (cut := draw(st.integers(1, len(row) - 1)))], row[cut:])
+        for g, rows in enumerate(groups)
+        for row in rows
+    ]
+    return batch_of(draw(st.permutations(sequences)))
+
+
+@pytest.mark.parametrize("longest_in_c", [1024, 0], ids=["kernel in C", "pieces"])
+@settings(max_examples=25, deadline=None)
+@given(forests(), st.integers(1, 60), st.booleans())
+def test_outputs_and_gradients_of_a_forest_are_those_of_single_sequences(
+    longest_in_c: int, batch: Batch, budget: int, is_critic: bool
+) -> None:
+    model: Decoder | ValueModel = decoder()
+    if is_critic:
+        model = ValueModel(decoder())
+        torch.nn.init.normal_(model.head)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MAX_C_ATTENTION_LENGTH", longest_in_c)
+        got, shared = gradients(model, batch, True, budget)
+    expected, alone = gradients(model, batch, False, 10_000)
+    torch.testing.assert_close(shared, alone, atol=1e-10, rtol=0)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-10, rtol=0)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
-    st.integers(1, 12),
-    st.integers(1, 80),
-    st.integers(0, 99),
-)
-def test_log_probs_are_the_same_for_any_groups_and_budget(
-    groups: list[list[int]], prompt: int, budget: int, seed: int
-) -> None:
-    model, batch = decoder(), drawn(groups, prompt, seed)
-    plain, shared = (
-        Learner(model, Optimizer(), 1, budget, 0.9, share_prompts=shares).logprobs(batch) for shares in (False, True)
+@settings(max_examples=40, deadline=None)
+@given(forests(), st.integers(1, 60))
+def test_micro_batches_hold_each_prefix_once_within_the_budget(batch: Batch, budget: int) -> None:
+    found = micro_batches_of(batch, Packing(budget, shares=True), "loss_mask")
+    assert (
+        sorted(torch.cat([piece.positions for piece in found]).tolist())
+        == batch.loss_mask.nonzero().squeeze(1).tolist()
     )
-    torch.testing.assert_close(shared, plain, atol=1e-12, rtol=0)
+    for piece in found:
+        rows = [row.tolist() for row in piece.batch.tokens.split(piece.batch.lengths.tolist())]
+        shared = [0] * len(rows) if piece.shared_prefix is None else piece.shared_prefix.tolist()
+        assert all(row[:n] == before[:n] for before, row, n in zip(rows, rows[1:], shared[1:], strict=False))
+        num_tokens = sum(map(len, rows)) - sum(shared)
+        assert len(rows) == 1 or num_tokens <= budget
+    (whole,) = micro_batches_of(batch, Packing(10_000, shares=True), "loss_mask")
+    if whole.shared_prefix is not None:
+        groups = whole.batch.sequence["group_ids"].tolist()
+        rows = [row.tolist() for row in whole.batch.tokens.split(whole.batch.lengths.tolist())]
+        # Every sequence has its last token for itself; what comes before is computed once for a group.
+        prefixes = {(g, tuple(row[:n])) for g, row in zip(groups, rows, strict=True) for n in range(1, len(row))}
+        assert sum(map(len, rows)) - int(whole.shared_prefix.sum()) <= len(prefixes) + len(rows)
 
 
 def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +163,7 @@ def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_shared_where_little_is_saved() -> None:
     batch = drawn([[40, 40], [40, 40]], prompt=2)
-    assert int(shared_prefixes(batch).min()) >= 2
+    assert all(sum(tree.shared) >= 2 for tree in prefix_trees(batch))
     assert [piece.shared_prefix for piece in micro_batches_of(batch, Packing(1000, shares=True), "loss_mask")] == [None]
 
 
@@ -145,28 +175,31 @@ def test_prefixes_are_those_of_the_tokens() -> None:
             (3, [1, 2], [9]),
             (7, same, [5, 7, 8]),
             (3, [1, 2], [9]),  # the same to its end: it keeps its last token
-            (7, [1, 2, 3], [4, 5, 9]),  # a shorter prompt; what is written goes on alike
+            (7, [1, 2, 3], [4, 5, 9]),  # a shorter prompt, continued by the same tokens
             (5, [1, 2], [3]),
+            (7, [1, 2, 300], [4, 5, 6]),  # branches off before the others do
         ]
     )
-    assert shared_prefixes(batch).tolist() == [5, 2, 5, 2, 5, 0]
+    trees = prefix_trees(batch)
+    assert [tree.members for tree in trees] == [[0, 2, 4, 6], [1, 3], [5]]
+    assert [tree.shared for tree in trees] == [[0, 5, 5, 2], [0, 2], [0]]
 
 
-def test_spread_rows_and_their_gradient() -> None:
-    offsets = torch.tensor([0, 5, 9, 13])
-    rows = computed_rows(offsets, SharedPrefixes(torch.tensor([0, 0, 2]), torch.tensor([3, 3, 0])))
-    assert rows.own.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
-    assert rows.borrowed.tolist() == [5, 6, 7]
-    assert rows.row_of.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9]
-    assert rows.offsets.tolist() == [0, 5, 6, 10]
-    x = torch.randn(10, 2, dtype=torch.float64, requires_grad=True)
+def test_expanded_rows_and_their_gradient() -> None:
+    offsets = torch.tensor([0, 5, 9, 13, 18])
+    rows = computed_rows(offsets, torch.tensor([0, 3, 0, 2]))
+    assert rows.own.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 15, 16, 17]
+    assert rows.borrowed.tolist() == [5, 6, 7, 13, 14]
+    assert rows.row_of.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 6, 7, 10, 11, 12]
+    assert rows.offsets.tolist() == [0, 5, 6, 10, 13]
+    x = torch.randn(13, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: expand_rows(x, rows), (x,))
 
 
 def test_gradients_of_a_half_type_add_up_in_float32() -> None:
     """Sixteen samples: 1 and fifteen times 2^-9, which bfloat16 would each round away."""
     offsets = torch.arange(0, 34, 2)
-    rows = computed_rows(offsets, SharedPrefixes(torch.zeros(16, dtype=torch.long), torch.ones(16, dtype=torch.long)))
+    rows = computed_rows(offsets, torch.tensor([0] + [1] * 15))
     x = torch.zeros(17, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.full((32, 1), 2.0**-9, dtype=torch.bfloat16)
     weight[0] = 1.0

@@ -5,9 +5,9 @@ MAX_C_ATTENTION_LENGTH (`cpu/attention.c`). Otherwise sequences of similar lengt
 attention. The mask is causal and padding comes last, so no real token attends to padding, and no mask tensor is needed.
 At most about a quarter of a stack is padding.
 
-Where sequences share their beginnings (`models/kernels/shared_prefix.py`) queries, keys and values are rows of their own only. Every
-sequence gets the keys and values of its whole past. The flash kernel accepts fewer queries than keys. The stacks contain
-the queries of shared rows too, and their results are dropped.
+Where sequences share their beginnings (`shared_prefix.py`) queries, keys and values are rows of their own only, and
+attention runs in pieces (`tree_attention.py`) or in the C kernel. In the other cases the stacks contain the queries of shared rows too,
+and their results are dropped: short sequences without the C kernel, windows of long sequences on a CPU, and wide types on a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from burnish.models.architecture import Windows
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSequences, c_attention
 from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
+from burnish.models.kernels.tree_attention import (
+    CPU_KERNEL,
+    FLASH_KERNEL,
+    Piece,
+    node_pieces,
+    root_pieces,
+    tree_attention,
+)
 
 EXPLICIT_SCORES_LENGTH = 256
 """On a CPU, sequences up to this length compute explicit scores."""
@@ -73,6 +81,7 @@ class PackedAttention:
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
         self._sequences: PackedSequences | None = None
+        self._pieces: dict[bool, list[Piece]] = {}
 
     @property
     def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -94,12 +103,17 @@ class PackedAttention:
         return self._whole(q, k, v, window)
 
     def _shared(self, rows: ComputedRows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        k, v = expand_rows(k, rows), expand_rows(v, rows)
         if has_varlen_kernel(q):
-            bounds = rows.offsets.int(), self.offsets.int()
-            longest = int(rows.offsets.diff().max()), max(self.lengths)
-            return varlen_attention(q, k, v, bounds, longest, window)
-        return self._whole(expand_rows(q, rows), k, v, window).index_select(0, rows.own)
+            return tree_attention(q, k, v, self._pieces_of(rows, True, window is not None), FLASH_KERNEL, window)
+        if q.device.type == "cpu" and window is None and max(self.lengths) > MAX_C_ATTENTION_LENGTH:
+            return tree_attention(q, k, v, self._pieces_of(rows, False, False), CPU_KERNEL)
+        q, k, v = (expand_rows(x, rows) for x in (q, k, v))
+        return self._whole(q, k, v, window).index_select(0, rows.own)
+
+    def _pieces_of(self, rows: ComputedRows, on_gpu: bool, has_window: bool) -> list[Piece]:
+        if has_window not in self._pieces:
+            self._pieces[has_window] = root_pieces(rows, self.offsets, has_window) if on_gpu else node_pieces(rows)
+        return self._pieces[has_window]
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if self.uniform:

@@ -1,8 +1,10 @@
-"""Shared prefixes: samples of one prompt compute the prompt's hidden states once. Also: which rows a process computes.
+"""Shared prefixes: tokens that several sequences begin with have their hidden states computed once. Also: which rows a process computes.
 
-A hidden state depends only on the tokens up to its position. Samples that begin with the same tokens therefore have the
-same first hidden states in every layer, and only the remaining rows are computed per sample. Every sequence with the
-prefix reads the prefix's keys and values; their gradients are summed over these sequences.
+A hidden state depends only on the tokens up to its position. Sequences that begin with the same tokens therefore have the same
+first hidden states in every layer. The sequences of a packing form a prefix tree: they are in depth-first order, and each one shares
+its first `shared[s]` tokens with the sequence before it. The rows of the other tokens are its own. A shared row may belong to any
+earlier sequence, so a tree may have any depth. Every sequence with a prefix reads the prefix's keys and values; their gradients are
+summed over these sequences.
 """
 
 from __future__ import annotations
@@ -11,24 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from burnish.core.segments import ids_from_offsets, offsets_from_lengths
-
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries, keys, values) -> attention output, all [rows, heads, head_dim]."""
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """The first `length[s]` tokens of sequence s equal those of sequence `owner[s]`.
-
-    An owner is its own owner, and its `length` is ignored. `length` is less than the sequence's own length.
-    """
-
-    owner: Tensor  # [S]
-    length: Tensor  # [S]
 
 
 @dataclass(frozen=True)
@@ -36,27 +26,37 @@ class ComputedRows:
     """The U rows that are computed for a packing of N tokens, and the row of each token."""
 
     own: Tensor  # [U] the token that a row is computed for
-    borrowed: Tensor  # [N - U] tokens whose row belongs to another sequence
+    borrowed: Tensor  # [N - U] tokens whose row belongs to an earlier sequence
     row_of: Tensor  # [N] the row of each token
     offsets: Tensor  # [S + 1] start of each sequence's own rows
+    shared: tuple[int, ...]  # [S] tokens that each sequence shares with the one before it
 
     @property
     def num_rows(self) -> int:
         return self.own.shape[0]
 
 
-def computed_rows(offsets: Tensor, shared_prefix: SharedPrefixes) -> ComputedRows:
-    """The rows to compute for a packing with shared prefixes."""
-    sequence = ids_from_offsets(offsets)
-    position = torch.arange(sequence.shape[0], device=offsets.device) - offsets[sequence]
-    owner = shared_prefix.owner[sequence]
-    is_own = (owner == sequence) | (position >= shared_prefix.length[sequence])
-    row = is_own.cumsum(0) - 1
-    source = torch.where(is_own, torch.arange(sequence.shape[0], device=offsets.device), offsets[owner] + position)
-    counts = torch.zeros_like(offsets[:-1]).index_add_(0, sequence, is_own.to(offsets.dtype))
-    return ComputedRows(
-        is_own.nonzero().squeeze(1), (~is_own).nonzero().squeeze(1), row[source], offsets_from_lengths(counts)
+def computed_rows(offsets: Tensor, shared: Tensor) -> ComputedRows:
+    """The rows to compute for a packing in which sequence s shares its first `shared[s]` tokens with sequence s - 1."""
+    starts, counts = offsets.tolist(), shared.tolist()
+    row_of, is_own = np.empty(starts[-1], dtype=np.int64), np.ones(starts[-1], dtype=bool)
+    own_starts, before = [0], 0
+    for start, end, count in zip(starts, starts[1:], counts, strict=False):
+        if count > before or (count and count >= end - start):
+            raise ValueError(
+                f"the sequence at token {start} has {end - start} tokens and the one before it {before}: it cannot share {count} "
+                "and have a token of its own"
+            )
+        row_of[start : start + count] = row_of[start - before : start - before + count]
+        row_of[start + count : end] = np.arange(own_starts[-1], own_starts[-1] + end - start - count)
+        is_own[start : start + count] = False
+        own_starts.append(own_starts[-1] + end - start - count)
+        before = end - start
+    own, borrowed, row, own_offsets = (
+        torch.from_numpy(column).to(offsets.device)
+        for column in (is_own.nonzero()[0], (~is_own).nonzero()[0], row_of, np.array(own_starts))
     )
+    return ComputedRows(own, borrowed, row, own_offsets, tuple(counts))
 
 
 class _ExpandRows(torch.autograd.Function):

@@ -24,7 +24,7 @@ from burnish.config.errors import UserError
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
-from burnish.training.packing import ATTENTION_COST, karmarkar_karp, shared_prefixes
+from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
 from burnish.training.parallel.fsdp import apply_fsdp, reshard
 from burnish.training.parallel.sequence_parallel import apply_sequence_parallel
 from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
@@ -188,25 +188,13 @@ SOLO = Ranks()
 def balanced_shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENTION_COST) -> list[Tensor]:
     """The sequences of each data-parallel rank, ascending: each sequence once, about equal work; a share may be empty.
 
-    A group stays together, because its samples share the computation of their prompt. A sequence of L tokens costs
-    L + attention_cost L^2, and the prefix that a group shares counts once.
+    A group stays together, because its sequences share the computation of their prefixes. A sequence of L tokens costs
+    L + attention_cost L^2, less what the prefix costs that it shares.
     """
     lengths = batch.lengths.tolist()
-    if "group_ids" in batch.sequence:
-        groups, shared = batch.sequence["group_ids"].tolist(), shared_prefixes(batch).tolist()
-    else:
-        groups, shared = list(range(len(lengths))), [0] * len(lengths)
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-
-    def cost(length: int) -> float:
-        return length + attention_cost * length**2
-
-    units = list(members.values())
-    costs = [cost(shared[unit[0]]) + sum(cost(lengths[i]) - cost(shared[i]) for i in unit) for unit in units]
-    parts = karmarkar_karp(costs, num_ranks)
-    return [torch.tensor(sorted(i for k in part for i in units[k]), dtype=torch.long) for part in parts]
+    trees = prefix_trees(batch) if "group_ids" in batch.sequence else unshared_trees(range(len(lengths)))
+    parts = karmarkar_karp([tree_cost(lengths, tree, attention_cost) for tree in trees], num_ranks)
+    return [torch.tensor(sorted(i for k in part for i in trees[k].members), dtype=torch.long) for part in parts]
 
 
 def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:

@@ -1,8 +1,8 @@
 /* Causal attention of packed sequences, forward and backward, for short sequences.
 
-   A sequence has rows of its own and may share a prefix with another sequence; rows of the prefix are keys only. Keys of
-   a sequence and head are copied once into the layout that the products read. Queries run in blocks, so that a block's
-   scores stay in the core's cache. A task is one key head of all sequences that share rows, in order: no two threads add
+   A sequence has rows of its own and may share a prefix with earlier sequences, whose rows are keys only. Keys of a
+   sequence and head are copied once into the layout that the products read. Queries run in blocks, so that a block's
+   scores stay in the core's cache. A task is one key head of all sequences of a prefix tree, in order: no two threads add
    to the same address, and sums are the same for any number of threads. The backward pass recomputes the attention
    weights from the log-sum-exp. */
 
@@ -12,15 +12,17 @@
 #define QUERIES 24 /* queries of a block */
 
 struct sequence {
-    int64_t first, length;               /* its own rows */
-    int64_t prefix_first, prefix_length; /* rows of the shared prefix */
+    int64_t first, length; /* its own rows */
+    int64_t prefix_length; /* rows of the shared prefix */
+    int64_t token;         /* its first token, an index into row_of */
 };
 
 struct attention {
     const real *q, *k, *v; /* rows [heads, dim] and [kv_heads, dim] with these strides: */
     long q_row, k_row, v_row;
     const struct sequence *sequences;
-    const int64_t *groups; /* [groups + 1] offsets of the sequences that share rows; the owner of a prefix comes first */
+    const int64_t *row_of; /* [tokens] the row of each token */
+    const int64_t *groups; /* [groups + 1] offsets of the sequences of a prefix tree; the owner of a row comes first */
     long heads, kv_heads, dim, window;
     real *out, *lse; /* [rows, heads, dim], [rows, heads] */
     const real *grad;
@@ -29,25 +31,20 @@ struct attention {
     long workspace_size, longest;
 };
 
-/* The row of position j of a sequence, prefix included. */
-INLINE long row_of(const struct sequence *s, long j) {
-    return j < s->prefix_length ? s->prefix_first + j : s->first + j - s->prefix_length;
-}
-
 /* Copies rows of a head to a dense matrix whose rows are padded with zeros to `columns`. */
-static void gather(const struct sequence *s, long first, long last, const real *x, long x_row, long dim, real *into, long columns) {
+static void gather(const int64_t *rows, long first, long last, const real *x, long x_row, long dim, real *into, long columns) {
     for (long j = first; j < last; j++) {
         real *y = into + (j - first) * columns;
-        memcpy(y, x + row_of(s, j) * x_row, dim * sizeof(real));
+        memcpy(y, x + rows[j] * x_row, dim * sizeof(real));
         memset(y + dim, 0, (columns - dim) * sizeof(real));
     }
 }
 
 /* Copies rows of a head transposed to [dim, width]. */
-static void gather_across(const struct sequence *s, long length, const real *x, long x_row, long dim, real *into, long width) {
+static void gather_across(const int64_t *rows, long length, const real *x, long x_row, long dim, real *into, long width) {
     for (long j = 0; j < width; j += LANES) {
         const real *from[WIDTH / sizeof(real)];
-        for (long i = 0; i < LANES; i++) from[i] = x + row_of(s, min_long(j + i, length - 1)) * x_row;
+        for (long i = 0; i < LANES; i++) from[i] = x + rows[min_long(j + i, length - 1)] * x_row;
         for (long d = 0; d < dim; d++)
             for (long i = 0; i < LANES; i++) into[d * width + j + i] = from[i][d];
     }
@@ -69,9 +66,10 @@ static void forward_head(const struct attention *a, const struct sequence *s, lo
     long dim = a->dim, columns = padded(dim), length = s->prefix_length + s->length, width = padded(length);
     long shared = a->heads / a->kv_heads;
     real *keys = workspace, *values = keys + dim * width, *scores = values + length * columns, *mixed = scores + QUERIES * width;
+    const int64_t *rows = a->row_of + s->token;
     real scale = (real)(1 / sqrt((double)dim));
-    gather_across(s, length, a->k + head * dim, a->k_row, dim, keys, width);
-    gather(s, 0, length, a->v + head * dim, a->v_row, dim, values, columns);
+    gather_across(rows, length, a->k + head * dim, a->k_row, dim, keys, width);
+    gather(rows, 0, length, a->v + head * dim, a->v_row, dim, values, columns);
     for (long h = head * shared; h < (head + 1) * shared; h++)
         for (long i = 0; i < s->length; i += QUERIES) {
             long count = min_long(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
@@ -109,18 +107,19 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
     real *weights = grad_values + length * columns, *slopes = weights + QUERIES * width;
     real *queries = slopes + QUERIES * width, *grads = queries + QUERIES * columns;
     real *outs = grads + QUERIES * columns, *grad_queries = outs; /* shares memory: `outs` is read before it is written */
+    const int64_t *rows = a->row_of + s->token;
     real scale = (real)(1 / sqrt((double)dim));
-    gather_across(s, length, a->k + head * dim, a->k_row, dim, keys_across, width);
-    gather_across(s, length, a->v + head * dim, a->v_row, dim, values_across, width);
-    gather(s, 0, length, a->k + head * dim, a->k_row, dim, keys, columns);
+    gather_across(rows, length, a->k + head * dim, a->k_row, dim, keys_across, width);
+    gather_across(rows, length, a->v + head * dim, a->v_row, dim, values_across, width);
+    gather(rows, 0, length, a->k + head * dim, a->k_row, dim, keys, columns);
     memset(grad_keys, 0, 2 * length * columns * sizeof(real));
     for (long h = head * shared; h < (head + 1) * shared; h++)
         for (long i = 0; i < s->length; i += QUERIES) {
             long count = min_long(QUERIES, s->length - i), at = s->prefix_length + i, seen = at + count;
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
-            gather(s, at, seen, a->q + h * dim, a->q_row, dim, queries, columns);
-            gather(s, at, seen, a->grad + h * dim, h_row, dim, grads, columns);
-            gather(s, at, seen, a->out + h * dim, h_row, dim, outs, columns);
+            gather(rows, at, seen, a->q + h * dim, a->q_row, dim, queries, columns);
+            gather(rows, at, seen, a->grad + h * dim, h_row, dim, grads, columns);
+            gather(rows, at, seen, a->out + h * dim, h_row, dim, outs, columns);
             product(0, count, across, dim, queries, columns, 1, keys_across + begin, width, weights, width);
             product(0, count, across, dim, grads, columns, 1, values_across + begin, width, slopes, width);
             for (long r = 0; r < count; r++) {
@@ -139,8 +138,8 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
                 memcpy(a->grad_q + (s->first + i + r) * h_row + h * dim, grad_queries + r * columns, dim * sizeof(real));
         }
     for (long j = 0; j < length; j++) {
-        real *k = a->grad_k + (row_of(s, j) * a->kv_heads + head) * dim, *v = a->grad_v + (row_of(s, j) * a->kv_heads + head) * dim;
-        int is_own = j >= s->prefix_length; /* the owner writes first; sequences that share the prefix add to it later */
+        real *k = a->grad_k + (rows[j] * a->kv_heads + head) * dim, *v = a->grad_v + (rows[j] * a->kv_heads + head) * dim;
+        int is_own = j >= s->prefix_length; /* the owner writes first; later sequences add to it */
         for (long d = 0; d < dim; d++) {
             k[d] = (is_own ? 0 : k[d]) + grad_keys[j * columns + d];
             v[d] = (is_own ? 0 : v[d]) + grad_values[j * columns + d];

@@ -26,7 +26,7 @@ class _AttentionArguments(ctypes.Structure):
     _fields_ = [
         *((name, Pointer) for name in ("q", "k", "v")),
         *((name, Long) for name in ("q_row", "k_row", "v_row")),
-        *((name, Pointer) for name in ("sequences", "groups")),
+        *((name, Pointer) for name in ("sequences", "row_of", "groups")),
         *((name, Long) for name in ("heads", "kv_heads", "dim", "window")),
         *((name, Pointer) for name in ("out", "lse", "grad", "grad_q", "grad_k", "grad_v", "workspace")),
         *((name, Long) for name in ("workspace_size", "longest")),
@@ -34,10 +34,10 @@ class _AttentionArguments(ctypes.Structure):
 
 
 class PackedSequences:
-    """The rows of each sequence of a packing, those of its shared prefix, and the groups of sequences that share rows.
+    """The rows of each sequence of a packing, and the groups of sequences that share rows.
 
-    `table` [S, 4] has (first own row, own rows, first prefix row, prefix rows) of each sequence, as `struct sequence` of
-    `attention.c`. `groups` [groups + 1] are offsets into `table`.
+    `table` [S, 4] has (first own row, own rows, shared rows, first token) of each sequence, as `struct sequence` of `attention.c`.
+    `row_of` [N] is the row of each token. `groups` [groups + 1] are offsets into `table`: a group is a prefix tree.
     """
 
     def __init__(self, offsets: Tensor, rows: ComputedRows | None) -> None:
@@ -45,18 +45,14 @@ class PackedSequences:
         lengths = offsets.diff()
         self.longest = int(lengths.max()) if lengths.numel() else 0
         if rows is None:
-            shared_prefix = torch.zeros_like(lengths)
-            self.table = torch.stack([offsets[:-1], lengths, shared_prefix, shared_prefix], 1)
+            shared, first = torch.zeros_like(lengths), offsets[:-1]
+            self.row_of = torch.arange(int(offsets[-1]))
             self.groups = torch.arange(lengths.shape[0] + 1)
-            return
-        starts = rows.offsets.long()
-        own = starts.diff()
-        first = rows.row_of.long()[offsets[:-1].clamp(max=rows.row_of.shape[0] - 1)]
-        table = torch.stack([starts[:-1], own, first, lengths - own], 1)
-        order = (2 * first + (own < lengths)).argsort(stable=True)  # the owner of a prefix comes first in its group
-        self.table = table[order]
-        counts = first[order].unique_consecutive(return_counts=True)[1]
-        self.groups = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        else:
+            shared, first = torch.tensor(rows.shared, dtype=torch.long), rows.offsets.long()[:-1]
+            self.row_of = rows.row_of.long()
+            self.groups = torch.cat([(shared == 0).nonzero().squeeze(1), torch.tensor([lengths.shape[0]])])
+        self.table = torch.stack([first, lengths - shared, shared, offsets[:-1]], 1)
 
     @property
     def num_groups(self) -> int:
@@ -116,7 +112,7 @@ def _run_attention(
     workspace = q.new_empty(threads * workspace_size)
     arguments = _AttentionArguments(
         q=address(q), k=address(k), v=address(v), q_row=q.stride(0), k_row=k.stride(0), v_row=v.stride(0),
-        sequences=address(sequences.table), groups=address(sequences.groups),
+        sequences=address(sequences.table), row_of=address(sequences.row_of), groups=address(sequences.groups),
         heads=heads, kv_heads=kv_heads, dim=dim, window=window or 0,
         workspace=address(workspace), workspace_size=workspace_size, longest=sequences.longest,
         **{name: address(x) for name, x in tensors.items()},

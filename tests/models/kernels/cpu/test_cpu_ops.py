@@ -16,7 +16,7 @@ from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu import c_library
 from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.elementwise import RMSNorm, geglu, rms_norm, rotate, swiglu
-from burnish.models.kernels.shared_prefix import SharedPrefixes, computed_rows
+from burnish.models.kernels.shared_prefix import computed_rows
 from tests.kernels import without_c
 
 TYPES = st.sampled_from([torch.float32, torch.float64])
@@ -99,18 +99,13 @@ def test_rotations_of_heads_that_stand_among_others(
 
 
 @st.composite
-def packings(draw_: st.DrawFn) -> tuple[Tensor, SharedPrefixes | None]:
-    """Offsets of sequences, and their shared prefixes."""
-    lengths, owners, shared_prefix = [], [], []
-    for _ in range(draw_(st.integers(1, 4))):
-        first = len(lengths)
-        trunk = draw_(st.integers(0, 40))
-        for k in range(draw_(st.integers(1, 4))):
-            lengths.append(trunk + draw_(st.integers(1, 40)))
-            owners.append(first)
-            shared_prefix.append(trunk if k else 0)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return offsets, SharedPrefixes(torch.tensor(owners), torch.tensor(shared_prefix)) if draw_(st.booleans()) else None
+def packings(draw_: st.DrawFn) -> tuple[Tensor, Tensor | None]:
+    """Offsets of sequences, and the tokens that each shares with the one before it."""
+    lengths, shared = [draw_(st.integers(1, 60))], [0]
+    for _ in range(draw_(st.integers(0, 9))):
+        shared.append(draw_(st.one_of(st.just(0), st.integers(0, min(40, lengths[-1])))))
+        lengths.append(shared[-1] + draw_(st.integers(1, 40)))
+    return torch.tensor([0, *lengths]).cumsum(0), torch.tensor(shared) if draw_(st.booleans()) else None
 
 
 @settings(max_examples=40)
@@ -119,7 +114,7 @@ def packings(draw_: st.DrawFn) -> tuple[Tensor, SharedPrefixes | None]:
 )
 def test_attention_of_sequences_with_beginnings_in_common(
     dtype: torch.dtype,
-    packing: tuple[Tensor, SharedPrefixes | None],
+    packing: tuple[Tensor, Tensor | None],
     kv_heads: int,
     shared: int,
     dim: int,
