@@ -37,7 +37,7 @@ def measure(shape: str, way: str, repeats: int) -> dict[str, Any]:
     if way.startswith("compile"):
         compile_layers(model)
     batch = ragged(SAMPLES, model.arch.vocab_size)
-    learner = Learner(model, Optimizer(), 100, BUDGET, share_prompts=False)
+    learner = Learner(model, Optimizer(), 100, BUDGET, share_prefixes=False)
     seconds = []
     for _ in range(1 + repeats):
         torch.cuda.reset_peak_memory_stats()

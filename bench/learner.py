@@ -100,7 +100,7 @@ def full_training(repeats: int) -> list[Row]:
     """a"""
     model = random_model("1.5B")
     vocab = model.arch.vocab_size
-    learner = learner_of(model, 16384, share_prompts=False)
+    learner = learner_of(model, 16384, share_prefixes=False)
     rows = [
         {"work": "a: 1.5B, 256 ragged samples", "system": "burnish"} | updates(learner, ragged(256, vocab), repeats)
     ]
@@ -149,7 +149,7 @@ def lora(repeats: int) -> list[Row]:
     """b"""
     model = random_model("7B")
     add_lora(model, Lora(rank=32, alpha=64), seed=0)
-    learner = learner_of(model, 8192, share_prompts=False)
+    learner = learner_of(model, 8192, share_prefixes=False)
     measured = updates(learner, ragged(128, model.arch.vocab_size), repeats)
     return [{"work": "b: 7B, LoRA of rank 32, 128 ragged samples", "system": "burnish"} | measured]
 
@@ -245,8 +245,8 @@ def shared_prompts(repeats: int) -> list[Row]:
     model = random_model("1.5B")
     batch = ragged(256, model.arch.vocab_size, group=8)
     for shares in (True, False):
-        learner = learner_of(model, 16384, share_prompts=shares)
-        work = f"e: 32 groups of 8, share_prompts={str(shares).lower()}"
+        learner = learner_of(model, 16384, share_prefixes=shares)
+        work = f"e: 32 groups of 8, share_prefixes={str(shares).lower()}"
         rows.append({"work": work, "system": "burnish"} | updates(learner, batch, repeats))
         del learner
         clear()

@@ -122,7 +122,7 @@ def over(base: LoraBase, rank: int) -> list[Row]:
     add_lora(model, Lora(rank=rank, base=base), seed=0)
     clear()
     held = weight_bytes(model) / GIB
-    learner = learner_of(model, 8192, share_prompts=False)
+    learner = learner_of(model, 8192, share_prefixes=False)
     measured = updates(learner, ragged(64, model.arch.vocab_size), 2)
     kept = ("update_s", "tokens_per_s", "flops_share", "peak_gib")
     rows = [{"work": "7B, update", "system": base, "weights_gib": held} | {key: measured[key] for key in kept}]

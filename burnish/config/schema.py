@@ -34,10 +34,11 @@ class Training(Record):
     epochs: int = Field(1, ge=1)
     """Passes over each batch."""
     token_budget: int = Field(8192, ge=1)
-    """Maximum number of tokens of one micro-batch, which is one forward and backward pass. It changes memory and speed, never the gradient."""
-    share_prompts: bool = True
-    """Compute the shared prefix of the samples of a prompt once, forward and backward, if that saves at least 5% of the tokens. It changes
-    speed, never the gradient."""
+    """Maximum number of tokens of one micro-batch, which is one forward and backward pass; a shared prefix counts once. It changes memory
+    and speed, never the gradient."""
+    share_prefixes: bool = True
+    """Compute prefixes that sequences of a group have in common once, forward and backward, if that saves at least 5% of the tokens: the
+    prompt of all samples, the context that turns of a dialogue share, the paths of a tree. It changes speed, never the gradient."""
     grad_norms: bool = False
     """Also log the gradient norm of every block (embedding, each layer, head) as `actor/grad_norm_<block>`."""
     collapse_every: int = Field(0, ge=0)

@@ -247,7 +247,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
         total,
         training.token_budget,
         config.rollout.temperature,
-        training.share_prompts,
+        training.share_prefixes,
         training.grad_norms,
         ranks,
     )
@@ -306,7 +306,7 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
     if training.compile:
         compile_layers(model)
     parallelize_model(model, ranks, config.parallel.offload)
-    return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prompts, ranks)
+    return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prefixes, ranks)
 
 
 def build_runner(config: TrainConfig, policy: PolicyModel, engine: Engine, base: Path | None) -> RolloutRunner:
@@ -409,7 +409,7 @@ def build_process_reward_model(
         compile_layers(model)
     parallelize_model(model, ranks, config.parallel.offload)
     total, budget = training.steps * process.mini_batches, training.token_budget
-    return ProcessRewardModel(model, start, process.optimizer, total, budget, training.share_prompts, ranks)
+    return ProcessRewardModel(model, start, process.optimizer, total, budget, training.share_prefixes, ranks)
 
 
 def _process_reward_module(config: TrainConfig, path: str | None, policy: PolicyModel, base: Path | None) -> nn.Module:

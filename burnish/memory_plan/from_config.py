@@ -274,7 +274,7 @@ def _rl_setup(
         -(-math.ceil(sequences * back) // training.mini_batches) * longest,
         activations=training.activations,
         lora=lora,
-        tokens_per_row=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prompts else 1.0,
+        tokens_per_row=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prefixes else 1.0,
         reference=_reference_kind(config, lora),
         teacher=_teacher_parameters(config, arch, base),
         full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,

@@ -38,11 +38,13 @@ class Critic:
         total_updates: int,
         token_budget: int,
         clip: float | None = 0.5,
-        share_prompts: bool = True,
+        share_prefixes: bool = True,
         ranks: Ranks = SOLO,
     ) -> None:
         self.model, self.loss = model, ValueLoss(clip)
-        self.learner = Learner(model, optimizer, total_updates, token_budget, share_prompts=share_prompts, ranks=ranks)
+        self.learner = Learner(
+            model, optimizer, total_updates, token_budget, share_prefixes=share_prefixes, ranks=ranks
+        )
 
     def values(self, batch: Batch) -> Tensor:
         """[N] value of the state before each token that the model wrote; 0 elsewhere."""
@@ -74,11 +76,13 @@ class ProcessRewardModel:
         optimizer: Optimizer,
         total_updates: int,
         token_budget: int,
-        share_prompts: bool = True,
+        share_prefixes: bool = True,
         ranks: Ranks = SOLO,
     ) -> None:
         self.model, self.start = model, start
-        self.learner = Learner(model, optimizer, total_updates, token_budget, share_prompts=share_prompts, ranks=ranks)
+        self.learner = Learner(
+            model, optimizer, total_updates, token_budget, share_prefixes=share_prefixes, ranks=ranks
+        )
 
     def logprobs(self, batch: Batch) -> Tensor:
         """[N] log-prob of every token that the policy wrote, under the trained weights; 0 elsewhere."""

@@ -79,10 +79,10 @@ class Packing:
     """Whether the model computes shared prefixes of a group's sequences once."""
 
     @staticmethod
-    def of(model: nn.Module, token_budget: int, share_prompts: bool = True) -> Packing:
+    def of(model: nn.Module, token_budget: int, share_prefixes: bool = True) -> Packing:
         """The packing for a model: a native decoder shares prefixes and knows its attention cost."""
         cost = getattr(model, "attention_cost", None)
-        return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prompts and cost is not None)
+        return Packing(token_budget, ATTENTION_COST if cost is None else cost, share_prefixes and cost is not None)
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class Update:
 class Learner:
     """A policy or a critic's model with its optimizer.
 
-    `temperature` is the sampling temperature of the batches; all log-probs are computed at it. With `share_prompts` the samples of a
-    group share the forward and backward pass of their common prefix, if the model supports it and it saves enough. With
+    `temperature` is the sampling temperature of the batches; all log-probs are computed at it. With `share_prefixes` a
+    prefix that sequences of a group have in common is computed once, if the model supports it and it saves enough. With
     `grad_norms` an update also reports the gradient norm of each block. `meter` counts the work and its time.
 
     With several `ranks`, each is given its own shard of a mini-batch (`ranks.local_shard`), and all make the same calls. The numbers
@@ -84,13 +84,13 @@ class Learner:
         total_updates: int,
         token_budget: int,
         temperature: float = 1.0,
-        share_prompts: bool = True,
+        share_prefixes: bool = True,
         grad_norms: bool = False,
         ranks: Ranks = SOLO,
     ) -> None:
         self.model, self.ranks = model, ranks
         self.config, self.total_updates = optimizer, total_updates
-        self.packing, self.temperature = Packing.of(model, token_budget, share_prompts), temperature
+        self.packing, self.temperature = Packing.of(model, token_budget, share_prefixes), temperature
         self.reference: ReferenceFn | None = None
         """The reference's distributions, for a loss with the KL over the whole vocabulary."""
         self.updates = 0

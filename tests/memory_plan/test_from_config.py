@@ -62,7 +62,7 @@ def test_a_plan_needs_config_json_alone(directory: Path) -> None:
     ("overrides", "field", "value"),
     [
         (["training.activations=recompute"], "activations", "recompute"),
-        (["training.share_prompts=false"], "tokens_per_row", 1.0),
+        (["training.share_prefixes=false"], "tokens_per_row", 1.0),
         (["algorithm.kl.reference=none", "algorithm.kl.loss.coef=0"], "reference", "none"),
         (["algorithm.kl.reference=ema"], "reference", "ema"),
         (["model.lora={}"], "reference", "off"),

@@ -16,6 +16,7 @@ from burnish.models.activation_checkpointing import checkpointed, recomputed_out
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
+from burnish.models.kernels import attention
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from burnish.models.transformers_model import TransformersPolicy
@@ -71,7 +72,10 @@ def test_also_with_shared_beginnings_adapters_and_below_a_critic(policy: str) ->
     shared_prefix = torch.tensor([0, 4])
     where = tokens, torch.tensor([0, 8, 16]), torch.tensor([5, 13])
     model = make("qwen3")
-    assert_same(model, policy, lambda m: m.token_logprobs(*where, shared_prefix=shared_prefix)[0])
+    for longest_in_c in (attention.MAX_C_ATTENTION_LENGTH, 0):  # by the C kernel, and in pieces
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "MAX_C_ATTENTION_LENGTH", longest_in_c)
+            assert_same(model, policy, lambda m: m.token_logprobs(*where, shared_prefix=shared_prefix)[0])
     critic = ValueModel(model)
     nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(1))
     assert_same(critic, policy, lambda m: m.token_values(TOKENS, OFFSETS, WANTED))

@@ -97,7 +97,7 @@ def test_an_update_counts_what_its_batch_costs(
     wanted = int(batch.loss_mask.sum())
     readings = []
     for budget in (1000, 9, 1):
-        learner = learner_of(model, token_budget=budget, share_prompts=False)
+        learner = learner_of(model, token_budget=budget, share_prefixes=False)
         learner.update(batch, PolicyLoss())
         readings.append(learner.meter.read())
     counts = packed_counts(batch.lengths.tolist(), wanted)
@@ -113,7 +113,7 @@ def test_log_probs_cost_a_forward_and_are_no_training_tokens(
     make_model: Callable[..., Decoder], make_batch: Callable[..., Batch]
 ) -> None:
     model, batch = make_model(), make_batch(SHAPES)
-    learner = learner_of(model, share_prompts=False)
+    learner = learner_of(model, share_prefixes=False)
     learner.logprobs(batch)
     reading = learner.meter.read()
     counts = packed_counts(batch.lengths.tolist(), int(batch.action_mask.sum()))

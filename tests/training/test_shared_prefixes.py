@@ -69,7 +69,7 @@ def drawn(groups: list[list[int]], prompt: int, seed: int = 0) -> Batch:
 
 def gradients(model: Decoder | ValueModel, batch: Batch, shares: bool, budget: int) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of all parameters, and the values, or the log-probs and entropies."""
-    learner = Learner(copy.deepcopy(model), Optimizer(lr=1e-3, clip_norm=1e9), 1, budget, 0.9, share_prompts=shares)
+    learner = Learner(copy.deepcopy(model), Optimizer(lr=1e-3, clip_norm=1e9), 1, budget, 0.9, share_prefixes=shares)
     if isinstance(model, ValueModel):
         learner.backward(batch, {"value": torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64)})
         seen = learner.outputs(batch, frozenset({"value"}))["value"]
@@ -157,7 +157,7 @@ def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> No
     batch = drawn([[4, 4, 4, 4], [6, 6]], prompt=20)
     for shares, expected in ((False, batch.num_tokens), (True, 2 * 20 + 4 * 4 + 2 * 6)):
         seen.clear()
-        Learner(decoder(), Optimizer(), 1, 1000, share_prompts=shares).logprobs(batch)
+        Learner(decoder(), Optimizer(), 1, 1000, share_prefixes=shares).logprobs(batch)
         assert seen == [expected]
 
 
