@@ -13,7 +13,7 @@ from torch import Tensor
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
-from burnish.config.model import Optimizer
+from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
@@ -21,6 +21,7 @@ from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
 from burnish.models.kernels import attention
 from burnish.models.kernels.shared_prefix import computed_rows, expand_rows
+from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from burnish.training.forward import Packing, micro_batches_of
 from burnish.training.learner import Learner
@@ -143,6 +144,36 @@ def test_micro_batches_hold_each_prefix_once_within_the_budget(batch: Batch, bud
         # Every sequence has its last token for itself; what comes before is computed once for a group.
         prefixes = {(g, tuple(row[:n])) for g, row in zip(groups, rows, strict=True) for n in range(1, len(row))}
         assert sum(map(len, rows)) - int(whole.shared_prefix.sum()) <= len(prefixes) + len(rows)
+
+
+def test_adapters_statistics_and_the_full_kl_of_rewritten_contexts_too() -> None:
+    """Three turns, each without the thinking of the one before, and a second sample of the prompt."""
+    prompt, (a, b, c) = [1, 2, 3, 4, 5], ([6, 7, 8, 9], [9, 8, 7, 6], [3, 3, 3, 3])
+    turns = [(0, prompt, a), (0, prompt + a[2:], b), (0, prompt + a[2:] + b[2:], c), (0, prompt, c), (1, prompt, b)]
+    batch, other = batch_of(turns), decoder()
+    initialise(other, 5, std=0.4)
+    needs = (frozenset({"entropy", "kl"}), frozenset({"entropy", "sum_p2"}))
+    model = decoder()
+    add_lora(model, Lora(rank=2), seed=0)
+    with torch.no_grad():  # adapters start at 0
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    found: list[list[Tensor]] = []
+    for shares in (False, True):
+        learner = Learner(model, Optimizer(), 1, 30, 0.9, share_prefixes=shares)
+        learner.reference = lambda piece: other.distribution(
+            piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.shared_prefix
+        )
+        columns = [column for need in needs for column in learner.outputs(batch, need).values()]
+        slope = torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64)
+        learner.optimizer.zero_grad()
+        learner.backward(batch, {"logp": slope, "entropy": slope, "kl": slope})
+        found.append([*columns, *(gradient.clone() for gradient in learner.optimizer.gradients().values())])
+    assert len(found[0]) > 6
+    for got, expected in zip(found[1], found[0], strict=True):
+        assert float(expected.abs().max()) > 0
+        torch.testing.assert_close(got, expected, atol=1e-10, rtol=0)
 
 
 def test_the_model_computes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:

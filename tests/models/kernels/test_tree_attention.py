@@ -13,6 +13,7 @@ from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.shared_prefix import computed_rows
 from burnish.models.kernels.tree_attention import (
     CPU_KERNEL,
+    FLASH_KERNEL,
     Piece,
     PieceKernel,
     node_pieces,
@@ -151,6 +152,23 @@ def test_a_sequence_cannot_share_more_than_there_is() -> None:
     for shared in ([0, 5], [0, 3]):
         with pytest.raises(ValueError, match="cannot share"):
             computed_rows(torch.tensor([0, 4, 7]), torch.tensor(shared))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_calls_of_the_flash_kernel_have_the_arguments_that_torch_expects(window: int | None) -> None:
+    """On the meta device, which checks the arguments and gives the shapes of the results."""
+    packing = torch.tensor([0, 9, 20, 33, 40, 51]), torch.tensor([0, 6, 8, 0, 3])
+    q, k = (x.bfloat16().to("meta") for x in drawn(packing)[:2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "MIN_KEYS_SAVED", -1)
+        pieces = root_pieces(computed_rows(*packing), packing[0], window is not None)
+    assert len(pieces) == (2 if window is None else 1)
+    for piece in pieces:
+        rows, keys = q[piece.queries], k[piece.keys]
+        out, lse = FLASH_KERNEL.forward(rows, keys, keys, piece, window)
+        assert (out.shape, lse.shape) == (rows.shape, rows.shape[:2])
+        found = FLASH_KERNEL.backward(rows, rows, keys, keys, out, lse, piece, window)
+        assert [x.shape for x in found] == [rows.shape, keys.shape, keys.shape]
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
