@@ -73,9 +73,8 @@ def tree_nodes(shared: Sequence[int], starts: Sequence[int], max_depth: int | No
         first, last, begin, depth = waiting.pop()
         if last - first < 2 or depth == max_depth:
             continue
-        end = int(
-            counts[first + 1 : last].min()
-        )  # the tokens [begin, end) of `first` are those of all sequences up to `last`
+        # The tokens [begin, end) of `first` are those of all sequences before `last`.
+        end = int(counts[first + 1 : last].min())
         key = starts[first] - int(counts[first])
         found.append((slice(starts[first + 1], starts[last]), slice(key + begin, key + end)))
         children = [first, *(first + 1 + np.flatnonzero(counts[first + 1 : last] == end)).tolist(), last]
@@ -242,11 +241,10 @@ class CpuKernel:
         found = tuple(x.new_empty(x.shape) for x in (q, k, v))
         for queries, keys in _segments(piece):
             views = _by_key_head(q[queries], k[keys], v[keys])
-            outs = (_split_heads(x[queries], k.shape[1]) for x in (grad, out))
+            grad_view, out_view = (_split_heads(x[queries], k.shape[1]) for x in (grad, out))
             lse_view = lse[queries].t().unflatten(0, (k.shape[1], -1)).contiguous()
-            first, last = outs
             grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                first, *views, last, lse_view, 0.0, piece.is_causal
+                grad_view, *views, out_view, lse_view, 0.0, piece.is_causal
             )
             # A key's gradient is the sum over the query heads that read it.
             found[0][queries] = _by_row(grad_q)
