@@ -76,7 +76,9 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
         help="remove rows that overlap: the same question, or also N common words (default: only count them)",
     )
     add("--force", action="store_true", help="replace a file that this command did not write")
-    made = parser.add_argument_group(f"only {SEARCH}, a corpus and questions that are generated (docs/agent-recipes.md)")
+    made = parser.add_argument_group(
+        f"only {SEARCH}, a corpus and questions that are generated (docs/agent-recipes.md)"
+    )
     for name, what in GENERATED_OPTIONS.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
     width = max(map(len, SHAPES))

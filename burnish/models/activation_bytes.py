@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
+from burnish.models.kernels import tree_attention
 from burnish.models.kernels.cpu.c_library import c_kernels_expected
 from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH
 from burnish.models.weight_layout import lora_targets
@@ -127,7 +128,7 @@ class ActivationEstimate:
     @property
     def _expands(self) -> bool:
         """Whether attention expands shared rows to all tokens of the packing (`kernels/attention.py`)."""
-        if not self.is_shared or self._attends_in_c or (self.on_gpu and self.is_half):
+        if not self.is_shared or self._attends_in_c or (self.on_gpu and self.is_half and tree_attention.PIECES_ON_GPU):
             return False
         in_pieces = not self.on_gpu and self.length > MAX_C_ATTENTION_LENGTH and self.arch.windows is None
         return not in_pieces

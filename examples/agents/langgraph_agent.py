@@ -1,7 +1,7 @@
 """An agent of LangGraph: a model with a tool, in the package's own loop.
 
-    pip install langgraph langchain langchain-openai
-    burnish train examples/agents/langgraph_agent.yaml
+pip install langgraph langchain langchain-openai
+burnish train examples/agents/langgraph_agent.yaml
 """
 
 from typing import Any

@@ -157,6 +157,7 @@ def test_the_plan_of_a_scorer_is_what_its_learner_holds(lora: Lora | None, activ
         (OF_1_5B, 8192, 8192, 1, 1024, "keep", None, 38.56),
         (OF_1_5B, 32768, 32768, 1, 32768, "keep", None, 88.06),
         (OF_1_5B, 32768, 32768, 1, 32768, "recompute", None, 26.83),
+        (OF_1_5B, 14651, 21812, 5, 640, "keep", None, 56.30),  # samples that share their prompts
         (OF_7B, 7160, 7160, 7, 640, "keep", Lora(rank=32), 48.04),
     ],
 )

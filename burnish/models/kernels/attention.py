@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.models.architecture import Windows
+from burnish.models.kernels import tree_attention as tree
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSequences, c_attention
 from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
@@ -104,7 +105,11 @@ class PackedAttention:
 
     def _shared(self, rows: ComputedRows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if has_varlen_kernel(q):
-            return tree_attention(q, k, v, self._pieces_of(rows, True, window is not None), FLASH_KERNEL, window)
+            if tree.PIECES_ON_GPU:
+                return tree_attention(q, k, v, self._pieces_of(rows, True, window is not None), FLASH_KERNEL, window)
+            k, v = expand_rows(k, rows), expand_rows(v, rows)
+            bounds = rows.offsets.int(), self.offsets.int()
+            return varlen_attention(q, k, v, bounds, (int(rows.offsets.diff().max()), max(self.lengths)), window)
         if q.device.type == "cpu" and window is None and max(self.lengths) > MAX_C_ATTENTION_LENGTH:
             return tree_attention(q, k, v, self._pieces_of(rows, False, False), CPU_KERNEL)
         q, k, v = (expand_rows(x, rows) for x in (q, k, v))

@@ -11,7 +11,8 @@ The backward kernels of flash attention (2307.08691) read only the output and th
 piece from them. Given the merged ones, they return a piece's part of the gradients, which add up (Ring Attention, 2310.01889).
 
 On a CPU the pieces are calls of torch's fused attention. On a GPU few large calls are better than many small ones. There only the root
-of a tree can be a piece of its own, for all trees in one call. The causal piece reads copies of the other prefix rows.
+of a tree can be a piece of its own, for all trees in one call. The causal piece reads copies of the other prefix rows. Pieces on a GPU are
+off until they have been measured there (`PIECES_ON_GPU`): one call over copies of all prefix rows computes the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from burnish.models.kernels.shared_prefix import ComputedRows
 
 MIN_KEYS_SAVED = 4
 """Copied keys that a root piece must save for each of its queries on a GPU. An estimate from the bytes that both ways move."""
+
+PIECES_ON_GPU = False
+"""Whether a GPU computes prefix trees in pieces. They were checked by shapes and in float64, but not timed or run on a GPU."""
 
 Rows = slice | Tensor
 """Rows of a packing: a range, or indices."""

@@ -179,6 +179,7 @@ def test_the_flash_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch, window: int 
     packing = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda(), shared.cuda()
     tensors = [x.cuda().bfloat16() for x in drawn(packing)]
     monkeypatch.setattr(tree_attention, "MIN_KEYS_SAVED", saved)
+    monkeypatch.setattr(tree_attention, "PIECES_ON_GPU", True)
     assert attention.has_varlen_kernel(tensors[0])
     assert len(root_pieces(computed_rows(*packing), packing[0], False)) == (2 if saved < 0 else 1)
     with monkeypatch.context() as patch:
