@@ -23,11 +23,13 @@ from ray.exceptions import RayError
 from burnish.environments.worker_link import (
     HEARTBEAT_S,
     START_TIMEOUT_S,
+    WorkerEnd,
     WorkerGone,
     WorkerLimits,
     WorkerLink,
     start_worker,
 )
+from burnish.environments.worker_output import OnOutput
 from burnish.environments.workers import ObjectWorkers
 
 ACTOR_START_TIMEOUT_S = 120.0
@@ -71,7 +73,8 @@ class EnvironmentHost:
         request = message.pop("id")
         try:
             if message["do"] == "start":
-                self._links[number] = link = await start_worker(number, message["limits"])
+                on_output = self._output_of(number) if message["is_logged"] else None
+                self._links[number] = link = await start_worker(number, message["limits"], on_output)
                 link.gone.add_done_callback(lambda gone: self._reply(number, {"ended": gone.result()}))
                 reply: dict[str, Any] = {"value": None}
             elif number not in self._links:
@@ -84,6 +87,10 @@ class EnvironmentHost:
         except WorkerGone as gone:
             reply = {"gone": str(gone), "is_to_blame": gone.is_to_blame}
         self._reply(number, {**reply, "id": request})
+
+    def _output_of(self, number: int) -> OnOutput:
+        """Send what a process prints to the driver, which has the log."""
+        return lambda lines: self._reply(number, {"output": lines})
 
     def _reply(self, number: int, reply: dict[str, Any]) -> None:
         if "ended" in reply:
@@ -108,10 +115,11 @@ def actor_starter(**options: Any) -> StartActor:
 class RayWorkerLink:
     """The driver's end of a worker process that an actor has started."""
 
-    def __init__(self, host: _Host, number: int) -> None:
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    def __init__(self, host: _Host, number: int, on_output: OnOutput | None) -> None:
+        self.gone: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
         self._host = host
         self._number = number
+        self._on_output = on_output
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
@@ -121,7 +129,7 @@ class RayWorkerLink:
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         if self.gone.done():
-            raise WorkerGone(self.gone.result())
+            raise WorkerGone(self.gone.result().text)
         request = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pending[request] = future
@@ -142,16 +150,19 @@ class RayWorkerLink:
         """Take a reply of the actor."""
         if "ended" in reply:
             self.end(reply["ended"])
+        elif "output" in reply:
+            if self._on_output is not None:
+                self._on_output(reply["output"])
         elif (future := self._pending.get(reply["id"])) is not None and not future.done():
             future.set_result(reply)
 
-    def end(self, reason: str) -> None:
+    def end(self, end: WorkerEnd) -> None:
         """The process is gone, or the actor that started it."""
         if not self.gone.done():
-            self.gone.set_result(reason)
+            self.gone.set_result(end)
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(WorkerGone(reason))
+                future.set_exception(WorkerGone(end.text))
 
 
 class _Host:
@@ -171,14 +182,14 @@ class _Host:
         self._outgoing.append((number, message))
         self._has_outgoing.set()
 
-    def end(self, reason: str) -> None:
+    def end(self, end: WorkerEnd) -> None:
         """End the actor and all its workers, which die with it."""
         if self.has_ended:
             return
         self.has_ended = True
         ray.kill(self._actor)
         for link in list(self.links.values()):
-            link.end(reason)
+            link.end(end)
         for task in self._tasks:
             task.cancel()
 
@@ -188,7 +199,7 @@ class _Host:
         except RayError as error:
             from burnish.distributed.ray_actors import exit_reason  # it loads torch, which no actor of this file needs
 
-            self.end(f"the actor of an environment worker has ended: {exit_reason(error)}")
+            self.end(WorkerEnd(f"the actor of an environment worker has ended: {exit_reason(error)}", "died"))
 
     async def _send(self) -> None:
         while True:
@@ -212,7 +223,7 @@ class _Host:
             await asyncio.wait([pong], timeout=limit_s)
             if not pong.done():
                 pong.cancel()
-                self.end(f"the actor of an environment worker did not answer for {limit_s:g} s")
+                self.end(WorkerEnd(f"the actor of an environment worker did not answer for {limit_s:g} s", "died"))
             await pong
             limit_s = self._unresponsive_s
             await asyncio.sleep(HEARTBEAT_S)
@@ -241,16 +252,18 @@ class RayObjectWorkers(ObjectWorkers):
     async def aclose(self) -> None:
         await super().aclose()
         for host in self._hosts:
-            host.end("was ended with the pool")
+            host.end(WorkerEnd("was ended with the pool", "ended"))
 
-    async def _start_remote(self, number: int, limits: WorkerLimits) -> RayWorkerLink:
+    async def _start_remote(
+        self, number: int, limits: WorkerLimits, on_output: OnOutput | None = None
+    ) -> RayWorkerLink:
         """Start a worker process on the machine with the fewest."""
         self._hosts = [host for host in self._hosts if not host.has_ended]
         while len(self._hosts) < self._num_actors:
             self._hosts.append(_Host(self._start_actor(), limits.unresponsive_s))
         host = min(self._hosts, key=lambda one: len(one.links))
-        host.links[number] = link = RayWorkerLink(host, number)
-        start = link.request({"do": "start", "limits": limits})
+        host.links[number] = link = RayWorkerLink(host, number, on_output)
+        start = link.request({"do": "start", "limits": limits, "is_logged": on_output is not None})
         try:
             await asyncio.wait_for(start, START_TIMEOUT_S + ACTOR_START_TIMEOUT_S)
         except (WorkerGone, TimeoutError) as error:

@@ -27,6 +27,7 @@ from burnish.environments.base import (
     Observation,
     RunsIn,
 )
+from burnish.environments.worker_output import WorkerLog
 from burnish.environments.workers import CallFailed, ObjectSpec, ObjectWorkers, RemoteObject
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,10 @@ class Session:
             kind_of_event = (
                 "reset_failed" if method == "start" and error.kind == "raised" else FAILURE_KINDS[error.kind]
             )
-            text, is_suspect = f"{method}() failed: {error.message}", not error.has_neighbours
-            raise EpisodeFailed(kind_of_event, text, error.traceback, is_suspect) from error
+            text, log = f"{method}() failed: {error.message}", self._host.log
+            if log is not None:
+                text += f" (all output of environment workers: {log.path.name} of the run)"
+            raise EpisodeFailed(kind_of_event, text, error.traceback, not error.has_neighbours) from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():  # the host closes
@@ -237,6 +240,9 @@ class EnvironmentHost:
     def __init__(self, kind: EnvironmentKind, make_workers: MakeWorkers | None = None) -> None:
         self.kind = kind
         self.make_workers = make_workers
+        self.log: WorkerLog | None = None
+        """Where the output of worker processes goes; set it before the first call."""
+        self._last_counts: dict[str, int] = {}
         self._workers: ObjectWorkers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -303,7 +309,16 @@ class EnvironmentHost:
         if self._workers is None:
             assert self.make_workers is not None, "an environment that runs in workers has some"
             self._workers = self.make_workers()
+            self._workers.log = self.log
         return self._workers
+
+    def new_worker_counts(self) -> dict[str, int]:
+        """Return the counters of the worker processes since the last call; {} if none were started."""
+        if self._workers is None:
+            return {}
+        counts, last = self._workers.counters(), self._last_counts
+        self._last_counts = counts
+        return {name: count - last.get(name, 0) for name, count in counts.items()}
 
     def close(self) -> None:
         """Cancel all calls, wait for sessions that are being closed, close the workers and end the event loop's thread."""

@@ -17,14 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import burnish
 from burnish.environments.wire import MARK, MAX_REPLY_BYTES, NO_REQUEST, MessageReader, frame
-from burnish.run.supervisor.processes import STACKS_SIGNAL, is_stopped, out_of_memory_kills
+from burnish.environments.worker_output import OUTPUT_WAIT_S, OnOutput, WorkerOutput
+from burnish.run.supervisor.processes import is_stopped, out_of_memory_kills
 
 START_TIMEOUT_S = 60.0
 HEARTBEAT_S = 1.0
@@ -33,21 +33,15 @@ EXIT_WAIT_S = 2.0
 """How long a process may take to end after its connection has closed."""
 KILL_TIMEOUT_S = 10.0
 """How long to wait for a process to be gone after SIGKILL."""
-OUTPUT_WAIT_S = 0.5
-"""How long to wait for the last output of a process, or for the stacks it was asked for."""
-NUM_OUTPUT_LINES = 20
-MAX_LINE_CHARS = 500
-MAX_LOGGED_LINES = 100_000
-OWN_FRAMES = (
-    "/asyncio/",
-    "/threading.py",
-    "/selectors.py",
-    "runpy>",
-    "object_host.py",
-    "worker_process.py",
-    "hread 0x",
-)
-"""Parts of the lines in a worker's stacks that say nothing about user code."""
+EndCause = Literal["ended", "died", "blocked", "out_of_memory"]
+"""Why a process is gone: the pool ended it, it died, it did not answer and was killed, or memory ran out."""
+
+
+class WorkerEnd(NamedTuple):
+    """The end of a worker process."""
+
+    text: str
+    cause: EndCause
 
 
 @dataclass(frozen=True)
@@ -61,8 +55,6 @@ class WorkerLimits:
     max_reply_bytes: int = MAX_REPLY_BYTES
     unresponsive_s: float = 30.0
     """A worker whose event loop does not answer for so long is killed."""
-    log: str | None = None
-    """File to which the output of user code is appended. Without it, only error messages show the last lines."""
 
 
 class WorkerGone(Exception):
@@ -77,8 +69,8 @@ class WorkerGone(Exception):
 class Link(Protocol):
     """What a pool needs of a worker process, wherever it runs."""
 
-    gone: asyncio.Future[str]
-    """The reason of the end, once the process is gone."""
+    gone: asyncio.Future[WorkerEnd]
+    """How it ended, once the process is gone."""
 
     @property
     def is_ending(self) -> bool:
@@ -100,69 +92,29 @@ class _Pending:
     """When it is late."""
 
 
-class _Output(asyncio.Protocol):
-    """Reads what a process prints: writes it to the log up to a limit, and keeps the last lines for error messages."""
-
-    def __init__(self, number: int, log: str | None) -> None:
-        self.lines: deque[str] = deque(maxlen=NUM_OUTPUT_LINES)
-        self.ended = asyncio.get_running_loop().create_future()
-        self._number = number
-        self._log = open(log, "ab", 0) if log is not None else None  # noqa: SIM115 - closed with the connection
-        self._part = b""
-        self._num_logged = 0
-        self._are_stacks = False
-
-    def data_received(self, data: bytes) -> None:
-        *complete, self._part = (self._part + data).split(b"\n")
-        self._part = self._part[:MAX_LINE_CHARS]  # a line without end must not fill the runner's memory
-        for line in complete:
-            self._add(line)
-        if self._log is not None and complete and self._num_logged < MAX_LOGGED_LINES:
-            self._num_logged += len(complete)
-            if self._num_logged >= MAX_LOGGED_LINES:
-                complete = [f"more than {MAX_LOGGED_LINES} lines of this process; the rest is not logged".encode()]
-            self._log.write(b"".join(b"%d| %s\n" % (self._number, line[:MAX_LINE_CHARS]) for line in complete))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._part:
-            self._add(self._part)
-        if self._log is not None:
-            self._log.close()
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    async def ask_for_stacks(self, pid: int) -> None:
-        """Have a process print where its threads are, also if no Python code can run in it, and keep what concerns user code."""
-        self._are_stacks = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, STACKS_SIGNAL)
-        await asyncio.sleep(OUTPUT_WAIT_S)
-        self._are_stacks = False
-
-    def _add(self, line: bytes) -> None:
-        text = line[:MAX_LINE_CHARS].decode(errors="replace").rstrip()
-        if self._are_stacks and (not text or any(part in text for part in OWN_FRAMES)):
-            return
-        self.lines.append(text)
-
-
 class WorkerLink(asyncio.Protocol):
     """One worker process. Make it with `start_worker`."""
 
     def __init__(
-        self, number: int, process: subprocess.Popen[bytes], lifeline: int, marks: int, limits: WorkerLimits
+        self,
+        number: int,
+        process: subprocess.Popen[bytes],
+        lifeline: int,
+        marks: int,
+        limits: WorkerLimits,
+        on_output: OnOutput | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.number = number
         self.process = process
-        self.gone: asyncio.Future[str] = loop.create_future()
+        self.gone: asyncio.Future[WorkerEnd] = loop.create_future()
         self._lifeline, self._marks = lifeline, marks
         self._limits = limits
         self._ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._reader = MessageReader(self._receive, 2 * limits.max_reply_bytes + (1 << 20))
         self._transport: asyncio.WriteTransport | None = None
-        self._output = _Output(number, limits.log)
+        self._output = WorkerOutput(on_output)
         self._output_transport: asyncio.BaseTransport | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -190,7 +142,7 @@ class WorkerLink(asyncio.Protocol):
         if self._transport.is_closing():
             self.kill()
         if self.is_ending:
-            raise WorkerGone(await asyncio.shield(self.gone))
+            raise WorkerGone((await asyncio.shield(self.gone)).text)
         number = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pending[number] = _Pending(future, time.monotonic() + message.get("deadline_s", math.inf))
@@ -200,10 +152,10 @@ class WorkerLink(asyncio.Protocol):
         finally:
             self._pending.pop(number, None)
 
-    def kill(self, reason: str | None = None, is_blocked: bool = False) -> None:
-        """End the process and its children; also called when it has ended by itself. `gone` tells when that is done."""
+    def kill(self, reason: str | None = None, cause: EndCause = "ended") -> None:
+        """End the process and its children; without a reason, because it has ended by itself. `gone` tells when that is done."""
         if self._ending is None:
-            self._ending = asyncio.create_task(self._end(reason, is_blocked))
+            self._ending = asyncio.create_task(self._end(reason, cause))
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------------
 
@@ -215,7 +167,7 @@ class WorkerLink(asyncio.Protocol):
         try:
             self._reader.feed(data)
         except (ValueError, LookupError) as error:  # only user code that writes to the socket can cause it
-            self.kill(f"sent an unreadable message ({error})")
+            self.kill(f"sent an unreadable message ({error})", "died")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.kill()
@@ -249,33 +201,37 @@ class WorkerLink(asyncio.Protocol):
             else:
                 why = "did not answer: a method blocks the event loop (`time.sleep` or a long computation in an `async def`?) or holds Python's lock"
                 await self._output.ask_for_stacks(self.process.pid)
-            self.kill(f"{why}, for {self._limits.unresponsive_s:g} s, and was killed", is_blocked=not is_paused)
+            why = f"{why}, for {self._limits.unresponsive_s:g} s, and was killed"
+            self.kill(why, "died" if is_paused else "blocked")
             return
 
-    async def _end(self, reason: str | None, is_blocked: bool) -> None:
+    async def _end(self, reason: str | None, cause: EndCause) -> None:
         if self._watching is not None:
             self._watching.cancel()
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
+        has_ended_itself = reason is None
         if reason is None and not await self._has_exited():
             reason = "closed its connection and was killed (does user code close file descriptors?)"
         with contextlib.suppress(ProcessLookupError):  # no process is left in its group
             os.killpg(self.process.pid, signal.SIGKILL)
         status = await asyncio.to_thread(_wait, self.process, KILL_TIMEOUT_S)
         await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
-        blamed = self._requests_to_blame() if is_blocked else set()
+        blamed = self._requests_to_blame() if cause == "blocked" else set()
         os.close(self._lifeline)
         os.close(self._marks)
         if self._transport is not None:
             self._transport.abort()
         if self._output_transport is not None:
             self._output_transport.close()  # a program that user code started may still hold the other end
-        text = self._describe(reason or self._exit_text(status))
+        if has_ended_itself:
+            cause = "out_of_memory" if out_of_memory_kills() > self._memory_kills else "died"
+        text = self._describe(reason or self._exit_text(status, cause))
         for number, pending in self._pending.items():
             if not pending.future.done():
                 pending.future.set_exception(WorkerGone(text, number in blamed))
-        self.gone.set_result(text)
+        self.gone.set_result(WorkerEnd(text, cause))
 
     async def _has_exited(self) -> bool:
         """Whether the process ends by itself in a moment. It is not reaped, so that its id and its group stay its own."""
@@ -293,13 +249,13 @@ class WorkerLink(asyncio.Protocol):
             return {running}
         return {number for number, pending in self._pending.items() if time.monotonic() > pending.due}
 
-    def _exit_text(self, status: int | None) -> str:
+    def _exit_text(self, status: int | None, cause: EndCause) -> str:
         if status is None:  # stuck in the kernel, such as on a lost network disk
             return "was killed and does not end"
         if status >= 0:
             return f"exited with status {status} (did user code call os._exit?)"
         text = f"was killed by {signal.Signals(-status).name}"
-        if out_of_memory_kills() > self._memory_kills:
+        if cause == "out_of_memory":
             text += ": the machine or its container ran out of memory"
         return text
 
@@ -316,15 +272,18 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         return None
 
 
-async def start_worker(number: int, limits: WorkerLimits) -> WorkerLink:
-    """Start a worker process in a session of its own, and wait until it is ready; `WorkerGone` if it does not get there."""
+async def start_worker(number: int, limits: WorkerLimits, on_output: OnOutput | None = None) -> WorkerLink:
+    """Start a worker process in a session of its own, and wait until it is ready; `WorkerGone` if it does not get there.
+
+    `on_output` takes what it prints. Without it, only error messages show the last lines.
+    """
     try:
-        return await _started_worker(number, limits)
+        return await _started_worker(number, limits, on_output)
     except OSError as error:  # such as too many open files
         raise WorkerGone(f"environment worker {number} could not be started: {error}") from error
 
 
-async def _started_worker(number: int, limits: WorkerLimits) -> WorkerLink:
+async def _started_worker(number: int, limits: WorkerLimits, on_output: OnOutput | None) -> WorkerLink:
     with contextlib.ExitStack() as theirs:
         channel, their_channel = socket.socketpair()
         theirs.enter_context(their_channel)
@@ -342,7 +301,7 @@ async def _started_worker(number: int, limits: WorkerLimits) -> WorkerLink:
                 os.close(lifeline)
                 os.close(output)
                 raise
-            link = WorkerLink(number, process, lifeline, os.dup(marks.fileno()), limits)
+            link = WorkerLink(number, process, lifeline, os.dup(marks.fileno()), limits, on_output)
     channel.setblocking(False)
     await link.connect(channel, output)
     setup = {
@@ -353,8 +312,8 @@ async def _started_worker(number: int, limits: WorkerLimits) -> WorkerLink:
     try:
         await asyncio.wait_for(link.request(setup), START_TIMEOUT_S)
     except TimeoutError:
-        link.kill(f"was not ready {START_TIMEOUT_S:g} s after its start")
-        raise WorkerGone(await link.gone) from None
+        link.kill(f"was not ready {START_TIMEOUT_S:g} s after its start", "died")
+        raise WorkerGone((await link.gone).text) from None
     return link
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import time
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 from burnish.config.errors import UserError
 from burnish.environments.wire import CallFailed, FailureKind, UnsendableValue, decode_value, encode_value
 from burnish.environments.worker_link import Link, WorkerGone, WorkerLimits, start_worker
+from burnish.environments.worker_output import OnOutput, WorkerLog
 
 __all__ = ["CallFailed", "ObjectSpec", "ObjectWorkers", "RemoteObject", "WorkerLimits"]
 
@@ -73,7 +75,8 @@ class ObjectSpec:
 class _Worker:
     """One place of the pool: a process that starts, runs or drains."""
 
-    def __init__(self, starting: Coroutine[Any, Any, Link]) -> None:
+    def __init__(self, number: int, starting: Coroutine[Any, Any, Link]) -> None:
+        self.number = number
         self.starting = asyncio.create_task(starting)
         self.open_objects: set[RemoteObject] = set()
         self.num_opening = 0
@@ -102,8 +105,20 @@ class _Worker:
         return await asyncio.shield(self.starting)
 
 
-StartWorker = Callable[[int, WorkerLimits], Coroutine[Any, Any, Link]]
-"""Starts a worker process, given its number."""
+StartWorker = Callable[[int, WorkerLimits, OnOutput | None], Coroutine[Any, Any, Link]]
+"""Starts a worker process, given its number, and passes its output on."""
+COUNTERS = (
+    "started",
+    "restarts",
+    "died",
+    "blocked",
+    "out_of_memory",
+    "opened",
+    "reused",
+    "calls_timed_out",
+    "calls_died",
+    "abandoned_threads",
+)
 
 
 @dataclass(frozen=True)
@@ -188,8 +203,9 @@ class ObjectWorkers:
         self.open_deadline_s = open_deadline_s
         self.max_abandoned = max_abandoned
         self.max_idle = max_idle
-        names = ("started", "restarts", "timed_out", "died", "reused", "abandoned_threads", "opened")
-        self._counters = dict.fromkeys(names, 0)
+        self.log: WorkerLog | None = None
+        """Where the output and the failures of the processes go; set it before the first `open`."""
+        self._counters = dict.fromkeys(COUNTERS, 0)
         self._workers: list[_Worker] = []
         self._draining: set[_Worker] = set()
         self._idle: dict[str, list[_IdleObject]] = defaultdict(list)
@@ -207,7 +223,10 @@ class ObjectWorkers:
         self._following: set[asyncio.Task[None]] = set()
 
     def counters(self) -> dict[str, int]:
-        """Counts since the start: processes (`started`, `restarts`), objects (`opened`, `reused`), failed calls (`timed_out`, `died`)."""
+        """Counts since the start: processes, objects, failed calls, and threads that run on after their deadline.
+
+        Of the processes that the pool did not end itself, some `died`, some were `blocked` and killed, some ran `out_of_memory`.
+        """
         return dict(self._counters)
 
     async def open(self, spec: ObjectSpec, *, is_reusable: bool = False) -> RemoteObject:
@@ -331,7 +350,9 @@ class ObjectWorkers:
             self._max_objects = 2 * self._max_objects if 2 * self._max_objects <= MAX_OBJECTS else None
 
     def _add_worker(self) -> None:
-        worker = _Worker(self._start(next(self._worker_numbers), self.limits))
+        number, log = next(self._worker_numbers), self.log
+        on_output = None if log is None else functools.partial(log.write, number)
+        worker = _Worker(number, self._start(number, self.limits, on_output))
         self._workers.append(worker)
         self._following.add(task := self._task(self._follow(worker)))
         task.add_done_callback(self._following.discard)
@@ -342,6 +363,7 @@ class ObjectWorkers:
             link = await worker.link()
         except WorkerGone as error:
             self._failed_starts += 1
+            self._log(worker, str(error))
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._fatal = UserError(
                     f"{MAX_FAILED_STARTS} worker processes for environments in a row ended before they were ready: {error}. If they ran out "
@@ -351,7 +373,10 @@ class ObjectWorkers:
         else:
             self._failed_starts = 0
             self._counters["started"] += 1
-            await asyncio.shield(link.gone)
+            end = await asyncio.shield(link.gone)
+            if end.cause != "ended":
+                self._counters[end.cause] += 1
+                self._log(worker, end.text)
             self._after_death(worker)
         self._draining.discard(worker)
         self._forget_idle(worker)
@@ -375,6 +400,11 @@ class ObjectWorkers:
         if worker.is_draining and worker.load == 0 and worker.is_running:
             worker.starting.result().kill("was ended because of the threads left behind in it")
 
+    def _log(self, worker: _Worker, text: str) -> None:
+        """Write down how a process ended or a call failed."""
+        if self.log is not None:
+            self.log.write(worker.number, text.encode(errors="replace").splitlines())
+
     # --- objects -------------------------------------------------------------------------------------------------------
 
     async def _request(self, worker: _Worker, message: dict[str, Any], deadline_s: float) -> Any:
@@ -384,7 +414,7 @@ class ObjectWorkers:
             reply = await link.request({**message, "deadline_s": deadline_s})
         except WorkerGone as gone:
             kind: FailureKind = "timed_out" if gone.is_to_blame else "died"
-            self._counters[kind] += 1
+            self._counters[f"calls_{kind}"] += 1
             worker.num_at_end = worker.num_at_end or worker.load
             raise CallFailed(kind, str(gone), has_neighbours=kind == "died" and worker.num_at_end > 1) from gone
         if "user_error" in reply:
@@ -395,8 +425,9 @@ class ObjectWorkers:
         self._counters["abandoned_threads"] += reply["total_abandoned"] - worker.total_abandoned
         worker.total_abandoned = reply["total_abandoned"]
         if reply["failed"] == "timed_out":
-            self._counters["timed_out"] += 1
+            self._counters["calls_timed_out"] += 1
             self._drain_if_needed(worker)
+        self._log(worker, f"{reply['failed']}: {reply['message']}\n{reply['traceback']}")
         raise CallFailed(reply["failed"], reply["message"], reply["traceback"])
 
     async def _close(self, remote: RemoteObject, worker: _Worker, number: int, is_reusable: bool) -> None:
@@ -411,7 +442,7 @@ class ObjectWorkers:
         except CallFailed as failed:
             if failed.kind != "died":
                 raise
-            self._counters["died"] -= 1  # nothing was left to free, so no call has failed
+            self._counters["calls_died"] -= 1  # nothing was left to free, so no call has failed
         finally:
             worker.open_objects.discard(remote)
             self._after_close(worker)

@@ -133,6 +133,7 @@ class RunDirectory:
         self.report = path / "report.html"
 
         self.log = path / "log.txt"
+        self.environment_log = path / "environment_workers.log"
         self.changes: list[ConfigChange] = []
         """Keys whose values differ from the run's previous start."""
         self.is_replaced = False

@@ -37,6 +37,7 @@ from burnish.distributed import roles
 from burnish.distributed.ray_roles import Roles, start_roles
 from burnish.distributed.roles import build_process_reward_model, check_process_reward_model
 from burnish.environments.registry import check_template_for_turns, environment_of
+from burnish.environments.worker_output import WorkerLog
 from burnish.models.activation_checkpointing import check_activations, set_activations
 from burnish.models.compiled_layers import check_compile
 from burnish.models.policy import AnyPolicy, PolicyModel
@@ -208,6 +209,8 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
     config, policy = parts.config, parts.policy
     for note in parts.notes:
         run.display.note(note)
+    if parts.runner.host is not None:
+        parts.runner.host.log = WorkerLog(run.directory.environment_log)
     built = _build_roles(parts, run)
     parts.policy, parts.engine, parts.runner.engine = built.policy, built.engine, built.engine
     policy = built.policy
@@ -251,6 +254,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         imitation=imitation_batches(parts, built.learner.device),
         process=process,
         memory_check=parts.memory_check,
+        environments=parts.runner.host,
         num_players=len(parts.runner.roles) or 1,
     )
 

@@ -14,6 +14,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
 from burnish.data.prompt_stream import PromptStream
+from burnish.environments.host import EnvironmentHost
 from burnish.inference.engine_wrappers import MismatchEngine
 from burnish.models.policy import PolicyModel
 from burnish.rollout.replay import ReplayStore
@@ -69,6 +70,8 @@ class TrainContext:
     """Whether the reward is known to tell correct from wrong answers. The accuracy is then the default of `run.best_by`."""
     replay: ReplayStore | None = None
     """Groups that later steps may learn from again."""
+    environments: EnvironmentHost | None = None
+    """Runs environments on messages, some in worker processes."""
     num_players: int = 1
     """Players of a game of several: each prompt gives one group of samples for each of them."""
 

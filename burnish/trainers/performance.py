@@ -1,4 +1,4 @@
-"""Speed and memory metrics of a step. They differ between two identical runs."""
+"""Speed, memory and worker metrics of a step. They differ between two identical runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
+from burnish.environments.host import EnvironmentHost
 from burnish.memory_plan.from_config import PlannedRun
 from burnish.memory_plan.planner import GIB
 from burnish.memory_plan.suggestions import plan_error
@@ -51,6 +52,12 @@ def rollout_throughput(rollouts: RolloutBatch) -> dict[str, float]:
     if rollouts.rollout_s == 0:
         return {}
     return {"performance/rollout_tokens_per_s": rollouts.num_tokens / rollouts.rollout_s}
+
+
+def worker_metrics(environments: EnvironmentHost) -> dict[str, float]:
+    """Counts of the environments' worker processes since the last step; empty without any."""
+    counts = environments.new_worker_counts()
+    return {f"performance/environment_workers/{name}": float(count) for name, count in counts.items()}
 
 
 @dataclass

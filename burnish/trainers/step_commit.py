@@ -19,6 +19,7 @@ from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.context import StepResult, TrainContext, snapshot
 from burnish.trainers.episode_rows import record_new_events
+from burnish.trainers.performance import worker_metrics
 from burnish.training.profiler import profiled
 
 MAX_UNSCORED_STEPS = 3
@@ -90,6 +91,8 @@ def collect_metrics(
     metrics |= context.source.metrics(rollouts, step - 1)
     if context.config.data.demonstrations_per_group:
         metrics |= step_metrics.demonstration_metrics(rollouts)
+    if context.environments is not None:
+        metrics |= worker_metrics(context.environments)
     if context.memory_check is not None:
         metrics |= context.memory_check.after(context.learner.updates, metrics, context.run.display.note)
     return metrics

@@ -12,6 +12,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.environments.base import Answer, End, Episode, Observation
+from burnish.environments.worker_output import WorkerLog
 from burnish.environments.workers import CallFailed, ObjectSpec, WorkerLimits
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
@@ -32,12 +33,13 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_objects_live_on_the_machines_of_a_cluster_and_fail_as_on_one(cluster: None) -> None:
+def test_objects_live_on_the_machines_of_a_cluster_and_fail_as_on_one(cluster: None, tmp_path: Path) -> None:
     from burnish.distributed.environment_actors import RayObjectWorkers, actor_starter
 
     async def scenario() -> dict[str, int]:
         limits = WorkerLimits(memory_gib=2, unresponsive_s=20)
         workers = RayObjectWorkers(actor_starter(num_cpus=0), 2, 2, limits)
+        workers.log = WorkerLog(tmp_path / "workers.log")
         games = [await workers.open(COUNTER) for _ in range(4)]
         facts = [await game.call("facts") for game in games]
         assert len({fact["pid"] for fact in facts}) == 4
@@ -67,4 +69,8 @@ def test_objects_live_on_the_machines_of_a_cluster_and_fail_as_on_one(cluster: N
         return workers.counters()
 
     counters = asyncio.run(scenario())
-    assert (counters["started"], counters["restarts"], counters["timed_out"]) == (7, 3, 1)
+    logged = (tmp_path / "workers.log").read_text()
+    assert "0| about to end" in logged
+    assert "0| environment worker 0 exited with status 7" in logged
+    assert counters["died"] == 3  # one ended itself, two ended with their actor
+    assert (counters["started"], counters["restarts"], counters["calls_timed_out"]) == (7, 3, 1)

@@ -21,6 +21,7 @@ from burnish.environments import wire, worker_link
 from burnish.environments.base import Answer, End, Episode, Event, Observation
 from burnish.environments.tools.base import ToolResult
 from burnish.environments.wire import decode_value, encode_value
+from burnish.environments.worker_output import WorkerLog
 from burnish.environments.workers import (
     NUM_QUIET_CLOSES,
     CallFailed,
@@ -217,7 +218,7 @@ def test_a_task_past_its_deadline_is_cancelled_and_a_thread_is_left_behind(run: 
             assert (await game.call("facts"))["steps"] == 77
             await game.call("release")
             after = shared.counters()
-            assert after["timed_out"] - before["timed_out"] == 2
+            assert after["calls_timed_out"] - before["calls_timed_out"] == 2
             assert after["abandoned_threads"] - before["abandoned_threads"] == 1
 
     run(scenario())
@@ -242,18 +243,39 @@ def test_output_and_forks_of_user_code_reach_the_log_and_not_the_wire(run: Any, 
     log = tmp_path / "workers.log"
 
     async def scenario() -> None:
-        workers = ObjectWorkers(1, WorkerLimits(log=str(log)))
+        workers = ObjectWorkers(1)
+        workers.log = WorkerLog(log)
         async with opened(workers, 1) as (game,):
             assert await game.call("prints") == 5
             assert await game.call("forks") > 0
             assert await game.call("echo", 1) == 1
+            with pytest.raises(CallFailed):
+                await game.call("raises")
+            with pytest.raises(CallFailed):
+                await game.call("ends_process")
         await workers.aclose()
 
     run(scenario())
     lines = log.read_text().splitlines()
-    assert len(lines) == 2001
     assert lines[1999] == "0| 1999 " + "y" * 495
     assert lines[2000] == '0| {"id": 0}'
+    assert lines[2001] == "0| raised: Counter.raises: ValueError: no such square"
+    assert any("worker_objects.py" in line for line in lines[2002:])  # its traceback
+    assert any(line.startswith("0| environment worker 0 exited with status 7") for line in lines[2002:])
+    assert {line[:3] for line in lines} == {"0| "}
+
+
+def test_a_log_keeps_its_newest_lines(tmp_path: Path) -> None:
+    for number in range(2):  # the second is that of a resumed run
+        log = WorkerLog(tmp_path / "workers.log", max_bytes=100)
+        for k in range(50):
+            log.write(number, [b"line %d" % k])
+            assert log.path.stat().st_size <= 100
+    lines = log.path.read_text().splitlines()
+    assert lines == [f"1| line {k}" for k in range(50 - len(lines), 50)]
+    assert len(lines) >= 4
+    log.write(1, [b"x" * 1000])
+    assert log.path.stat().st_size <= 100
 
 
 def test_an_object_whose_opening_is_cancelled_is_closed(run: Any, shared: ObjectWorkers) -> None:
@@ -361,7 +383,7 @@ def test_a_process_that_ends_fails_all_its_calls_and_is_replaced(method: str, wo
 
     counters = play(scenario)
     assert (counters["started"], counters["restarts"]) == (2, 1)
-    assert counters["died"] == (2 if method == "SIGKILL" else 3)
+    assert (counters["died"], counters["calls_died"]) == (1, 2 if method == "SIGKILL" else 3)
 
 
 def test_objects_of_a_process_that_died_do_not_raise_the_limit_again() -> None:
@@ -399,7 +421,7 @@ def test_a_process_that_does_not_answer_is_killed_and_only_the_call_that_blocks_
         assert await (await workers.open(COUNTER)).call("echo", 1) == 1
 
     counters = play(scenario, unresponsive_s=0.3)
-    assert (counters["timed_out"], counters["died"], counters["restarts"]) == (1, 1, 1)
+    assert [counters[k] for k in ("calls_timed_out", "calls_died", "blocked", "died", "restarts")] == [1, 1, 1, 0, 1]
 
 
 def test_a_process_with_many_threads_left_behind_ends_with_its_last_object() -> None:
@@ -416,7 +438,7 @@ def test_a_process_with_many_threads_left_behind_ends_with_its_last_object() -> 
         await bad.close()
         link = next(iter(workers._draining)).starting.result()
         await good.close()
-        assert "threads left behind" in await link.gone
+        assert "threads left behind" in (await link.gone).text
 
     counters = play(scenario, max_abandoned=2)
     assert (counters["abandoned_threads"], counters["started"], counters["died"]) == (3, 2, 0)

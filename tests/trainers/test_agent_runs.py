@@ -220,6 +220,48 @@ def test_an_environment_from_a_file_that_fails_costs_its_samples_and_not_the_run
     assert "samples could not be scored and are not used; first: row guess_number/" in capsys.readouterr().out
 
 
+IN_A_WORKER = """
+from burnish.environments.base import End, Environment, Observation
+
+
+class Talks(Environment):
+    takes_truncated = True
+
+    async def start(self, episode):
+        self.secret = int(episode.answer)
+        return Observation()
+
+    async def step(self, answer):
+        print("asked for", self.secret, flush=True)
+        if self.secret % 2 == 0:
+            raise ConnectionError(f"no answer for {self.secret}")
+        return End(reward=float(str(self.secret) in answer.text))
+"""
+
+
+def test_what_environments_in_worker_processes_print_and_raise_is_in_the_run(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "talks.py").write_text(IN_A_WORKER)
+    more = ["environment={name: talks.py:Talks, max_turns: 1, workers: 1, retries: 0}", "run.samples_every=1"]
+    folder = run_of(tmp_path / "run", GAME, [*start, *more, "algorithm=dr_grpo"])
+    logged = (folder / "environment_workers.log").read_text()
+    lost = [row for row in read_samples(folder / "samples") if row["error"] is not None]
+    assert lost
+    for row in lost:
+        assert f"0| asked for {row['answer']}\n" in logged
+        assert f"ConnectionError: no answer for {row['answer']}\n" in logged
+        assert row["error"].endswith("(all output of environment workers: environment_workers.log of the run)")
+    rows = read_metrics(folder / "metrics.jsonl")
+    counts = [{k.split("/")[-1]: v for k, v in row.items() if "/environment_workers/" in k} for row in rows]
+    assert [count["started"] for count in counts] == [1, 0, 0]
+    assert [count["opened"] for count in counts] == [16, 16, 16]
+    assert {count["died"] for count in counts} == {0}
+    assert not any(
+        "environment_workers" in name
+        for name in read_metrics(run_of(tmp_path / "other", GAME, start) / "metrics.jsonl")[0]
+    )
+
+
 def test_an_evaluation_plays_as_the_run_did(
     start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
