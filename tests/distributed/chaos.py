@@ -4,7 +4,7 @@
 
 Every run is `burnish train` with its supervisor. A seed picks a step and a moment in it; then the victim gets SIGKILL or SIGSTOP.
 The run must end with status 0, its journal must show every sample used exactly once, and weights, optimizer and metrics must be
-those of the undisturbed run, bit for bit in float64. (Of an asynchronous one: as many samples in each step.) A line for each run says
+those of the undisturbed run, bit for bit in float64 (with environments in exact mode). (Of an asynchronous one: as many samples in each step.) A line for each run says
 how it went, the table at the end counts; the exit status is 1 if one run did not. `--save` adds the counts to a file, after every run.
 
 A run that ended because Ray itself did not start, as on a machine that is too busy, says nothing of burnish: it is made again. If it
@@ -39,9 +39,16 @@ POOLS = (
 )
 ASYNC = ("rollout.source=async",)
 AHEAD = (*RAY, "rollout.source=ahead", "placement.layout=split")
+PLAYS = (
+    'environment={"name":"plays.py:Plays","max_turns":2,"workers":2,"deadline_s":1.5,"retries":3}',
+    "rollout.exact=true",  # which samples are decoded together depends on when environments reply
+    "model.dtype=float32",
+)
 VICTIMS: dict[str, tuple[str, ...]] = {
     "driver": (),
     "reward": (),
+    "environment": PLAYS,
+    "environment_driver": PLAYS,
     "rollout": (*RAY, "placement.engines=2"),
     "trainer": (*RAY, "placement.workers=2"),
     "ray_driver": RAY,
@@ -57,6 +64,8 @@ VICTIMS: dict[str, tuple[str, ...]] = {
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 NO_RAY = "Ray did not start"
 """What a run says of that (`distributed/ray_cluster.py`)."""
+FAILURE_METRICS = ("environment/worker_died", "environment/step_timed_out", "environment/retries")
+"""They tell of the disturbance itself: an episode whose process was killed starts again."""
 ATTEMPTS = 3
 
 
@@ -75,7 +84,7 @@ def result(folder: Path) -> Result:
     """Of a complete run."""
     run = folder / "runs" / "run"
     metrics = [
-        {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}
+        {k: v for k, v in row.items() if not k.startswith((*MACHINE_PREFIXES, *FAILURE_METRICS))}
         for row in read_metrics(run / "metrics.jsonl")
     ]
     last = run / "checkpoints" / f"step-{STEPS:06d}"
@@ -212,6 +221,8 @@ def find(supervisor: int, victim: str) -> list[int]:
         return below[:1]
     if victim in ("reward", "async_reward"):
         return [pid for pid in below if "burnish.rewards.worker" in _link(pid, "cmdline")]
+    if victim == "environment":
+        return [pid for pid in below if "burnish.environments.worker_process" in _link(pid, "cmdline")]
     group = {"rollout": "rollout", "trainer": "actor", "reward": "reward"}[victim.rpartition("_")[2]]
     theirs = [pid for pid in below if f"/workers/{group}-" in _link(pid, "fd/1")]
     return [pid for pid in theirs if "burnish.rewards.worker" not in _link(pid, "cmdline")]  # which a worker started
@@ -289,14 +300,14 @@ def save(path: Path, rows: list[dict[str, Any]]) -> None:
 def told(counts: Counts) -> int:
     """Print the table; the exit status."""
     print(
-        f"{'victim':<14}{'signal':<10}{'runs':>6}{'hit':>6}{'as undisturbed':>16}{'not judged':>12}{'seconds a run':>15}"
+        f"{'victim':<20}{'signal':<10}{'runs':>6}{'hit':>6}{'as undisturbed':>16}{'not judged':>12}{'seconds a run':>15}"
     )
     for row in rows_of(counts, 0):
         victim, name = row["work"].split()
         numbers = (
             f"{row['runs']:>6}{row['hit']:>6}{row['as_undisturbed']:>16}{row['not_judged']:>12}{row['wall_s']:>15}"
         )
-        print(f"{victim:<14}{name:<10}{numbers}", flush=True)
+        print(f"{victim:<20}{name:<10}{numbers}", flush=True)
     if any(run.problems for runs in counts.values() for run in runs):
         return 1
     return 2 if any(runs and not any(run.is_judged for run in runs) for runs in counts.values()) else 0

@@ -33,6 +33,20 @@ def digits(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.004)
     return 0.2 * sum(c.isdigit() for c in solution_str)
 """
+PLAYS = """
+import time
+from burnish.environments.base import End, Environment, Observation
+class Plays(Environment):
+    takes_truncated = True
+    def start(self, episode):
+        return Observation()
+    def step(self, answer):
+        time.sleep(0.004)
+        if answer.turn == 1:
+            return End()
+        return Observation(messages=({"role": "user", "content": "2"},))
+"""
+"""An environment of two turns in worker processes; the rewards are those of the recipe."""
 DEADLINE_S = 400.0
 LATE = 999
 """Stands for the exit code of a run that did not end in time."""
@@ -116,6 +130,7 @@ class Runner:
         folder.mkdir(parents=True)
         (folder / "recipe.yaml").write_text(RECIPE)
         (folder / "slow.py").write_text(SLOW)
+        (folder / "plays.py").write_text(PLAYS)
         return self._ask(" ".join(["start", str(folder), *overrides]))
 
     def wait(self, pid: int) -> int:
