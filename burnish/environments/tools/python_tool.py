@@ -11,6 +11,7 @@ import asyncio
 import os
 import re
 import warnings
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from burnish.config.errors import UserError
@@ -35,6 +36,9 @@ ENDS = {
     "exited": "its process ended",
     "lost": "the sandbox broke while it ran",
 }
+
+
+RESTARTED = "(Python was started again, because an earlier call was cut off: variables, functions and imports before it are lost)"
 
 
 class PythonTool(Tool):
@@ -154,12 +158,15 @@ class PythonSession(PythonTool):
     """Runs the cells of one episode in one process, as a notebook does: variables, functions and imports stay.
 
     The process starts with the first call and is killed at the end of the episode. Between two calls it is stopped. Code that passes a
-    limit ends the process; the next call starts another, and the model is told that its variables are lost.
+    limit ends the process; the next call starts another, and the model is told that its variables are lost. So it is after a call that was
+    cut off from outside, at `environment.deadline_s`: the next result says it.
     """
 
     is_stateful: ClassVar[bool] = True
     _session: Session | None = None
     _calls: asyncio.Lock | None = None
+    _has_lost_variables: bool = False
+    """Whether the process was ended without a word to the model."""
 
     def _description(self) -> str:
         return (
@@ -172,7 +179,15 @@ class PythonSession(PythonTool):
         async with self._calls:  # parallel calls of one answer run in their order
             if self._session is None or self._session.is_closed:
                 self._session = self._new_session()
-            return await self._run_cell_or_lose(self._session, code)
+            try:
+                cell = await self._run_cell_or_lose(self._session, code)
+            except BaseException:
+                self._has_lost_variables |= self._session.is_closed
+                raise
+            if self._has_lost_variables:
+                self._has_lost_variables = False
+                cell = replace(cell, output=f"{RESTARTED}\n{cell.output}")
+            return cell
 
     def _after_end(self) -> str:
         return ". All variables are lost"

@@ -65,6 +65,22 @@ def test_a_session_says_when_its_variables_are_lost_and_goes_on() -> None:
     ]
 
 
+def test_a_session_that_was_cut_off_from_outside_says_so_in_the_next_result() -> None:
+    async def play() -> list[str]:
+        tool = PythonSession(timeout_s=60)
+        await tool.call({"code": "x = 1"})
+        late = asyncio.create_task(tool.call({"code": "while True: pass"}))
+        await asyncio.wait([late], timeout=0.3)
+        late.cancel()  # as the deadline of a call does
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        results = [await tool.call({"code": code}) for code in ("'x' in globals()", "2")]
+        await tool.close()
+        return [text_of(result) for result in results]
+
+    assert asyncio.run(play()) == [f"{python_tool.RESTARTED}\nFalse", "2"]
+
+
 def test_parallel_calls_of_a_session_run_in_their_order() -> None:
     async def play() -> list[str]:
         tool = PythonSession()
