@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from burnish.config.data import Reward
-from burnish.config.environment import SINGLE_TURN
+from burnish.config.environment import SINGLE_TURN, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.rollout import Rollout
@@ -72,6 +72,8 @@ class PreparedEval:
     job: EvalJob
     prompts: list[Prompt]
     sampling: SamplingOptions
+    positions: int | None = None
+    """The model's limit on the tokens of a context."""
 
     @property
     def num_requests(self) -> int:
@@ -85,8 +87,10 @@ class PreparedEval:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that the model may write after a prompt, in all turns."""
-        return self.sampling.max_tokens * self.job.config.environment.max_turns
+        """Tokens that may follow a row's prompt in a context: answers, and in an environment what it writes."""
+        return most_new_tokens(
+            self.longest_prompt, self.sampling.max_tokens, self.job.config.environment, self.positions
+        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,20 @@ def _prepare(job: EvalJob, policy: PolicyModel, say: Say) -> PreparedEval:
     if note is not None:
         say(f"{job.paths.name}: {note}")
     sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
-    return PreparedEval(job, prompts, sampling_options(sampling, policy.tokenizer.eos_ids))
+    return PreparedEval(job, prompts, sampling_options(sampling, policy.tokenizer.eos_ids), positions)
+
+
+def most_new_tokens(longest_prompt: int, max_tokens: int, environment: Environment, positions: int | None) -> int:
+    """Return how many tokens may follow a row's prompt in one context.
+
+    In an environment, `environment.max_tokens` is the limit of a context, whatever the row's prompt: a game writes its own prompt, and tools
+    their results. Without that limit, what the environment writes counts as much as the answers.
+    """
+    if environment.name == SINGLE_TURN:
+        return max_tokens
+    expected = longest_prompt + 2 * max_tokens * environment.max_turns
+    longest = min(environment.max_tokens or expected, positions or expected)
+    return max(max_tokens, longest - longest_prompt)
 
 
 class BatchPlan(NamedTuple):

@@ -260,7 +260,7 @@ def _rl_setup(
     stages = rollout.all_stages()
     written = max(stage.max_tokens for stage in stages) * config.environment.max_turns
     prompt = min(config.data.max_prompt_tokens, arch.max_positions - 1)
-    longest = min(prompt + written, arch.max_positions)
+    longest = min(config.environment.max_tokens or prompt + written, arch.max_positions)
     samples = max(stage.n for stage in stages)
     sequences = max(stage.n * stage.prompts for stage in stages)
     back = 1.0 if algorithm.replay is None else 1.0 + algorithm.replay.share

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from burnish.evaluation.session import MAX_ROWS, WORK_BYTES, plan_batch_size
+from burnish.config.environment import Environment
+from burnish.evaluation.session import MAX_ROWS, WORK_BYTES, most_new_tokens, plan_batch_size
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB
 
 TOKEN = 28_672  # KV-cache bytes per token of a 1.5B model
@@ -34,3 +35,14 @@ def test_a_small_device_keeps_room_to_work() -> None:
     assert size == int(6 * GIB * 0.4)
     assert rows == size // ((250 + 512) * TOKEN)
     assert plan_batch_size(10, 250, 100_000, TOKEN, GIB).rows == 1  # the engine reports what does not fit
+
+
+def test_a_context_of_an_episode_may_grow_to_its_limit_and_not_only_by_answers() -> None:
+    assert most_new_tokens(100, 256, Environment(), 4096) == 256
+    tools = Environment(name="search_r1", max_turns=3, max_tokens=4096)
+    assert most_new_tokens(100, 256, tools, 32768) == 4096 - 100
+    assert most_new_tokens(100, 256, tools, 2048) == 2048 - 100
+    game = Environment(name="frozen_lake", max_turns=5)
+    assert most_new_tokens(4, 256, game, 32768) == 2 * 5 * 256  # the board is not in the row
+    assert most_new_tokens(4, 256, game, 512) == 508
+    assert most_new_tokens(4, 256, game, None) == 2 * 5 * 256

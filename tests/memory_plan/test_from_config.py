@@ -71,6 +71,7 @@ def test_a_plan_needs_config_json_alone(directory: Path) -> None:
         (["rollout.cache_gib=2"], "cache", 4681 * 16 * 28672),  # whole pages
         (["training.mini_batches=4"], "update_tokens", 128 * 1280),
         (["environment={name: x.py:E, max_turns: 3}"], "longest", 1024 + 3 * 256),
+        (["environment={name: x.py:E, max_turns: 3, max_tokens: 4096}"], "longest", 4096),
     ],
     ids=lambda x: x[0].partition("=")[0] if isinstance(x, list) else "",
 )
