@@ -362,7 +362,8 @@ def required_accuracy(batch: Batch, user: str) -> Tensor:
         raise UserError(
             f"{user} needs to know right from wrong, but {unjudged} of {accuracy.numel()} samples have no accuracy: "
             "add a reward part that judges the answer (exact, number, choice, math, task) for every data source, or set correct_at of a "
-            "graded part (your own function) to the value from which an answer is correct"
+            "graded part (your own function) to the value from which an answer is correct; an environment that gives the rewards says it with "
+            "End.success or its correct_at (zero_signal and dapo can compare rewards instead: metric: reward)"
         )
     return accuracy
 

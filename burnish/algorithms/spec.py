@@ -133,7 +133,7 @@ class Algorithm(Record):
     def needs(self, what: str) -> list[str]:
         """The choices that need `what` from the rest of the system; a correction that only measures needs nothing."""
         metrics_only = None if self.correction.acts else self.correction
-        return [c.name for _, c in self.choices() if what in c.needs and c is not metrics_only]
+        return [c.name for _, c in self.choices() if what in _needs_of(c) and c is not metrics_only]
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
@@ -150,6 +150,11 @@ class Algorithm(Record):
         ):
             check(self)
         return self
+
+
+def _needs_of(choice: Slot) -> tuple[str, ...]:
+    """What a choice needs; one with an option `metric` may need the accuracy."""
+    return (*choice.needs, "accuracy") if getattr(choice, "metric", None) == "accuracy" else choice.needs
 
 
 def _check_policy(a: Algorithm) -> None:

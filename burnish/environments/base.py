@@ -160,6 +160,8 @@ class Environment:
     """Whether the object bounds its own waits. Only for built-in code, such as an adapter that queues until a server has room."""
     correct_at: ClassVar[float | None] = None
     """An episode with at least this reward counts as correct. None: episodes have no accuracy, unless `End.success` says so."""
+    gives_success: ClassVar[bool] = True
+    """Whether `End.success` may be given. If not, algorithms that need the accuracy are refused at the start, unless there is `correct_at`."""
 
     async def start(self, episode: Episode) -> Observation:
         """Begin an episode and return what the model reads first."""

@@ -172,6 +172,18 @@ def _agent_kind(config: EnvironmentConfig, base: Any) -> EnvironmentKind:
     return EnvironmentKind(AGENT, "loop", make=make, has_own_deadlines=True, max_open=most, **common)
 
 
+def never_tells_success(config: EnvironmentConfig, base: Any = None) -> bool:
+    """Whether no episode of an environment will say whether it is correct. If False, it may depend on the episode or on the rewards."""
+    cls = environment_class(config.name, base)
+    if is_plugin(config.name) and (adapter := adapter_for(cls)) is not None:
+        cls = _import(ADAPTERS[adapter])
+    if getattr(cls, "correct_at", None) is not None:
+        return False
+    if _is_on_tokens(cls):  # with rewards of its own, the configured reward does not judge the episode
+        return bool(getattr(cls, "gives_rewards", False))
+    return not getattr(cls, "gives_success", True)
+
+
 def _tool_settings(config: EnvironmentConfig, tokenizer: Tokenizer, parameters: set[str]) -> dict[str, Any]:
     """Return the settings of tool calls for an adapter that takes them; settings that it does not take are errors."""
     found: dict[str, Any] = {}

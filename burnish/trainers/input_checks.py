@@ -17,6 +17,7 @@ from burnish.config.schema import TrainConfig
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
 from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, read_rows, refuse_tools, source_name
+from burnish.environments.registry import never_tells_success
 from burnish.models.architecture import max_positions_of
 from burnish.models.compatibility import digest_parts, model_digest
 from burnish.models.lora.peft_files import base_model_of, is_adapter
@@ -59,6 +60,21 @@ def check_players(config: TrainConfig, roles: Sequence[str]) -> None:
         raise UserError(
             f"{needs_greedy} compares each sample with the greedy answer to its prompt, but environment {config.environment.name} has the "
             f"players {' and '.join(roles)}, and a greedy game may end before one of them has a turn: use grpo or rloo"
+        )
+
+
+def check_success_is_told(config: TrainConfig, base: Path | None) -> None:
+    """Refuse an algorithm that must know which episodes are correct, if the environment never says so."""
+    needs = [
+        *config.algorithm.needs("accuracy"),
+        *(["positive_nll"] if config.algorithm.auxiliary.positive_nll else []),
+    ]
+    if needs and never_tells_success(config.environment, base):
+        other = ", and give zero_signal metric: reward" if "zero_signal" in needs else ""
+        raise UserError(
+            f"{', '.join(needs)} must know which episodes are correct, but environment {config.environment.name} gives rewards and never says "
+            f"so: leave out what needs it{other}; or choose an algorithm that compares rewards, such as grpo; or, in an environment of your own, give "
+            "End.success or set correct_at"
         )
 
 

@@ -172,6 +172,23 @@ def test_a_step_trains_on_the_groups_of_every_player(capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main(["train", "train.yaml", "algorithm=remax", "run.name=other"]) == 2
     assert "has the players a and b, and a greedy game may end before one of them has a turn" in capsys.readouterr().err
+    game = [
+        "data.train={task: kuhn_poker}",
+        "environment={name: kuhn_poker, max_turns: 4, options: {words: false, format: last_word}}",
+    ]
+    assert main(["train", "train.yaml", *game, "algorithm=dapo", "run.name=other"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "zero_signal, signed must know which episodes are correct, but environment kuhn_poker gives rewards and never"
+        in said
+    )
+    assert "give zero_signal metric: reward" in said
+    one = [
+        "algorithm.shaping=[]",
+        "algorithm.filters=[{name: zero_signal, metric: reward}]",
+        "algorithm.refill.rounds=2",
+    ]
+    assert main(["train", "train.yaml", *game, "algorithm=dapo", *one, "run.name=other"]) == 0
     assert main(["sample", "runs/r", "--max-tokens", "3"]) == 0
     shown = capsys.readouterr().out
     assert "--- environment, to b ---\n2\n--- model, b ---\n" in shown

@@ -32,6 +32,8 @@ class SkyRLGymEnvironment(Environment):
     the log-probs would be wrong. Let the environment cut or read the action on its own side instead. Stop strings can end answers early.
     """
 
+    gives_success = False
+
     def __init__(
         self,
         id: str | None = None,

@@ -114,6 +114,7 @@ class KuhnPoker(TextGame):
 
     name = "kuhn_poker"
     roles = ROLES
+    gives_success = False
 
     def __init__(self, format: Format = "answer_tag", words: bool = True) -> None:
         super().__init__(format, words)

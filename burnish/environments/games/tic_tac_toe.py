@@ -187,6 +187,7 @@ class TicTacToeSelfPlay(_TicTacToe):
 
     name = "tic_tac_toe_self_play"
     roles = ("X", "O")
+    gives_success = False
 
     def __init__(self, format: Format = "answer_tag", words: bool = True, draw_reward: float = 0.0) -> None:
         super().__init__(format, words, draw_reward)
