@@ -102,7 +102,8 @@ class End:
     success: bool | None = None
     """Whether the episode counts as correct in accuracy, pass@k and filters. None: compare the reward with `correct_at`."""
     rewards: Mapping[str, float] | None = None
-    """Only in a game of several players: the reward of each role for its last answer."""
+    """Only in a game of several players: the reward of each role for its last answer. A role that had a turn must be in it. With `reward`
+    instead, the role that answered last gets it, and the others have what their turns earned."""
     text: str | None = None
     """What the environment said last. Shown in samples and report; the model does not read it."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -60,6 +60,8 @@ class ScoreRequest:
     """All tokens of the sequence, prompt included. Sent only to reward models and to functions that take token ids."""
     written: Iterable[bool] | None = field(default=None, compare=False)
     """Which of the tokens the policy wrote."""
+    num_prompt: int = 0
+    """How many of the tokens are the prompt; `completion` is the text of the others."""
 
 
 @dataclass(frozen=True)

@@ -309,10 +309,8 @@ def _score_trl(
 
 
 def _completion_ids(request: ScoreRequest) -> list[int]:
-    """Token ids of the completion: from the first token that the policy wrote to the end."""
-    tokens = [] if request.tokens is None else [int(token) for token in request.tokens]
-    written = [] if request.written is None else [bool(one) for one in request.written]
-    return tokens[written.index(True) :] if True in written else []
+    """Token ids of the completion: those behind the prompt."""
+    return [] if request.tokens is None else [int(token) for token in request.tokens][request.num_prompt :]
 
 
 def _score_openrlhf(

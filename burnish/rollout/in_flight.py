@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from burnish.rollout.running_trajectory import PartialTurn, RunningTrajectory, T
 if TYPE_CHECKING:
     from burnish.rollout.runner import RolloutRunner
 
+T = TypeVar("T")
 REPLACEMENT_CHARACTER = "\ufffd"
 """What a tokenizer decodes an incomplete UTF-8 sequence to."""
 MAX_DEATHS = 64
@@ -370,15 +371,18 @@ class InFlightTrajectories:
         if not path.nodes or seen.new_conversation:
             if not seen.messages:
                 raise EpisodeFailed("bad_reply", "step() gave text to begin a conversation with; expected messages")
-            path.conversation = renderer.open(seen.messages or (), None)
+            messages = seen.messages
+            path.conversation = _rendered(lambda: renderer.open(messages, None))
             tokens, is_branch, length = path.conversation.tokens, True, len(path.conversation.tokens)
         else:
-            assert path.conversation is not None, "it was opened with the first prompt"
+            conversation = path.conversation
+            assert conversation is not None, "it was opened with the first prompt"
             completion = path.nodes[path.path[-1]].tokens.tolist()
             if seen.text is not None:
-                extension = path.conversation.append_text(completion, seen.text)
+                text = seen.text
+                extension = _rendered(lambda: conversation.append_text(completion, text))
             else:
-                extension = path.conversation.extend(completion, seen.messages or ())
+                extension = _rendered(lambda: conversation.extend(completion, seen.messages or ()))
             tokens, is_branch = extension.tokens, extension.is_branch
             length = len(tokens) if is_branch else path.length + len(tokens)
         if runner.longest is not None and length + active.sampling.max_tokens > runner.longest:
@@ -408,7 +412,7 @@ class InFlightTrajectories:
             active.role, active.paths = seen.role, {seen.role: TokenPath()}
         messages = seen.messages if seen.messages is not None else active.draw.prompt.row.prompt
         path = active.current
-        path.conversation = renderer.open(messages, seen.tools)
+        path.conversation = _rendered(lambda: renderer.open(messages, seen.tools))
         self._set_state(active, path, seen.state)
         return self._open(active, self._shared_opening(path.conversation.tokens))
 
@@ -426,6 +430,12 @@ class InFlightTrajectories:
     def _end(self, active: RunningTrajectory, end: End) -> list[Trajectory]:
         """Place the last rewards and return the finished trajectories."""
         if end.rewards is not None:
+            played = [role for role in self.runner.roles if role in active.paths and active.paths[role].turns]
+            if missing := [role for role in played if role not in end.rewards]:
+                raise EpisodeFailed(
+                    "bad_reply",
+                    f"End gives no reward to the role {missing[0]!r}, which had a turn; give every such role one, 0 if it earned nothing",
+                )
             for role, reward in end.rewards.items():
                 path = active.paths.get(role)
                 if path is not None and path.turns:
@@ -485,6 +495,14 @@ class InFlightTrajectories:
     def _close(self, active: RunningTrajectory) -> None:
         if active.session is not None and self.runner.host is not None:
             self.runner.host.close_session(active.session)
+
+
+def _rendered(render: Callable[[], T]) -> T:
+    """Render messages of an environment. Messages that the chat template refuses fail the episode: those of others may be right."""
+    try:
+        return render()
+    except UserError as error:
+        raise EpisodeFailed("bad_reply", f"messages cannot be rendered: {error}") from error
 
 
 def _call_environment(ask: Callable[[], Turn | Done], method: str, row: str) -> Turn | Done | str:

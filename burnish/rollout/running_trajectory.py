@@ -63,7 +63,7 @@ class TokenPath:
         self.length = 0
         """Number of tokens on the path, without the current turn."""
         self.opening: tuple[int, ...] = ()
-        """The tokens of the first prompt. Samples of one prompt share the object, so that engines see that they share the prefix."""
+        """The tokens that the conversation began with. Samples of one prompt share the object, so that engines see that they share the prefix."""
         self.conversation: Conversation | None = None
         """Turns messages into tokens; None for an environment that gives tokens."""
 
@@ -108,7 +108,7 @@ class TokenPath:
 
     def restart(self, tokens: Sequence[int]) -> None:
         """Continue with a conversation of its own: another root."""
-        self.path, self.length = [], 0
+        self.path, self.length, self.opening = [], 0, tuple(tokens)
         self.append(tokens)
 
     def tokens(self) -> list[int]:
@@ -116,8 +116,13 @@ class TokenPath:
         return [token for index in self.path for token in self.nodes[index].tokens.tolist()]
 
     def prompt_length(self) -> int:
-        """Return the number of tokens of the root that the path begins with."""
-        return len(self.nodes[self.path[0]].tokens) if self.path else 0
+        """Return how many tokens of the path are the conversation's prompt.
+
+        A branch may have rewritten the end of the prompt: a template that opens a turn with `<think>` leaves it out of earlier turns.
+        """
+        tokens = np.array(self.tokens()[: len(self.opening)], dtype=np.int64)
+        differ = np.flatnonzero(tokens != np.array(self.opening[: len(tokens)], dtype=np.int64))
+        return int(differ[0]) if len(differ) else len(tokens)
 
     @property
     def oldest_version(self) -> int | None:

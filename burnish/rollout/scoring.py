@@ -243,8 +243,13 @@ def rollout_and_score(
 
 
 def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
-    """Return what a reward may read of a trajectory."""
-    row = draw.prompt.row
+    """Return what a reward may read of a trajectory: of one with several sequences the last, in which the final answer is.
+
+    Its text and tokens are those that the model read last. What a template left out of earlier turns is not in them, and of an episode with
+    several conversations only the last is.
+    """
+    row, nodes = draw.prompt.row, [trajectory.nodes[index] for index in trajectory.paths[-1]]
+    written = [np.full(len(node.tokens), node.is_sampled) for node in nodes]
     return ScoreRequest(
         id=trajectory.id,
         prompt=row.prompt,
@@ -256,7 +261,8 @@ def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
         nested=row.nested,
         step=draw.step,
         tokens=trajectory.sequences[-1].tokens,
-        written=trajectory.sequences[-1].action_mask,
+        written=np.concatenate(written) if written else np.zeros(0, dtype=bool),
+        num_prompt=trajectory.metadata["prompt_length"],
     )
 
 

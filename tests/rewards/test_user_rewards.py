@@ -204,8 +204,8 @@ def test_verl_batches_have_the_names_in_the_plural(load):
 
 def test_trl_functions_get_tokens_progress_and_ways_to_log(load):
     rows = [
-        request("x", tokens=np.array([5, 6, 7, 8]), written=np.array([False, True, False, True]), step=4),
-        request("y", tokens=[5, 6], written=[False, True], step=4),
+        request("x", tokens=np.array([5, 6, 7, 8]), written=np.array([False, True, False, True]), num_prompt=1, step=4),
+        request("y", tokens=[5, 6], written=[False, True], num_prompt=1, step=4),
     ]
     first, second = call_user_scorer(load("asked"), rows, {}, max_steps=9)
     assert (first.value, second.value) == (903.0, None)

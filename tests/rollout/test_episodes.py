@@ -31,6 +31,8 @@ from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
 from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.runner import RolloutRunner
+from burnish.rollout.running_trajectory import PartialTurn, TokenPath
+from burnish.rollout.scoring import score_request
 from tests.rollout.test_in_flight import TOKENIZER, Stopping, draws
 
 SAMPLING = SamplingOptions(max_tokens=6, stop_tokens=(1,))
@@ -503,6 +505,78 @@ def test_rewards_of_turns_that_cancel_out_need_one_at_the_end_too(model: Decoder
 
     with pytest.raises(UserError, match="give the end a reward"):
         played(runner_of(DenseEngine(model), Cancelling), 1)
+
+
+def test_an_end_must_reward_every_role_that_had_a_turn(model: Decoder) -> None:
+    class Duel(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            self.is_short = episode.sample == 1
+            return Observation(messages=({"role": "user", "content": "1>"},), role="first")
+
+        async def step(self, answer: Answer) -> Observation | End:
+            if answer.turn == 0 and not self.is_short:
+                return Observation(messages=({"role": "user", "content": "2>"},), role="second")
+            return End(rewards={"first": 1.0})
+
+    for t in played(runner_of(DenseEngine(model), Duel, roles=("first", "second"))).values():
+        if t.sample >= 2:  # the second game ends before the second role has a turn
+            assert (t.role, t.reward) == ("first", 1.0)
+            continue
+        assert t.reward is None
+        assert t.error is not None
+        assert t.error.startswith(
+            f"row {t.prompt_id}: the environment's End gives no reward to the role 'second', which had a turn"
+        )
+        assert t.metadata[EVENTS][0]["kind"] == "bad_reply"
+
+
+@pytest.mark.parametrize("where", ["start", "step", "text", "new conversation"])
+def test_messages_that_cannot_be_rendered_fail_their_episode_only(model: Decoder, where: str) -> None:
+    class Speaks(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            self.word = "\ud800" if episode.sample == 0 else "2>"  # half of a surrogate pair
+            return Observation(messages=({"role": "user", "content": self.word if where == "start" else "1>"},))
+
+        async def step(self, answer: Answer) -> Observation | End:
+            if answer.turn == 1:
+                return End(reward=1.0)
+            if where == "text":
+                return Observation(text=self.word)
+            messages = ({"role": "user", "content": self.word},)
+            return Observation(messages=messages, new_conversation=where == "new conversation")
+
+    for t in played(runner_of(DenseEngine(model), Speaks)).values():
+        assert (t.reward is None) == (t.sample == 0)
+        if t.sample == 0:
+            assert t.error is not None
+            assert f"row {t.prompt_id}: the environment's messages cannot be rendered: the text has half of" in t.error
+            assert [event["kind"] for event in t.metadata[EVENTS]] == ["bad_reply"]
+
+
+def test_rewards_read_the_last_sequence_behind_its_prompt() -> None:
+    """A branch repeats the prompt and earlier turns as context, up to a change at the end of the prompt."""
+    path = TokenPath()
+    path.opening = (5, 6, 7)
+    path.append(path.opening)
+    turn = PartialTurn()
+    turn.append([8, 9], [0.0, 0.0], 0)
+    path.append_turn(turn)
+    assert (path.tokens()[path.prompt_length() :], path.prompt_length()) == ([8, 9], 3)
+    path.branch([5, 6, 7, 8, 9, 3])  # repeats the first answer, which an earlier sequence trains
+    path.append_turn(turn)
+    t = Trajectory("r0", 0, 0, path.nodes, "stop", "", metadata={"prompt_length": path.prompt_length()})
+    request = score_request(t, draws()[0])
+    assert request.num_prompt == 3
+    assert request.tokens is not None
+    assert request.written is not None
+    assert [int(token) for token in request.tokens] == [5, 6, 7, 8, 9, 3, 8, 9]
+    assert [int(one) for one in request.written] == [0, 0, 0, 1, 1, 0, 1, 1]
+    path.branch([5, 6, 9, 2])  # the end of the prompt is another
+    path.append_turn(turn)
+    assert path.tokens()[path.prompt_length() :] == [9, 2, 8, 9]
+    path.restart([4, 4])
+    path.append_turn(turn)
+    assert path.tokens()[path.prompt_length() :] == [8, 9]
 
 
 def test_a_new_conversation_is_another_root_of_the_same_trajectory(model: Decoder) -> None:
