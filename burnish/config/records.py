@@ -54,7 +54,8 @@ class Slot(Record):
     `reference`: log-probs under the reference. `accuracy`: right or wrong, independent of the reward. `sum_p2`: the sum of squared
     probabilities. `budget`: a length that the prompt asks for. `borders`: answers cut into segments, with a value at each border between
     segments. `tree`: answers that branch. `turns`: several turns per sample. `states`: the state in which each turn of an agent begins.
-    `demonstrations`: answers in the groups that the policy did not sample.
+    `void_turns`: the number of turns with neither a call
+    nor a final answer. `demonstrations`: answers in the groups that the policy did not sample.
     """
     rollout_options: ClassVar[tuple[str, ...]] = ()
     """Options that control how rollouts are made. They are not passed to the slot's function."""

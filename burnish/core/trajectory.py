@@ -34,7 +34,9 @@ OFF_POLICY = "off-policy"
 """True for a demonstration: something other than the policy wrote the sample."""
 NO_LOGP = "no log-probs"
 """True for a demonstration whose author reported no log-probs."""
-NUMERIC_METADATA = ("greedy_reward", "budget", "use")
+VOID_TURNS = "void_turns"
+"""Turns with neither a call nor a final answer; only of environments that count them."""
+NUMERIC_METADATA = ("greedy_reward", "budget", "use", VOID_TURNS)
 """Numbers that `pack` turns into sequence columns of the same name."""
 SEGMENT_STARTS = "borders"
 """Only for an answer that is cut into segments: the position at which each segment starts."""

@@ -164,6 +164,9 @@ class Environment:
     gives_success: ClassVar[bool] = True
     """Whether `End.success` may be given. If not, algorithms that need the accuracy are refused at the start, unless there is `correct_at`."""
 
+    tells_void_turns: ClassVar[bool] = False
+    """Whether it counts, in the metric `void_turns`, answers with neither a complete call nor a final answer (filter void_turns)."""
+
     async def start(self, episode: Episode) -> Observation:
         """Begin an episode and return what the model reads first."""
         raise NotImplementedError

@@ -75,6 +75,7 @@ class EnvironmentKind:
     takes_truncated: bool = False
     roles: tuple[str, ...] = ()
     correct_at: float | None = None
+    tells_void_turns: bool = False
     deadline_s: float = 60.0
     """Time limit of one call."""
     has_own_deadlines: bool = False

@@ -128,7 +128,9 @@ def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any 
     if takes_tools:
         make, aclose = tool_environment_maker(config, tokenizer, base, num_workers(config))
         deadline_s = EPISODE_DEADLINES * config.deadline_s
-        return EnvironmentKind(name, "loop", make_with_workers=make, aclose=aclose, deadline_s=deadline_s)
+        return EnvironmentKind(
+            name, "loop", make_with_workers=make, aclose=aclose, deadline_s=deadline_s, tells_void_turns=True
+        )
     cls, options, path = _class_of(name, base), dict(config.options), BUILT_IN.get(name) or ADAPTERS.get(name) or name
     if is_plugin(name) and (adapter := adapter_for(cls)) is not None:
         cls, path, options = _import(ADAPTERS[adapter]), ADAPTERS[adapter], {"target": name, **options}
@@ -139,6 +141,7 @@ def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any 
         "takes_truncated": cls.takes_truncated,
         "roles": tuple(cls.roles),
         "correct_at": cls.correct_at,
+        "tells_void_turns": cls.tells_void_turns,
         "deadline_s": config.deadline_s,
         "has_own_deadlines": cls.has_own_deadlines,
     }

@@ -7,7 +7,15 @@ import math
 import numpy as np
 
 from burnish.config.errors import UserError
-from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, TokenNode, Trajectory, TrajectoryFinish
+from burnish.core.trajectory import (
+    EPISODE_METRICS,
+    EVENTS,
+    LAST_WORDS,
+    VOID_TURNS,
+    TokenNode,
+    Trajectory,
+    TrajectoryFinish,
+)
 from burnish.environments.base import End, EpisodeFailed
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import reward_problem
@@ -58,6 +66,8 @@ def _episode_metadata(active: RunningTrajectory, end: End | None) -> dict[str, o
     """Return what went wrong in an episode, what its environment measured, and what it said last."""
     metrics = active.metrics | ({"retries": float(active.num_retries)} if active.num_retries else {})
     found: dict[str, object] = {EVENTS: active.events} if active.events else {}
+    if active.session is not None and active.session.kind.tells_void_turns:
+        found[VOID_TURNS] = metrics.get(VOID_TURNS, 0.0)
     found |= {EPISODE_METRICS: metrics} if metrics else {}
     return found | ({LAST_WORDS: end.text} if end is not None and end.text else {})
 

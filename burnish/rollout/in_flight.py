@@ -21,7 +21,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
-from burnish.core.trajectory import PLAYERS, ROLE, Trajectory, TrajectoryFinish, TurnSpan
+from burnish.core.trajectory import PLAYERS, ROLE, VOID_TURNS, Trajectory, TrajectoryFinish, TurnSpan
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, Observation, Turn
 from burnish.environments.host import HostReply, Reply
@@ -106,6 +106,8 @@ class InFlightTrajectories:
         if active.session is None:
             return self._observe_tokens(active, turn, completion.finish == "length")
         if completion.finish == "length" and not active.session.kind.takes_truncated:
+            if active.session.kind.tells_void_turns:
+                active.add_metrics({VOID_TURNS: 1.0})  # a complete call or answer would have ended the turn
             return self._cut(active, "length")
         return self._ask(active, "step", self._answer(active, turn, completion))
 

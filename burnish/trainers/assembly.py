@@ -64,7 +64,13 @@ from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
 from burnish.trainers.context import ImitationBatch, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
-from burnish.trainers.input_checks import check_players, check_positions, check_reader_positions, check_success_is_told
+from burnish.trainers.input_checks import (
+    check_players,
+    check_positions,
+    check_reader_positions,
+    check_success_is_told,
+    check_void_turns_are_told,
+)
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
@@ -147,6 +153,7 @@ def build_inputs(
     _, host = environment_of(config.environment, policy.tokenizer, base)
     check_players(config, () if host is None else host.kind.roles)
     check_success_is_told(config, base)
+    check_void_turns_are_told(config, host is not None and host.kind.tells_void_turns)
     template_notes = check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
     curriculum = config.algorithm.curriculum
     stream = PromptStream(

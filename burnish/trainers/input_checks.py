@@ -78,6 +78,16 @@ def check_success_is_told(config: TrainConfig, base: Path | None) -> None:
         )
 
 
+def check_void_turns_are_told(config: TrainConfig, is_told: bool) -> None:
+    """Refuse the filter of void turns if the environment does not count them."""
+    if config.algorithm.needs("void_turns") and not is_told:
+        raise UserError(
+            f"filter void_turns drops trajectories in which a turn has neither a call nor a final answer, but environment "
+            f"{config.environment.name} does not count such turns: use tools, tags, retool, torl, search_r1 or research, or set "
+            "tells_void_turns in your own environment"
+        )
+
+
 def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) -> RowCache:
     """Read all rows of files and plug-ins. Raises for a row that the run could not score or would read only in part."""
     found = RowCache()

@@ -49,6 +49,7 @@ def f1() -> Batch:
             reward=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
             group_ids=torch.tensor([0, 0, 1, 1]),
             truncated=torch.tensor([False, False, False, True]),
+            void_turns=torch.tensor([0.0, 2.0, 0.0, 0.0], dtype=torch.float64),
         )
     )
 

@@ -136,6 +136,7 @@ def make_batch() -> Batch:
             "reward": torch.tensor([1, 0, 0.3, 0.8, -1, 0.5, 1, 1], dtype=torch.float64),
             "accuracy": torch.tensor([1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.float64),
             "truncated": torch.tensor([False, True, False, False, False, False, False, False]),
+            "void_turns": torch.tensor([0, 0, 0, 2, 0, 0, 0, 0], dtype=torch.float64),
             "part/a": torch.tensor([1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.float64),
             "part/b": torch.tensor([0.2, 0.9, 0.4, 0.1, 0.7, 0.3, 0.6, 0.5], dtype=torch.float64),
             "greedy_reward": torch.tensor([1, 1, 0.5, 0.5, 0.5, 0, 0, 0], dtype=torch.float64),
@@ -345,6 +346,8 @@ MOVES: dict[str, list[Move]] = {
     "HgpoAdvantage.gamma": advantage("hgpo", "gamma", 0.5, batch="turns"),
     "HgpoAdvantage.normalise": advantage("hgpo", "normalise", "none", batch="turns"),
     "HgpoAdvantage.episode": advantage("hgpo", "episode", True, batch="turns"),
+    "MtGrpoAdvantage.outcome": advantage("mt_grpo", "outcome", 0.5, batch="turns"),
+    "MtGrpoAdvantage.std": advantage("mt_grpo", "std", "none", batch="turns"),
     "RebnAdvantage.gamma": advantage("rebn", "gamma", 0.5, batch="turns"),
     "BilevelGaeAdvantage.gamma": [(BILEVEL, "advantage.gamma", [0.5])],
     "BilevelGaeAdvantage.lam": [(BILEVEL, "advantage.lam", [0.5])],
@@ -490,13 +493,14 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
             "none",
             "gigpo",
             "hgpo",
+            "mt_grpo",
             "spo_tree",
             "spo_chain",
             "grpo_passk",
             "opo",
         )
     }
-    | {name: {"advantage": name, "batch": "turns"} for name in ("gigpo", "hgpo")}
+    | {name: {"advantage": name, "batch": "turns"} for name in ("gigpo", "hgpo", "mt_grpo")}
     | {"bilevel_gae": BILEVEL}
     | {"gae": GAE, "opo": {"advantage": "opo"}, "prime_rloo": {"advantage": "prime_rloo", "process": {}}},
     "ratio": {name: {"clip": "none", "ratio": name, **FADING} for name in RATIOS if name != "none"}

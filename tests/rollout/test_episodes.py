@@ -579,6 +579,26 @@ def test_rewards_read_the_last_sequence_behind_its_prompt() -> None:
     assert path.tokens()[path.prompt_length() :] == [8, 9]
 
 
+def test_turns_without_call_or_answer_are_a_column_of_the_batch(model: Decoder) -> None:
+    class Counts(Environment):
+        async def start(self, episode: Episode) -> Observation:
+            self.is_void = episode.sample == 1
+            return Observation()
+
+        async def step(self, answer: Answer) -> Observation | End:
+            return End(reward=1.0, metrics={"void_turns": 1} if self.is_void else {})
+
+        async def end(self, reason: str) -> End:
+            return End(reward=0.0)
+
+    runner = runner_of(DenseEngine(model), Counts, tells_void_turns=True, takes_truncated=False)
+    found = played(runner, 6)
+    assert {t.finish for t in found.values()} == {"stop", "length"}
+    column = pack(list(found.values())).sequence["void_turns"].tolist()
+    assert column == [float(t.finish == "length" or t.sample == 1) for t in found.values()]
+    assert "void_turns" not in pack(list(played(runner_of(DenseEngine(model), Counting)).values())).sequence
+
+
 def test_a_new_conversation_is_another_root_of_the_same_trajectory(model: Decoder) -> None:
     class Reader(Environment):
         async def start(self, episode: Episode) -> Observation:

@@ -56,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "seq_prod": {"ratio": "seq_prod", "kl": KL},
     "token-sum": {"aggregation": "token-sum", "kl": KL},
     "overlong": {"filters": ["overlong"], "kl": KL},
+    "void_turns": {"filters": ["void_turns"], "kl": KL},
     "snr": {"filters": [{"name": "snr", "share": 0.5}], "kl": KL},
     "repetition": {"shaping": [{"name": "repetition", "ngram": 1}], "kl": KL},
     "stop_properly": {"shaping": ["stop_properly"], "kl": KL},
@@ -65,7 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 BATCHES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
     "spo_tree": "trees",
-    **dict.fromkeys(("gigpo", "hgpo", "rebn", "bilevel_gae"), "turns"),
+    **dict.fromkeys(("gigpo", "hgpo", "mt_grpo", "rebn", "bilevel_gae"), "turns"),
     "spo_chain": "segments",
 }
 """Algorithms whose rollouts are not independent samples of a prompt."""
@@ -106,6 +107,7 @@ def rollouts(kind: str) -> Batch:
             "reward": right * (0.5 + 0.5 * (number > 2) * rand(num)),
             "accuracy": right,
             "truncated": number % 7 == 4,
+            "void_turns": (number % 5 == 3).double(),
             "part/a": right,
             "part/b": rand(num),
             "greedy_reward": (number // 3 % 2).double(),

@@ -37,7 +37,7 @@ from burnish.algorithms.advantages.returns import (
     zero_advantages,
 )
 from burnish.algorithms.advantages.spo import spo_chain, spo_tree
-from burnish.algorithms.advantages.turns import bilevel_gae, gigpo, hgpo, rebn
+from burnish.algorithms.advantages.turns import bilevel_gae, gigpo, hgpo, mt_grpo, rebn
 
 ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "grpo": grpo,
@@ -59,6 +59,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "prime_rloo": prime_rloo,
     "gigpo": gigpo,
     "hgpo": hgpo,
+    "mt_grpo": mt_grpo,
     "rebn": rebn,
     "bilevel_gae": bilevel_gae,
     "spo_chain": spo_chain,

@@ -329,6 +329,21 @@ class HgpoAdvantage(AdvantageRecord):
     """Also compare the episode's reward with its group, as cluster 0."""
 
 
+class MtGrpoAdvantage(AdvantageRecord):
+    """Each turn's own reward relative to the same turn of the group, plus the outcome; the last turn has the outcome alone."""
+
+    formula: ClassVar[str] = (
+        "A_k = n(r_k) + outcome A_O for k < K, A_K = A_O = n(r_K); n(x) = (x - mean)/(std + 1e-6) over the group's k-th turns"
+    )
+    paper: ClassVar[str] = "MT-GRPO (2505.11821)"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "turns")
+    name: Literal["mt_grpo"] = "mt_grpo"
+    outcome: float = Field(1.0, ge=0)
+    """Weight of the outcome's advantage in turns before the last."""
+    std: Literal["group", "none"] = "group"
+    """Divide by the standard deviation + 1e-6, or by nothing."""
+
+
 class RebnAdvantage(AdvantageRecord):
     """The return from each turn on, normalised over all turns of the batch."""
 
@@ -444,6 +459,7 @@ ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     PrimeRlooAdvantage,
     GigpoAdvantage,
     HgpoAdvantage,
+    MtGrpoAdvantage,
     RebnAdvantage,
     BilevelGaeAdvantage,
     SpoChainAdvantage,

@@ -129,6 +129,35 @@ def hgpo(
     return found.spread(batch, total / (weights + CLUSTER_EPS))
 
 
+def mt_grpo(batch: Batch, *, outcome: float, std: Literal["group", "none"]) -> Tensor:
+    """[N] A_k = n(r_k) + outcome A_O before the last turn, A_O in the last; n(x) = (x - mean)/(std + 1e-6). MT-GRPO (2505.11821).
+
+    A_O = n(the last turn's reward) among the group's trajectories, and n(r_k) is among their k-th turns. The paper has two turns, a
+    call and an answer, with a reward each. For other numbers of turns, chosen here: turn k is compared with k-th turns that are not the last
+    of their trajectory, and one alone gets 0; the last turn's reward is the outcome, whichever its number.
+    """
+    _, rewards, groups = group_rewards(batch)
+    found = turn_rewards(batch)
+    place = _places_in_trajectories(found.trajectory)
+    is_last = place == segment_count(found.trajectory, rewards.numel())[found.trajectory] - 1
+    last = rewards.index_copy(0, found.trajectory[is_last], found.rewards[is_last].to(rewards.dtype))
+    final = outcome_of_turn = group_normalised(last, groups, std, CLUSTER_EPS, "zero")[found.trajectory]
+    earlier = (~is_last).nonzero().squeeze(1)
+    if earlier.numel():
+        peers = Groups(*compact_ids(groups.ids[found.trajectory[earlier]] * (int(place.max()) + 1) + place[earlier]))
+        own = group_normalised(found.rewards[earlier].to(final.dtype), peers, std, CLUSTER_EPS, "zero")
+        final = final.index_copy(0, earlier, own + outcome * outcome_of_turn[earlier])
+    return found.spread(batch, final)
+
+
+def _places_in_trajectories(trajectory: Tensor) -> Tensor:
+    """[K] the number of each turn in its trajectory, from 0; the turns of a trajectory are in order."""
+    order = torch.argsort(trajectory, stable=True)
+    starts = offsets_from_lengths(segment_count(trajectory, int(trajectory.max()) + 1))
+    places = torch.arange(order.numel(), device=order.device) - starts[trajectory[order]]
+    return torch.empty_like(order).index_copy_(0, order, places)
+
+
 def _previous_turns(trajectory: Tensor) -> Tensor:
     """[K] the turn before each in its trajectory, -1 for the first; the turns of a trajectory are in order."""
     order = torch.argsort(trajectory, stable=True)

@@ -174,6 +174,20 @@ def overlong(batch: Batch) -> Tensor:
     return batch.loss_mask & ~is_truncated(batch)[batch.sequence_ids]
 
 
+def void_turns(batch: Batch) -> Tensor:
+    """[N] bool: the loss mask without trajectories that have a void turn. SimpleTIR (2509.02479).
+
+    A void turn has neither a complete block of code (or another call) nor a final answer: mostly text after the model has left its own
+    distribution, whose low probabilities make gradients explode. The column `void_turns` has their number in the trajectory.
+    """
+    if "void_turns" not in batch.sequence:
+        raise UserError(
+            "filter void_turns needs an environment that counts void turns: tools, tags, retool, torl, search_r1 and research do; one of "
+            "your own sets tells_void_turns = True and counts them in the metric void_turns of its observations and ends"
+        )
+    return batch.loss_mask & ~(batch.sequence["void_turns"] > 0)[batch.sequence_ids]
+
+
 def positives_only(batch: Batch) -> Tensor:
     """[N] bool: the loss mask of samples with a reward above 0. RAFT++ (2504.11343)."""
     return batch.loss_mask & (batch.sequence["reward"] > 0)[batch.sequence_ids]
@@ -223,6 +237,7 @@ def prob_mask(batch: Batch, *, below: float) -> Tensor:
 
 SAMPLE_FILTERS: dict[str, Callable[..., Tensor]] = {
     "overlong": overlong,
+    "void_turns": void_turns,
     "positives_only": positives_only,
     "cppo": cppo,
     "prob_mask": prob_mask,

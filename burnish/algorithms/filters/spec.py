@@ -108,6 +108,18 @@ class OverlongFilter(FilterRecord):
     name: Literal["overlong"] = "overlong"
 
 
+class VoidTurnsFilter(FilterRecord):
+    """Takes an agent's trajectories with a void turn out of the loss; they still count in their group's statistics."""
+
+    formula: ClassVar[str] = (
+        "loss_mask of a trajectory := 0 if one of its turns has neither a complete call nor a final answer, after advantages"
+    )
+    paper: ClassVar[str] = "SimpleTIR (2509.02479)"
+    needs: ClassVar[tuple[str, ...]] = ("void_turns",)
+    of_answers: ClassVar[bool] = True
+    name: Literal["void_turns"] = "void_turns"
+
+
 class PositivesOnlyFilter(FilterRecord):
     """Trains only on samples with a positive reward."""
 
@@ -196,6 +208,7 @@ FILTER_RECORDS: tuple[type[FilterRecord], ...] = (
     TruncationFilter,
     SnrFilter,
     OverlongFilter,
+    VoidTurnsFilter,
     PositivesOnlyFilter,
     CppoFilter,
     ProbMaskFilter,

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from burnish.algorithms.presets.critic_free import CRITIC, KL_IN_REWARD, PPO, SEQUENCE_MEAN, TOKEN_MEAN, Preset
+from burnish.algorithms.presets.critic_free import (
+    CRITIC,
+    KL_IN_LOSS,
+    KL_IN_REWARD,
+    PPO,
+    SEQUENCE_MEAN,
+    TOKEN_MEAN,
+    Preset,
+)
 
 WITH_CRITIC: dict[str, Preset] = {
     "ppo": Preset(
@@ -173,6 +181,12 @@ OTHER_OBJECTIVES: dict[str, Preset] = {
             "aggregation": TOKEN_MEAN,
             "kl": {"loss": {"estimator": "k3", "coef": 0.01}, "reference": "frozen"},
         },
+    ),
+    "mt_grpo": Preset(
+        "MT-GRPO",
+        "Turn-level credit assignment, Zeng et al. 2025 (2505.11821)",
+        "tool calls that are right or wrong by themselves: a reward of their turn beside that of the final answer",
+        {"advantage": "mt_grpo", "clip": PPO, "aggregation": SEQUENCE_MEAN, "kl": KL_IN_LOSS},
     ),
     "spo_chain": Preset(
         "SPO-chain",

@@ -42,6 +42,8 @@ class TagOptions:
     """The text behind an action; `{result}` is the result."""
     answer: tuple[str, str] | None = ("<answer>", "</answer>")
     """The tags of the final answer, which ends the episode. None: an answer without an action ends it."""
+    answer_mark: str | None = None
+    """Without tags of the answer: a text that shows a final answer. An answer without it and without an action is a void turn."""
     trigger: str | None = None
     """A text that ends an answer whose last action is to be taken. None: the first action or answer counts, and its closing tag stops."""
     invalid_text: str | None = None
@@ -72,6 +74,8 @@ class TagOptions:
                 raise UserError(f"{name}={value}: expected 1 or more")
         if self.is_last_turn_free and self.max_turns is None:
             raise UserError("is_last_turn_free needs max_turns, after which the last turn comes")
+        if self.answer is not None and self.answer_mark is not None:
+            raise UserError("answer_mark has no effect with tags of the answer: leave it out, or set answer to null")
         if self.spent_text is not None and self.max_calls is None:
             raise UserError("spent_text needs max_calls, after which it is shown")
 
@@ -110,6 +114,7 @@ PRESETS: Mapping[str, TagOptions] = {
         actions=(ActionTag("```python", "```", "python", "code"),),
         observation="\n{result}\n```\n",
         answer=None,
+        answer_mark="\\boxed{",
         trigger="```output",
         max_calls=1,
         spent_text="\nNo further code is run. The rest has to be done without it.\n```\n",
@@ -194,11 +199,12 @@ class TagEnvironment(Environment):
         self._num_turns += 1
         found = find_action(answer.text, options)
         is_final = found == "answer" or (found is None and options.invalid_text is None)
+        void = {"void_turns": 1.0} if found is None and is_void(answer.text, options) else {}
         if is_final or self._is_last():
-            return End(reward=await self.tools.end())
+            return End(reward=await self.tools.end(), metrics=void)
         if found is None:
             assert options.invalid_text is not None
-            return Observation(text=options.invalid_text, metrics={"invalid_actions": 1})
+            return Observation(text=options.invalid_text, metrics={"invalid_actions": 1, **void})
         assert not isinstance(found, str)
         if options.max_calls is not None and self.tools.num_calls >= options.max_calls:
             if options.spent_text is None:
@@ -256,6 +262,14 @@ def find_action(text: str, options: TagOptions) -> tuple[ActionTag, str] | Liter
         return "answer"
     fenced = _FENCED.fullmatch(content) if chosen.is_fenced else None
     return chosen, (fenced[1] if fenced else content).strip("\n" if chosen.is_fenced else None)
+
+
+def is_void(text: str, options: TagOptions) -> bool:
+    """Whether an answer without an action has no complete block of code and no final answer either. SimpleTIR (2509.02479)."""
+    if options.answer is not None:
+        return True  # its tags would have been found
+    has_block = any(pairs(text, action.open, action.close) for action in options.actions)
+    return not has_block and options.answer_mark is not None and options.answer_mark not in text
 
 
 def _final_answer(text: str, options: TagOptions) -> Literal["answer"] | None:

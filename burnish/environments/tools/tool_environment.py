@@ -69,7 +69,8 @@ class ToolEnvironment(Environment):
     async def step(self, answer: Answer) -> Observation | End:
         calls = self.format.parse(answer.raw_text, self.tools.schemas).calls
         if not calls:
-            return End(reward=await self.tools.end())
+            void = {} if answer.text.strip() else {"void_turns": 1.0}
+            return End(reward=await self.tools.end(), metrics=void)
         done = await asyncio.gather(*(self._answered(call, k) for k, call in enumerate(calls)), return_exceptions=True)
         outcomes: list[Outcome] = []
         for outcome in done:
@@ -77,6 +78,8 @@ class ToolEnvironment(Environment):
                 raise outcome
             outcomes.append(outcome)
         metrics: Counter[str] = Counter({"tool_calls": len(calls), "tool_errors": 0})
+        if all(isinstance(call, MalformedCall) for call in calls):
+            metrics["void_turns"] += 1
         for outcome in outcomes:
             metrics.update(outcome.metrics)
         return Observation(

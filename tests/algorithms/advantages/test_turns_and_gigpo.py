@@ -18,7 +18,7 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory, TurnSpan, chain_nodes, pack
 from tests.algorithms.branches import branched
-from tests.algorithms.functions_with_defaults import bilevel_gae, gae, gigpo, hgpo, rebn
+from tests.algorithms.functions_with_defaults import bilevel_gae, gae, gigpo, hgpo, mt_grpo, rebn
 
 Episode = list[tuple[str, int, float]]
 """Turns: the state, how many tokens were written, what they earned."""
@@ -276,6 +276,34 @@ def test_hgpo_without_states_is_told_what_is_missing() -> None:
         hgpo(replace(two_turns(), ragged={}))
 
 
+CALLS: list[Episode] = [
+    [("a", 1, 0.2), ("b", 2, 1)],
+    [("a", 2, 0.6), ("b", 1, 0)],
+    [("a", 1, 0.1), ("b", 1, 0.3), ("c", 1, 1)],
+]
+"""First turns .2, .6, .1: mean .3, deviation .264575. Outcomes 1, 0, 1: mean 2/3, deviation .577350. The middle turn has no peer."""
+
+
+def test_mt_grpo_on_a_group_by_hand() -> None:
+    batch = batch_of(CALLS)
+    first, final = [-0.377964, 1.133893, -0.755929], [0.577350, -1.154701, 0.577350]
+    expected = [first[0] + final[0], final[0], first[1] + final[1], final[1], first[2] + final[2], final[2], final[2]]
+    close(by_turn(batch, mt_grpo(batch)), expected, atol=1e-5)
+    half = [first[0] + final[0] / 2, final[0], first[1] + final[1] / 2, final[1], first[2] + final[2] / 2, final[2] / 2]
+    close(by_turn(batch, mt_grpo(batch, outcome=0.5))[:6], half, atol=1e-5)
+    plain = [-0.1 + 1 / 3, 1 / 3, 0.3 - 2 / 3, -2 / 3, -0.2 + 1 / 3, 1 / 3, 1 / 3]
+    close(by_turn(batch, mt_grpo(batch, std="none")), plain)
+    turned = batch_of(CALLS[::-1])
+    close(by_turn(turned, mt_grpo(turned, std="none")), plain[4:] + plain[2:4] + plain[:2])
+    beyond = batch_of(CALLS, beyond=2.0)  # a configured reward belongs to the outcome, where it is the same for all
+    close(by_turn(beyond, mt_grpo(beyond)), expected, atol=1e-5)
+
+
+def test_mt_grpo_with_the_outcome_alone_is_grpo() -> None:
+    batch = batch_of([[("a", 1, 0), ("b", 2, 1)], [("a", 2, 0), ("b", 1, 0)]])
+    close(by_turn(batch, mt_grpo(batch, std="none")), [0.5, 0.5, -0.5, -0.5])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_turns_in_sequences_of_their_own_have_the_same_advantages(seed: int) -> None:
     """The worked examples, with turns that begin a new sequence because the context before them was rewritten."""
@@ -284,6 +312,8 @@ def test_turns_in_sequences_of_their_own_have_the_same_advantages(seed: int) -> 
     assert cut.num_sequences > whole.num_sequences
     close(by_turn(cut, gigpo(cut)), [1.133333, 0.5, -0.816667, -0.5, -0.816667])
     close(by_turn(cut, rebn(cut, gamma=0.95)), [1.048057, 1.141634, -0.729897, -0.729897, -0.729897])
+    calls = branched(batch_of(CALLS), seed)
+    close(by_turn(calls, mt_grpo(calls, std="none"))[:4], [-0.1 + 1 / 3, 1 / 3, 0.3 - 2 / 3, -2 / 3])
     values = branched(two_turns(), seed)
     found = bilevel_gae(values, lam=0.95, turn_gamma=0.9, whiten=False)
     close(at_actions(values, found.advantages), [0.533628, 0.45645, 0.691, 0.69, 0.2])

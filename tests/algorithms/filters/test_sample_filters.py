@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.filters.filter_functions import loss_mask_from_plugin, overlong, positives_only
+from burnish.algorithms.filters.filter_functions import loss_mask_from_plugin, overlong, positives_only, void_turns
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
@@ -42,6 +43,16 @@ def test_overlong_gives_the_worked_loss_over_the_remaining_tokens(f1: Batch) -> 
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))[overlong(f1)]
     assert loss.numel() == 9
     assert float(loss.mean()) == pytest.approx(0.358428, abs=1e-5)
+
+
+def test_void_turns_take_their_trajectory_out_of_the_loss_only(f1: Batch) -> None:
+    """The worked example's second sample has a void turn: the tokens of the other three stay."""
+    assert torch.equal(void_turns(f1), f1.action_mask & (f1.sequence_ids != 1))
+    assert int(void_turns(f1).sum()) == 11
+    assert int(f1.loss_mask.sum()) == 13
+    others = {name: column for name, column in f1.sequence.items() if name != "void_turns"}
+    with pytest.raises(UserError, match="needs an environment that counts void turns"):
+        void_turns(replace(f1, sequence=others))
 
 
 def test_positives_only_keeps_rewards_above_zero(f1: Batch) -> None:

@@ -81,10 +81,10 @@ def test_an_answer_ends_and_an_invalid_action_is_named() -> None:
     _, invalid, _, end = play(tool, PRESETS["search_r1"], "Paris", "<search>a</search>", "Paris")
     assert "<search>" in invalid.text
     assert "<answer>" in invalid.text
-    assert invalid.metrics == {"invalid_actions": 1}
-    assert end == End()  # the invalid turn counted
+    assert invalid.metrics == {"invalid_actions": 1, "void_turns": 1}
+    assert end == End(metrics={"void_turns": 1})  # the invalid turn counted
     _, end = play(tool, PRESETS["research"], "Paris")
-    assert end == End()  # no text for invalid actions
+    assert end == End(metrics={"void_turns": 1})  # no text for invalid actions
 
 
 def test_the_first_complete_pair_counts() -> None:
@@ -117,6 +117,24 @@ def test_torl_runs_the_last_block_once_and_shows_the_last_line_of_an_error() -> 
     assert end == End()
     _, end = play(tool, PRESETS["torl"], "```python\na\n```")
     assert end == End()  # code that the model does not ask to run
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "num_void"),
+    [
+        ("torl", "So it is \\boxed{3}.", 0),
+        ("torl", "```python\na\n```", 0),
+        ("torl", "```python\na", 1),
+        ("torl", "I do not know", 1),
+        ("retool", "<answer>\\boxed{3}</answer>", 0),
+        ("retool", "\\boxed{3}", 1),
+        ("search_r1", "hm", 1),
+    ],
+)
+def test_a_turn_with_neither_code_nor_answer_is_void(system: str, text: str, num_void: int) -> None:
+    tool = Recorder("search" if system == "search_r1" else "python", [])
+    _, reply = play(tool, PRESETS[system], text)
+    assert reply.metrics.get("void_turns", 0) == num_void
 
 
 def test_calls_that_are_spent_end_the_episode_without_a_text_for_it() -> None:
