@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
@@ -157,6 +157,9 @@ class Tokenizer:
     def __init__(self, inner: Any, generation_config: dict[str, Any] | None = None, needs_bos: bool = False) -> None:
         self._inner = inner
         self._generation_config = generation_config or {}
+        # These classes add nothing to the decoding of `tokenizers` but checks of each token, which take most of its time.
+        is_plain = type(inner).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        self._backend = inner.backend_tokenizer if is_plain else None
         self._alphabet = _alphabet(inner)
         self._special_ids = frozenset(inner.all_special_ids) | {
             i for i, token in inner.added_tokens_decoder.items() if token.special
@@ -284,6 +287,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids, without clean-up of spaces."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special))
         return str(
             self._inner.decode(list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         )
@@ -293,12 +298,17 @@ class Tokenizer:
 
         A character whose bytes span several tokens belongs to the last of them.
         """
+        plain = self.plain_pieces
+        known_texts = [*(plain[token] for token in tokens), None]
         pieces: list[str] = []
-        window, shown = (
-            0,
-            0,
-        )  # tokens[window:shown] is context, since decoders treat the first token of a text specially
-        for end in range(1, len(tokens) + 1):
+        # tokens[window:shown] is context, since decoders treat the first token of a text specially
+        window, shown = 0, 0
+        while (end := len(pieces) + 1) <= len(tokens):
+            if shown == len(pieces) and known_texts[shown] is not None:
+                stop = known_texts.index(None, shown)
+                pieces += cast(list[str], known_texts[shown:stop])
+                window, shown = stop - 1, stop
+                continue
             before = self.decode(tokens[window:shown], skip_special)
             text = self.decode(tokens[window:end], skip_special)
             known = end
@@ -311,6 +321,11 @@ class Tokenizer:
                 window, shown = shown, known
         return pieces
 
+    @cached_property
+    def plain_pieces(self) -> Mapping[int, str | None]:
+        """The text of each token that adds the same text wherever it stands after whole characters; None for other tokens."""
+        return PlainPieces(self._backend, self._special_ids)
+
     @property
     def is_character_level(self) -> bool:
         """Whether every token but markup is one character; `encode` then raises for characters outside the alphabet."""
@@ -320,6 +335,10 @@ class Tokenizer:
         """The contents of tokenizer.json: the steps from text to token ids; None for a tokenizer without one."""
         backend = getattr(self._inner, "backend_tokenizer", None)
         return None if backend is None else dict(json.loads(backend.to_str()))
+
+    def has_special(self, tokens: Iterable[int]) -> bool:
+        """Whether one of the tokens is markup."""
+        return not self._special_ids.isdisjoint(tokens)
 
     def is_special(self, token: int) -> bool:
         """Whether a token is markup (end of turn, padding) rather than text."""
@@ -395,6 +414,29 @@ class Tokenizer:
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of messages up to the start of the assistant's turn."""
         return self.encode(self.chat_text(messages, **kwargs))
+
+
+class PlainPieces(dict[int, "str | None"]):
+    """The texts of tokens that do not depend on their neighbours, each computed when it is first asked for.
+
+    Byte-level and character-level decoders join what the tokens stand for. Of their tokens only special ones and those with a part of a
+    character are None. Other decoders, which strip or join spaces, give None for every token.
+    """
+
+    def __init__(self, backend: Any, special_ids: Container[int]) -> None:
+        super().__init__()
+        self._special_ids = special_ids
+        is_plain = type(getattr(backend, "decoder", None)).__name__ in ("ByteLevel", "Fuse")
+        self._backend = backend if is_plain else None
+
+    def __missing__(self, token: int) -> str | None:
+        piece = None
+        if self._backend is not None and token not in self._special_ids:
+            piece = self._backend.decode([token], skip_special_tokens=False) or None
+            if piece is not None and REPLACEMENT_CHARACTER in piece:
+                piece = None
+        self[token] = piece
+        return piece
 
 
 def check_remote_code(directory: Path, error: BaseException) -> None:
