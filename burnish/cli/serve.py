@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +17,12 @@ from burnish.config.errors import UserError
 
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
+    from burnish.evaluation.model_source import ModelSource
     from burnish.inference.native.paged_engine import PagedEngine
     from burnish.models.policy import PolicyModel
-    from burnish.serve.async_engine import AsyncEngine, Listener
-    from burnish.serve.request_to_engine import ServedModel
+    from burnish.serve.async_engine import EngineHost
+    from burnish.serve.engine_worker import Listener, LoadedEngine
+    from burnish.serve.request_to_engine import Scorer, ServedModel
 
 KEY_VARIABLE = "BURNISH_API_KEY"
 EXTRA = ("starlette", "uvicorn")
@@ -45,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1024,
         help="most completions that wait; clients get status 429 beyond it (default 1024)",
+    )
+    add(
+        "--engine-process",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="run the engine in a process of its own, so that HTTP does not delay it (default auto: on a GPU)",
     )
     add("--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of the free GPU memory)")
     add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 stores keys and values in 8 bits")
@@ -78,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     require_extra()
     check_options(args)
-    from burnish.evaluation.model_source import compute_dtype, find_model
+    from burnish.evaluation.model_source import find_model
 
     subject = find_model(args.model)
     if subject.note is not None:
@@ -91,20 +102,69 @@ def run(args: argparse.Namespace) -> int:
     bound = bind_socket(args.host, args.port)  # before the model is loaded, so that a port in use is reported at once
     if api_key is None and not is_loopback(bound):
         print_note(f"anyone who can reach {args.host} may use this server: it requires no key (--api-key)")
-    from burnish.config.model import Model
-    from burnish.models.policy import check_finite, load_policy, resolve_device
     from burnish.serve.app import Api
+    from burnish.serve.async_engine import AsyncEngine
     from burnish.serve.http_server import run_server as serve
+
+    with engine_host(args, subject) as (host, scorer, (served, note)):
+        loop = AsyncEngine(host, args.max_rows + args.max_queue)
+        api = Api(served, loop, int(args.max_body * MIB), scorer)
+        serve(api, bound, api_key=api_key, grace_s=args.grace, log=print_note, note=note)
+    return 0
+
+
+@contextlib.contextmanager
+def engine_host(
+    args: argparse.Namespace, source: ModelSource
+) -> Iterator[tuple[EngineHost, Scorer, tuple[ServedModel, str]]]:
+    """The engine in a process or in a thread of its own, its scorer, and the served model with a note. It ends with the block."""
+    from burnish.models.policy import resolve_device
+
+    load = partial(load_engine, args, source)
+    is_process = args.engine_process == "on" or (
+        args.engine_process == "auto" and resolve_device(args.device).type == "cuda"
+    )
+    if is_process:
+        from burnish.serve.engine_process import EngineProcess, ProcessScorer
+
+        process = EngineProcess(load)
+        try:
+            yield process, ProcessScorer(), process.wait_until_loaded()
+        finally:
+            process.stop()
+        return
+    from burnish.serve.engine_worker import EngineThread
+
+    loaded = load()
+    thread = EngineThread(loaded.make_engine)
+    try:
+        yield thread, loaded.scorer, loaded.describe(thread.worker.engine)
+    finally:
+        thread.stop()
+
+
+def load_engine(args: argparse.Namespace, source: ModelSource) -> LoadedEngine:
+    """Load the policy and prepare its engine."""
+    from burnish.config.model import Model
+    from burnish.evaluation.model_source import compute_dtype
+    from burnish.models.policy import check_finite, load_policy, resolve_device
+
+    dtype = args.dtype or compute_dtype(source, resolve_device(args.device).type == "cuda")
+    policy = load_policy(Model(dtype=dtype, device=args.device), source.path, None, seed=0)
+    check_finite(policy)
+    return policy_engine(args, policy, f"{policy.note}, {dtype}")
+
+
+def policy_engine(args: argparse.Namespace, policy: PolicyModel, note: str) -> LoadedEngine:
+    """The engine of a policy, with its description: the served model and a note."""
+    from burnish.serve.engine_worker import LoadedEngine
     from burnish.serve.request_to_engine import TokenScorer
 
-    dtype = args.dtype or compute_dtype(subject, resolve_device(args.device).type == "cuda")
-    policy = load_policy(Model(dtype=dtype, device=args.device), subject.path, None, seed=0)
-    check_finite(policy)
-    loop = engine_loop(args, policy)
-    api = Api(served_model(args, policy, loop.engine), loop, int(args.max_body * MIB), TokenScorer(policy.module))
-    note = f"{policy.note}, {dtype}"
-    serve(api, bound, api_key=api_key, grace_s=args.grace, log=print_note, note=note)
-    return 0
+    return LoadedEngine(
+        partial(make_engine, args, policy),
+        TokenScorer(policy.module),
+        lambda engine: (served_model(args, policy, engine), note),
+    )
 
 
 def require_extra() -> None:
@@ -151,23 +211,18 @@ def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) 
     return ServedModel(name, policy.tokenizer, num_embeddings, longest, args.max_tokens, args.call_format)
 
 
-def engine_loop(args: argparse.Namespace, policy: PolicyModel) -> AsyncEngine:
-    """The engine in its thread. It holds at most `max_rows + max_queue` completions."""
+def make_engine(args: argparse.Namespace, policy: PolicyModel, listener: Listener) -> Engine:
+    """The engine, with its cache allocated."""
     from burnish.config.rollout import Rollout
     from burnish.distributed.roles import build_engine, find_paged_engine
-    from burnish.serve.async_engine import AsyncEngine
 
     rollout = Rollout(max_rows=args.max_rows, cache_gib=args.cache_gib, cache_dtype=args.cache_dtype)
-
-    def make_engine(listener: Listener) -> Engine:
-        engine = build_engine(policy, rollout, listener)
-        paged = find_paged_engine(engine)
-        if paged is not None:
-            paged.on_cache = lambda plan: print_note(plan.text)
-            reserve(paged)
-        return engine
-
-    return AsyncEngine(make_engine, args.max_rows + args.max_queue)
+    engine = build_engine(policy, rollout, listener)
+    paged = find_paged_engine(engine)
+    if paged is not None:
+        paged.on_cache = lambda plan: print_note(plan.text)
+        reserve(paged)
+    return engine
 
 
 def reserve(engine: PagedEngine) -> None:

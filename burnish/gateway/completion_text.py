@@ -25,12 +25,17 @@ class TextStream:
         self.tokenizer = tokenizer
         self.shown_ids = shown_ids
         """Special tokens that are shown by their names."""
+        self._plain_pieces = tokenizer.plain_pieces
         self._tokens: list[int] = []  # the last tokens shown, then those not shown yet
         self._num_shown = 0
         self._shown = ""
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; it may be empty."""
+        piece = self._plain_pieces[token]
+        if piece is not None and len(self._tokens) == self._num_shown:  # no part of a character is waiting
+            self._tokens, self._num_shown, self._shown = [token], 1, piece
+            return piece
         if self.tokenizer.is_special(token) and token not in self.shown_ids:
             return ""
         self._tokens.append(token)
@@ -101,8 +106,9 @@ def completion_text(
     """The whole text of a completion. Special tokens have no text, except those in `shown_ids`."""
     if tokens and tokens[-1] in end_tokens:
         tokens = tokens[:-1]
-    shown = [token for token in tokens if not tokenizer.is_special(token) or token in shown_ids]
-    text = tokenizer.decode(shown, skip_special=False)
+    if tokenizer.has_special(tokens):
+        tokens = [token for token in tokens if not tokenizer.is_special(token) or token in shown_ids]
+    text = tokenizer.decode(tokens, skip_special=False)
     return text[: stop_position(text, stops)]
 
 
@@ -121,11 +127,12 @@ class VisibleText:
         self._pending = ""  # decoded text that may be the start of a stop string
         self._has_stopped = False
 
-    def push(self, token: int) -> str:
-        """Add a token; return the text that is final now, perhaps none."""
-        if self._has_stopped or token in self.end_tokens:
+    def push(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the text that is final now, perhaps none."""
+        if self._has_stopped:
             return ""
-        return self._show(self._stream.push(token), is_last=False)
+        text = "".join([self._stream.push(token) for token in tokens if token not in self.end_tokens])
+        return self._show(text, is_last=False) if self.stops else text
 
     def finish(self) -> str:
         """The rest of the text after the last token."""

@@ -233,7 +233,7 @@ class AccessMiddleware:
             note,
         ]
         # The text may contain what a client sent: replace control characters, so that it stays one line.
-        self.log("".join(c if c.isprintable() else "?" for c in "  ".join(part for part in parts if part)))
+        self.log(_one_line("  ".join(part for part in parts if part)))
 
 
 def _host_name(header: str) -> str:
@@ -249,3 +249,8 @@ def _is_this_machine(host: str) -> bool:
         or name.endswith(".localhost")
         or (name.startswith("127.") and name.replace(".", "").isdecimal())
     )
+
+
+def _one_line(text: str) -> str:
+    """A text with `?` for control characters."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

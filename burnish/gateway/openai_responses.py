@@ -24,11 +24,11 @@ from burnish.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EngineEvent:
-    """A token of a request, or its completion."""
+    """New tokens of a request, or its completion."""
 
     index: int
     """Index of the request in its generation."""
-    payload: int | Completion
+    payload: list[int] | Completion
 
 
 # --- choices ------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Choice:
         if is_last and not self.num_tokens:  # decode the whole text, which is much faster than token by token
             options = self.request.sampling
             return completion_text(tokens, self.tokenizer, options.stop_tokens, options.stop, self._shown_ids)
-        text = "".join([self._text.push(token) for token in tokens])
+        text = self._text.push(tokens)
         return text + self._text.finish() if is_last else text
 
 
@@ -110,7 +110,7 @@ class Choices:
             if isinstance(event.payload, Completion):
                 ended[event.index] = event.payload
             else:
-                heard.append(event.payload)
+                heard += event.payload
         for index, heard in tokens.items():
             delta = self.all[index].take(heard, ended.get(index))
             if delta.finish is not None:
@@ -267,11 +267,13 @@ class CompletionResponse(ApiResponse):
         """Append tokens whose text is at `start` to `end`."""
         num_top = self.asked.logprobs
         pieces = self.tokenizer.pieces(tokens)
-        names = [self._name(token, piece) for token, piece in zip(tokens, pieces, strict=True)]
+        names = pieces
+        if self.tokenizer.has_special(tokens):
+            names = [self._name(token, piece) for token, piece in zip(tokens, pieces, strict=True)]
         found["tokens"] += names
         found["token_logprobs"] += logp
-        starts = itertools.accumulate(map(len, pieces[:-1]), initial=start) if pieces else []
-        found["text_offset"] += [min(at, end) for at in starts]
+        starts = list(itertools.accumulate(map(len, pieces[:-1]), initial=start)) if pieces else []
+        found["text_offset"] += starts if not starts or starts[-1] <= end else [min(at, end) for at in starts]
         if not num_top:
             return
         for k, (token, name, value) in enumerate(zip(tokens, names, logp, strict=True)):

@@ -22,6 +22,8 @@ from burnish.gateway.openai_schema import ApiError
 from burnish.models.tokenizer import Tokenizer
 
 T = TypeVar("T")
+SMALL_BODY = 2**12
+"""Most bytes of a body that is processed on the event loop. It takes less than a millisecond, and a thread would wait for Python's lock."""
 LARGE_BODY = 2**18
 """Least bytes of a large body."""
 MAX_LARGE_BODIES = 4
@@ -81,8 +83,10 @@ class BodyReader:
         return MAX_LARGE_BODIES * self.max_body
 
     async def work(self, request: Request, prepare: Callable[[bytearray], T]) -> T:
-        """Read the body of a request and run `prepare` on it in a thread; return the result."""
+        """Read the body of a request and run `prepare` on it, in a thread unless it is small; return the result."""
         async with self._read(request) as data:
+            if len(data) <= SMALL_BODY:
+                return prepare(data)
             if len(data) < LARGE_BODY:
                 return await asyncio.to_thread(prepare, data)
             async with self._working:

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -59,11 +60,12 @@ from burnish.gateway.openai_schema import (
 )
 from burnish.gateway.protocols import MESSAGES, RESPONSES, CallProtocol, error_at
 from burnish.gateway.request_bodies import BodyReader
-from burnish.serve.async_engine import AsyncEngine, EngineFailure, Generation
+from burnish.serve.async_engine import AsyncEngine, Generation
+from burnish.serve.engine_worker import EngineFailure
 from burnish.serve.other_protocols import call_answer, chat_request, without_messages
 from burnish.serve.request_to_engine import (
+    Scorer,
     ServedModel,
-    TokenScorer,
     TokenScores,
     chat_prompt,
     check_model,
@@ -77,6 +79,8 @@ from burnish.serve.request_to_engine import (
 
 T = TypeVar("T")
 SSE_DONE = "data: [DONE]\n\n"
+MAX_NAMES_AT_ONCE = 4096
+"""Most tokens of an answer that is made on the event loop, which takes about a millisecond."""
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTED_PATHS = (
@@ -105,7 +109,7 @@ class Api:
     max_body: int
     """Most bytes of a request body."""
 
-    scorer: TokenScorer
+    scorer: Scorer
     """Scores prompts and alternatives, on the engine's thread."""
 
     def __post_init__(self) -> None:
@@ -171,7 +175,7 @@ class Api:
             self.metrics.prompt_tokens += answer.num_prompt_tokens
             request.state.note = lambda: f"{answer.num_prompt_tokens} tokens scored"
             deltas = [ChoiceDelta(i, logp=[], top=[], finish="length") for i in range(len(requests))]
-            return JSONResponse(await asyncio.to_thread(answer.whole, deltas, 0))
+            return await json_response(answer, deltas, 0)
         return await self._answer(request, requests, answer)
 
     async def _echoes(self, asked: CompletionRequest, requests: list[EngineRequest]) -> list[EchoedPrompt]:
@@ -189,7 +193,7 @@ class Api:
     async def _score(
         self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
     ) -> TokenScores:
-        scores = await self.async_engine.call(lambda: self.scorer.score(tokens, first, num_top, options))
+        scores = await self.async_engine.call(partial(self.scorer.score, tokens, first, num_top, options))
         if not all(map(math.isfinite, scores.logp)) and options is None:
             raise nan_error()
         return scores
@@ -345,8 +349,18 @@ async def whole_response(
 ) -> Response:
     """The whole answer as one JSON response."""
     found = [delta async for batch in events for delta in await deltas(batch)]
-    # In a thread: each token with log-probs is decoded for its name.
-    return JSONResponse(await asyncio.to_thread(answer.whole, found, choices.num_tokens))
+    return await json_response(answer, found, choices.num_tokens)
+
+
+async def json_response(answer: ApiResponse, deltas: Sequence[ChoiceDelta], num_tokens: int) -> Response:
+    """The whole answer as JSON. A large one is made in a thread: its tokens are decoded one by one for their names."""
+
+    def content() -> bytes:
+        return to_json(answer.whole(deltas, num_tokens))
+
+    num_names = (answer.num_prompt_tokens + num_tokens) * (1 + num_alternatives(answer.asked))
+    body = content() if num_names <= MAX_NAMES_AT_ONCE else await asyncio.to_thread(content)
+    return Response(body, media_type="application/json")
 
 
 async def sse_chunks(
@@ -374,7 +388,7 @@ def sse_event(value: dict[str, Any] | None) -> str:
     """A server-sent event; an empty text for None."""
     if value is None:
         return ""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'), allow_nan=False)}\n\n"
+    return f"data: {to_json(value).decode()}\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,15 @@ class TokenScores:
     """Log-probs of the tokens."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest tokens at each position with their log-probs; fewer if fewer can be drawn."""
+
+
+class Scorer(Protocol):
+    """Scores sequences."""
+
+    def score(
+        self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
+    ) -> TokenScores:
+        """Score the tokens from `first` on, under the model itself or under the distribution of `options`."""
 
 
 @dataclass(frozen=True)

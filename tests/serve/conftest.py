@@ -21,6 +21,7 @@ from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.app import Api
 from burnish.serve.async_engine import AsyncEngine
+from burnish.serve.engine_worker import EngineThread
 from burnish.serve.http_server import ApiServer, bind_socket, server_url
 from burnish.serve.request_to_engine import ServedModel, TokenScorer
 
@@ -118,8 +119,9 @@ class Running:
 
     @property
     def engine(self) -> DenseEngine:
-        assert isinstance(self.loop.engine, DenseEngine)
-        return self.loop.engine
+        assert isinstance(self.loop.host, EngineThread)
+        assert isinstance(self.loop.host.worker.engine, DenseEngine)
+        return self.loop.host.worker.engine
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         end = time.monotonic() + seconds
@@ -149,7 +151,7 @@ def start(stops: list[Callable[[], None]], model: Decoder, tokenizer: Tokenizer,
     )
     assert not options
     loop = AsyncEngine(
-        lambda listener: DenseEngine(model, max_rows, tokenizer.decode, listener), max_unfinished=max_rows + max_queue
+        EngineThread(lambda listener: DenseEngine(model, max_rows, tokenizer.decode, listener)), max_rows + max_queue
     )
     log: list[str] = []
     bound = bind_socket("127.0.0.1", 0)

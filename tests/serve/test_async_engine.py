@@ -20,6 +20,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
 from burnish.serve.async_engine import AsyncEngine, Generation
+from burnish.serve.engine_worker import EngineThread
 from burnish.serve.request_to_engine import TokenScorer
 
 
@@ -43,7 +44,7 @@ def run(request: pytest.FixtureRequest, model: Decoder) -> Run:
     """`run(body)` runs a coroutine with a started engine thread; the engine must be empty afterwards."""
 
     def build(body: Callable[[AsyncEngine], Coroutine[Any, Any, None]], max_unfinished: int = 1000) -> Any:
-        loop = AsyncEngine(lambda listener: request.param(model, 6, listener=listener), max_unfinished)
+        loop = AsyncEngine(EngineThread(lambda listener: request.param(model, 6, listener=listener)), max_unfinished)
 
         async def main() -> None:
             loop.start()
@@ -53,7 +54,7 @@ def run(request: pytest.FixtureRequest, model: Decoder) -> Run:
                 await asyncio.to_thread(loop.stop)
 
         asyncio.run(main())
-        engine = loop.engine
+        engine = loop.host.worker.engine
         assert loop.failure is None
         if isinstance(engine, DenseEngine):
             assert [len(engine.rows), len(engine.waiting), len(engine.prefilled), len(engine.waiting_by_prompt)] == [
@@ -77,7 +78,7 @@ async def read(generation: Generation) -> tuple[dict[int, list[int]], dict[int, 
                 ended[event.index] = event.payload
             else:
                 assert event.index not in ended
-                tokens[event.index].append(event.payload)
+                tokens[event.index] += event.payload
     return tokens, ended
 
 
@@ -190,7 +191,8 @@ def test_an_engine_that_tells_no_tokens_and_cannot_be_stopped_is_served_too(toke
 
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": tokenizer.vocab_size}
     policy = TransformersPolicy(GPT2LMHeadModel(GPT2Config(**sizes)).eval())
-    loop = AsyncEngine(lambda _: TransformersEngine(policy, 2, tokenizer.decode, tokenizer.pad_id), max_unfinished=20)
+    thread = EngineThread(lambda _: TransformersEngine(policy, 2, tokenizer.decode, tokenizer.pad_id))
+    loop = AsyncEngine(thread, max_unfinished=20)
 
     async def main() -> None:
         loop.start()

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from burnish.gateway.openai_schema import MAX_FIELDS, ApiError, ChatRequest, CompletionRequest, parse_body
 from burnish.gateway.request_bodies import (
     LARGE_BODY,
+    SMALL_BODY,
     STALL_TIMEOUT_S,
     BodyReader,
     LongestToken,
@@ -163,14 +164,14 @@ def request_of(body: bytes) -> Request:
 
 
 def test_large_bodies_are_worked_on_one_at_a_time_and_never_on_the_event_loop() -> None:
-    running, most, threads = 0, 0, set()
+    running, most, threads = 0, 0, {}
     both = threading.Event()
 
     def prepare(body: bytearray) -> int:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        threads.add(threading.get_ident())
+        threads.setdefault(len(body), set()).add(threading.get_ident())
         if len(body) < LARGE_BODY:
             both.set()
         assert both.wait(300)  # a large one works until a small one has been worked on beside it
@@ -183,14 +184,15 @@ def test_large_bodies_are_worked_on_one_at_a_time_and_never_on_the_event_loop() 
         while not running:
             await asyncio.sleep(0.001)
         assert bodies.num_bytes == 3 * LARGE_BODY
-        small = await bodies.work(request_of(b"{}"), prepare)
-        found = [*await asyncio.gather(*large), small]
+        small = [await bodies.work(request_of(b" " * size), prepare) for size in (SMALL_BODY, SMALL_BODY + 1)]
+        found = [*await asyncio.gather(*large), *small]
         assert bodies.num_bytes == 0
         return found
 
-    assert asyncio.run(main()) == [LARGE_BODY] * 3 + [2]
+    assert asyncio.run(main()) == [LARGE_BODY] * 3 + [SMALL_BODY, SMALL_BODY + 1]
     assert most == 2
-    assert threading.get_ident() not in threads
+    assert threading.get_ident() not in threads[LARGE_BODY] | threads[SMALL_BODY + 1]
+    assert threads[SMALL_BODY] == {threading.get_ident()}, "a thread would cost more than the work"
 
 
 class Clock:

@@ -25,14 +25,17 @@ STOPS = st.lists(st.text(st.sampled_from("abSTO é漢"), min_size=1, max_size=4)
 
 def pieces(tokenizer: Tokenizer, tokens: list[int], ends: tuple[int, ...], stops: list[str]) -> list[str]:
     shown = VisibleText(tokenizer, ends, stops)
-    return [*(shown.push(token) for token in tokens), shown.finish()]
+    return [*(shown.push([token]) for token in tokens), shown.finish()]
 
 
 @given(tokens=st.lists(st.integers(0, 259), max_size=40), stops=STOPS)
 def test_pieces_join_to_the_whole_also_of_bytes_that_are_no_text(
     tokenizer: Tokenizer, tokens: list[int], stops: list[str]
 ) -> None:
-    assert "".join(pieces(tokenizer, tokens, (), stops)) == completion_text(tokens, tokenizer, (), stops)
+    whole = completion_text(tokens, tokenizer, (), stops)
+    assert "".join(pieces(tokenizer, tokens, (), stops)) == whole
+    several = VisibleText(tokenizer, (), stops)
+    assert "".join([several.push(tokens[k : k + 7]) for k in range(0, len(tokens), 7)]) + several.finish() == whole
 
 
 @settings(max_examples=300)
@@ -47,6 +50,11 @@ def test_so_do_those_of_long_runs_of_bytes_that_are_no_text(tokenizer: Tokenizer
     whole = tokenizer.decode(tokens)
     assert "".join(pieces(tokenizer, tokens, (), [])) == whole
     assert "".join(tokenizer.pieces(tokens)) == whole
+    # Each token decoded behind those before it gives the same as its text from the table.
+    with pytest.MonkeyPatch.context() as patch:
+        fast = tokenizer.pieces(tokens), pieces(tokenizer, tokens, (), [])
+        patch.setattr(tokenizer, "plain_pieces", dict.fromkeys(range(tokenizer.vocab_size)))
+        assert fast == (tokenizer.pieces(tokens), pieces(tokenizer, tokens, (), []))
 
 
 def test_bytes_that_are_no_text_do_not_wait_for_ever(tokenizer: Tokenizer) -> None:
@@ -210,7 +218,7 @@ def test_special_tokens_of_calls_are_shown_and_no_others(tokenizer: Tokenizer) -
     assert shown_ids == {start}
     assert completion_text(tokens, tokenizer, (end,), [], shown_ids) == "<|im_start|>ab"
     stream = VisibleText(tokenizer, (), [], shown_ids)
-    assert "".join([*(stream.push(token) for token in tokens), stream.finish()]) == "<|im_start|>ab"
+    assert "".join([*(stream.push([token]) for token in tokens), stream.finish()]) == "<|im_start|>ab"
 
 
 def test_text_before_a_call_comes_at_once() -> None:

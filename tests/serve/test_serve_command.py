@@ -63,10 +63,8 @@ def test_it_answers_and_lets_requests_finish_on_sigterm(model_directory: Path) -
 
 
 def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path) -> None:
-    with serving(str(model_directory), "--cache-gib", "0.01", "--cache-dtype", "fp8", "--max-rows", "4") as (
-        process,
-        line,
-    ):
+    options = ["--cache-gib", "0.01", "--cache-dtype", "fp8", "--max-rows", "4", "--engine-process", "on"]
+    with serving(str(model_directory), *options) as (process, line):
         assert line.startswith("KV cache: 0.01 GiB, ")
         assert "bytes a token" in line
         assert process.stderr is not None
@@ -75,6 +73,9 @@ def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path
         answer = client.completions.create(model="tiny", prompt="the", max_tokens=5, logit_bias={"70": 100})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 0
+        assert process.stderr.read().endswith("stopped\n")
 
 
 def test_a_chat_that_names_no_limit_gets_what_the_cache_has_room_for(model_directory: Path) -> None:
@@ -161,7 +162,9 @@ def test_a_server_without_a_key_beyond_this_machine_is_warned_of(
         assert (warning in said) == is_warned
 
 
-@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["sample", "the"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command", [["serve", "--port", "0", "--engine-process", "off"], ["sample", "the"]], ids=lambda words: words[0]
+)
 def test_on_a_gpu_a_model_is_not_loaded_in_float32_unless_told(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:

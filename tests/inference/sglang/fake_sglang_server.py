@@ -32,7 +32,8 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
 from burnish.models.weight_files import load_tensors, stored_tensors
-from burnish.serve.async_engine import AsyncEngine, Generation, Listener
+from burnish.serve.async_engine import AsyncEngine, Generation
+from burnish.serve.engine_worker import EngineThread, Listener
 from burnish.serve.http_server import bind_socket
 
 SHAPES = (
@@ -101,7 +102,7 @@ class SglangServer:
         """How often it refuses to empty its cache, as if a request ran."""
         self.asleep: set[str] = set()
         self.running: dict[str, Generation] = {}
-        self.loop = AsyncEngine(self._make_engine, max_unfinished=10_000)
+        self.loop = AsyncEngine(EngineThread(self._make_engine), max_unfinished=10_000)
         self._drawn: dict[str, int] = {}
         self._wanted: dict[str, int] = {}
         self._server: uvicorn.Server | None = None
