@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--engine-process",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="run the engine in a process of its own, so that HTTP does not delay it (default auto: on a GPU)",
+        choices=("on", "off"),
+        default="off",
+        help="run the engine in a process of its own, so that HTTP does not delay it (default off: a thread)",
     )
     add("--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of the free GPU memory)")
     add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 stores keys and values in 8 bits")
@@ -118,13 +118,8 @@ def engine_host(
     args: argparse.Namespace, source: ModelSource
 ) -> Iterator[tuple[EngineHost, Scorer, tuple[ServedModel, str]]]:
     """The engine in a process or in a thread of its own, its scorer, and the served model with a note. It ends with the block."""
-    from burnish.models.policy import resolve_device
-
     load = partial(load_engine, args, source)
-    is_process = args.engine_process == "on" or (
-        args.engine_process == "auto" and resolve_device(args.device).type == "cuda"
-    )
-    if is_process:
+    if args.engine_process == "on":
         from burnish.serve.engine_process import EngineProcess, ProcessScorer
 
         process = EngineProcess(load)
