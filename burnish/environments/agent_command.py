@@ -30,6 +30,8 @@ from burnish.run.supervisor.processes import descendants, send_signal
 
 PASSED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "LD_LIBRARY_PATH")
 """Variables of the user that every program gets."""
+OWN_PYTHON = ("python", "python3")
+"""Names of the interpreter that runs burnish, so that a script finds the packages that are installed beside it."""
 MAX_FILE_GIB = 1.0
 NUM_LINES = 20
 """Lines of standard error in a message about a failed program."""
@@ -49,6 +51,8 @@ class AgentCommand(AgentProgram):
     ) -> None:
         """Relative paths in the command are looked up in `base`. `variables` are added to the program's environment."""
         self.command = [_resolved(part, base) for part in command]
+        if self.command[0] in OWN_PYTHON:
+            self.command[0] = sys.executable  # also where no virtual environment is active
         if shutil.which(self.command[0]) is None:
             raise UserError(f"environment.command: there is no program {command[0]!r}")
         self._memory_gib, self._variables = memory_gib, dict(variables or {})

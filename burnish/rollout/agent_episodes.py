@@ -31,6 +31,8 @@ from burnish.rollout.running_trajectory import PartialTurn, RunningTrajectory
 
 WATCH_INTERVAL_S = 0.25
 """How often a running agent is checked for its deadline."""
+REWRITES_HISTORY = "agent_rewrites_history"
+"""Kind of the event of an agent none of whose calls continues an answer, so that every step is computed anew. The user is told once."""
 SAMPLE = End()
 """The reply that comes with a `SampleRequest`, which needs none."""
 
@@ -177,6 +179,8 @@ class AgentTrajectories(InFlightTrajectories):
         path.length = sum(len(path.nodes[index].tokens) for index in path.path)
         active.num_turns, active.finish = len(path.turns), agent.finish
         active.add_metrics(agent.tree.metrics | {name: float(count) for name, count in agent.counts.items()})
+        if (note := agent.tree.note()) is not None:
+            active.add_event(REWRITES_HISTORY, self._host.kind.name, note)
 
     def _close(self, active: RunningTrajectory) -> None:
         agent = active.agent

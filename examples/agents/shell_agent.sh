@@ -1,5 +1,6 @@
 #!/bin/sh
 # An agent in the shell: one question to the model, one line as the result. Any program that can send an HTTP request is an agent.
+# burnish train examples/agents/shell_agent.yaml
 # The row is in row.json of the working directory, and on standard input. The recipe's reward scores the last answer of the model.
 set -eu
 body=$(python3 -c '
