@@ -5,7 +5,8 @@ Its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, the sam
 are listed. It ends with status 0. The last line of its standard output, if it is JSON, is the result: a reward, or a dictionary with
 `reward`, `success`, `metrics` or `answer`. Without it, the configured reward scores the last answer.
 
-The program is in a process group of its own. Whatever of it is left at the end of the episode is killed, and so is all of it if the run dies.
+The program is in a process group of its own, which dies with the run. Whatever the program started is killed at the end of the episode, also if
+it has left the group: its environment still has the episode's key.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from burnish.config.errors import UserError
 from burnish.environments.agent_function import MODEL_NAME, read_result, row_columns
 from burnish.environments.base import AgentProgram, AgentTask, End, EpisodeFailed
 from burnish.rewards import worker_limits
-from burnish.run.supervisor.processes import descendants, send_signal
+from burnish.run.supervisor.processes import kill_all_with_variable
 
 PASSED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "LD_LIBRARY_PATH")
 """Variables of the user that every program gets."""
 OWN_PYTHON = ("python", "python3")
 """Names of the interpreter that runs burnish, so that a script finds the packages that are installed beside it."""
 MAX_FILE_GIB = 1.0
+KEY_VARIABLE = "OPENAI_API_KEY"
 NUM_LINES = 20
 """Lines of standard error in a message about a failed program."""
 MAX_LINE_CHARS = 500
@@ -69,6 +71,7 @@ class AgentCommand(AgentProgram):
                 return await self._run(task, row, folder)
             finally:
                 await self._kill()
+                await asyncio.to_thread(kill_all_with_variable, f"{KEY_VARIABLE}={task.api_key}")
 
     async def interrupt(self) -> None:
         """Kill the program: `play` then ends with a failure."""
@@ -113,13 +116,13 @@ class AgentCommand(AgentProgram):
             "HOME": folder,
             "TMPDIR": folder,
             "OPENAI_BASE_URL": task.base_url,
-            "OPENAI_API_KEY": task.api_key,
             "OPENAI_MODEL": MODEL_NAME,
             "ANTHROPIC_BASE_URL": anthropic_url,
             "ANTHROPIC_API_KEY": task.api_key,
             "ANTHROPIC_MODEL": MODEL_NAME,
             "NO_PROXY": "*",
             **self._variables,
+            KEY_VARIABLE: task.api_key,  # by which its processes are found
         }
 
     def _result(self, output: IO[bytes], errors: IO[bytes]) -> End:
@@ -137,14 +140,11 @@ class AgentCommand(AgentProgram):
             raise EpisodeFailed("bad_reply", str(error), _tail(errors, NUM_LINES)) from error
 
     async def _kill(self) -> None:
-        """Kill the program and everything that it started."""
+        """Kill the process group of the program."""
         process = self._process
         if process is not None:
-            left = descendants(process.pid) if process.returncode is None else []
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            for pid in left:
-                send_signal(pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):  # stuck in the kernel
                 await asyncio.wait_for(process.wait(), KILL_TIMEOUT_S)
         if self._lifeline is not None:

@@ -109,7 +109,10 @@ class Session:
         argument: Episode | Answer | AgentTask | str,
         on_open: Callable[[], None] | None = None,
     ) -> Observation | End:
-        """Call a method of the environment, which the first call makes. `on_open` is called when a worker has made it. Raises `EpisodeFailed`, or `UserError` to end the run."""
+        """Call a method of the environment, which the first call makes. `on_open` is called when it is made.
+
+        Raises `EpisodeFailed`, or `UserError` to end the run.
+        """
         kind = self.kind
         try:
             if kind.spec is not None:
@@ -121,6 +124,8 @@ class Session:
             else:
                 if self._environment is None:
                     self._environment = self._made()
+                if on_open is not None:
+                    on_open()
                 work: Awaitable[Any] = getattr(self._environment, method)(argument)
                 is_bounded = kind.runs_in == "runner" or kind.has_own_deadlines
                 reply = await (work if is_bounded else asyncio.wait_for(work, kind.deadline_s))

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import burnish
 from burnish.environments.wire import MARK, MAX_REPLY_BYTES, NO_REQUEST, MessageReader, frame
 from burnish.environments.worker_output import OUTPUT_WAIT_S, OnOutput, WorkerOutput
-from burnish.run.supervisor.processes import is_stopped, out_of_memory_kills
+from burnish.run.supervisor.processes import is_stopped, kill_all_with_variable, out_of_memory_kills
 
 START_TIMEOUT_S = 60.0
 HEARTBEAT_S = 1.0
@@ -33,6 +34,8 @@ EXIT_WAIT_S = 2.0
 """How long a process may take to end after its connection has closed."""
 KILL_TIMEOUT_S = 10.0
 """How long to wait for a process to be gone after SIGKILL."""
+NAME_VARIABLE = "BURNISH_WORKER"
+"""Environment variable with a name of each process, by which its descendants are found."""
 EndCause = Literal["ended", "died", "blocked", "out_of_memory"]
 """Why a process is gone: the pool ended it, it died, it did not answer and was killed, or memory ran out."""
 
@@ -103,12 +106,14 @@ class WorkerLink(asyncio.Protocol):
         marks: int,
         limits: WorkerLimits,
         on_output: OnOutput | None,
+        variable: str,
     ) -> None:
+        """`variable` is in the environment of the process, and so of all that it starts."""
         loop = asyncio.get_running_loop()
         self.number = number
         self.process = process
         self.gone: asyncio.Future[WorkerEnd] = loop.create_future()
-        self._lifeline, self._marks = lifeline, marks
+        self._lifeline, self._marks, self._variable = lifeline, marks, variable
         self._limits = limits
         self._ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
@@ -216,6 +221,7 @@ class WorkerLink(asyncio.Protocol):
             reason = "closed its connection and was killed (does user code close file descriptors?)"
         with contextlib.suppress(ProcessLookupError):  # no process is left in its group
             os.killpg(self.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(kill_all_with_variable, self._variable)  # those that left the group
         status = await asyncio.to_thread(_wait, self.process, KILL_TIMEOUT_S)
         await asyncio.wait([self._output.ended], timeout=OUTPUT_WAIT_S)
         blamed = self._requests_to_blame() if cause == "blocked" else set()
@@ -287,6 +293,7 @@ async def _started_worker(number: int, limits: WorkerLimits, on_output: OnOutput
     with contextlib.ExitStack() as theirs:
         channel, their_channel = socket.socketpair()
         theirs.enter_context(their_channel)
+        name = secrets.token_hex(8)
         their_lifeline, lifeline = os.pipe()
         output, their_output = os.pipe()
         theirs.callback(os.close, their_lifeline)
@@ -295,13 +302,14 @@ async def _started_worker(number: int, limits: WorkerLimits, on_output: OnOutput
             marks.write(MARK.pack(NO_REQUEST))
             marks.flush()
             try:
-                process = _spawn((their_channel.fileno(), their_lifeline, marks.fileno()), their_output)
+                process = _spawn((their_channel.fileno(), their_lifeline, marks.fileno()), their_output, name)
             except OSError:
                 channel.close()
                 os.close(lifeline)
                 os.close(output)
                 raise
-            link = WorkerLink(number, process, lifeline, os.dup(marks.fileno()), limits, on_output)
+            variable = f"{NAME_VARIABLE}={name}"
+            link = WorkerLink(number, process, lifeline, os.dup(marks.fileno()), limits, on_output, variable)
     channel.setblocking(False)
     await link.connect(channel, output)
     setup = {
@@ -317,11 +325,12 @@ async def _started_worker(number: int, limits: WorkerLimits, on_output: OnOutput
     return link
 
 
-def _spawn(descriptors: tuple[int, ...], output: int) -> subprocess.Popen[bytes]:
+def _spawn(descriptors: tuple[int, ...], output: int, name: str) -> subprocess.Popen[bytes]:
     root = str(Path(burnish.__file__).parents[1])
     variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     variables["MALLOC_ARENA_MAX"] = "2"  # an arena for each thread would use up the address space
     variables["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    variables[NAME_VARIABLE] = name
     # -P: a file in the working directory must not shadow a module of the standard library. -u: output arrives before a death.
     return subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "burnish.environments.worker_process", *map(str, descriptors)],

@@ -45,6 +45,8 @@ class ModelCall:
     previous_id: str | None = None
     """The `CallAnswer.id` that the conversation continues, whose messages the server has (`previous_response_id` of OpenAI's responses).
     `continued` puts them together."""
+    is_stored: bool = False
+    """Whether a later call may have `previous_id` of its answer, so that the session must keep its messages."""
     num_instructions: int = 0
     """Leading messages that belong to this call alone, so that a call that continues it does not inherit them (`instructions`)."""
     agent: str | None = None

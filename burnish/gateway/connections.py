@@ -58,6 +58,16 @@ def process_limits() -> ConnectionLimits:
     return ConnectionLimits(most=most)
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files as `MAX_CONNECTIONS` takes, if the system allows it. The usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol on h11, with `limits`."""
 

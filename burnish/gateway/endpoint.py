@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import math
 import socket
@@ -27,7 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from burnish.gateway.calls import CallAnswer, ModelCall
-from burnish.gateway.connections import limited_protocol, process_limits
+from burnish.gateway.connections import limited_protocol, process_limits, raise_file_limit
 from burnish.gateway.openai_schema import ApiError, internal_error
 from burnish.gateway.protocols import KEEP_ALIVE, PROTOCOLS, CallProtocol, api_key
 from burnish.gateway.request_bodies import BodyReader
@@ -65,6 +66,7 @@ class RecordingEndpoint:
         """Listen on a free port. Returns when calls are accepted. A second call does nothing."""
         if self._serving is not None:
             return
+        raise_file_limit()  # a thousand agents hold a connection each
         bound = socket.create_server((self.host, 0), backlog=2048)
         self._root_url = f"http://{self.host}:{bound.getsockname()[1]}"
         self._server = uvicorn.Server(
@@ -164,17 +166,22 @@ class RecordingEndpoint:
             return JSONResponse({"object": "reward"})
         spoken = protocol
 
-        def prepare(body: bytearray) -> tuple[ModelCall, bytes]:
-            return spoken.parse(bytes(body), headers), bytes(body)
+        def prepare(body: bytearray) -> tuple[ModelCall, bytes, int]:
+            digest = hashlib.blake2b(body, digest_size=16, key=path.encode()).digest()
+            return spoken.parse(body, headers), digest, len(body)
 
-        call, body = await self._bodies.work(request, prepare)
+        try:
+            call, digest, num_bytes = await self._bodies.work(request, prepare)
+        except ApiError:
+            session.counts["calls_refused"] += 1
+            raise
         if "x-reward" in headers:
             session.reward_last(_number(headers["x-reward"], "X-Reward"))
         if path in COUNT_ROUTES:
             return JSONResponse(spoken.token_count(session.count_tokens(call)))
         is_retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
         key = headers.get("idempotency-key")
-        answering = asyncio.ensure_future(_answered(session, spoken, call, path.encode() + body, key, is_retry))
+        answering = asyncio.ensure_future(_answered(session, spoken, call, digest, num_bytes, key, is_retry))
         if not call.is_stream:
             return JSONResponse(spoken.whole(call, await _unless_left(request, session, answering)))
         await asyncio.wait([answering], timeout=EARLY_ANSWER_S)
@@ -202,11 +209,17 @@ def _split_path(path: str) -> tuple[str, str]:
 
 
 async def _answered(
-    session: AgentSession, protocol: CallProtocol, call: ModelCall, body: bytes, retry_key: str | None, is_retry: bool
+    session: AgentSession,
+    protocol: CallProtocol,
+    call: ModelCall,
+    digest: bytes,
+    num_bytes: int,
+    retry_key: str | None,
+    is_retry: bool,
 ) -> CallAnswer:
     """Answer a call. An agent whose calls are spent gets an answer in words: an empty one or an error makes agents try for ever."""
     try:
-        return await session.answer(call, body, retry_key, is_retry)
+        return await session.answer(call, digest, num_bytes, retry_key, is_retry)
     except SessionSpent as spent:
         return protocol.stopped(call, "spent", int(time.time()), f"({spent}. The episode is over.)")
 

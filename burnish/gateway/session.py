@@ -8,13 +8,13 @@ sampled, and answers. The runner samples in a thread of its own: a `SampleReques
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from burnish.config.errors import UserError
@@ -27,6 +27,11 @@ from burnish.gateway.openai_schema import ApiError
 from burnish.gateway.session_renderer import SessionRenderer
 from burnish.gateway.token_tree import CallPrompt, SessionTree
 
+MAX_OPEN_SAMPLES = 256
+"""Samples of one session that may be under way at once. More than any agent uses; a flood of calls is told to wait."""
+MAX_OPEN_BYTES = 64 << 20
+"""Bytes of the requests of one session that may be under way at once. A single larger request is taken."""
+RETRY_AFTER_S = 1
 GONE = 410
 """Status of a call after the end of its session. Clients do not try it again, as they would after 409."""
 
@@ -130,27 +135,34 @@ class AgentSession:
         self._submit = submit
         self._tokenizer = renderer.tokenizer
         self._num_calls = 0
+        self._num_open_calls, self._open_bytes = 0, 0
         self._waiting: set[SampleRequest] = set()
         self._repeats: Counter[tuple[int, ...]] = Counter()
         self._calls: dict[str, tuple[ModelCall, Json]] = {}
-        """By the id of the answer: calls with messages, and the answer as templates read it."""
+        """By the id of the answer: calls that a later one may name as its history, and the answer as templates read it."""
         self._answers: dict[bytes, _RunningCall] = {}
         """By retry key: calls that were answered or are under way."""
 
     # --- calls -----------------------------------------------------------------------------------------------------------
 
-    async def answer(self, call: ModelCall, body: bytes, retry_key: str | None, is_retry: bool) -> CallAnswer:
+    async def answer(
+        self, call: ModelCall, digest: bytes, num_bytes: int, retry_key: str | None, is_retry: bool
+    ) -> CallAnswer:
         """Answer a call. A client that tries a call again gets the answer of the first try, finished or under way.
 
+        `digest` is that of the request, which had `num_bytes`.
         The call runs to its end even if the client leaves: its tokens are sampled, and the client may come back for them.
         """
         self._check_open()
-        key = retry_key.encode() if retry_key is not None else hashlib.blake2b(body, digest_size=16).digest()
+        key = retry_key.encode() if retry_key is not None else digest
         running = self._answers.get(key) if is_retry or retry_key is not None else None
         if running is None or running.has_failed:
+            self._check_room(call.n, num_bytes)
             running = self._answers[key] = _RunningCall()
             running.task = asyncio.create_task(self._answer(call, running))
-            running.task.add_done_callback(_retrieve_exception)
+            running.task.add_done_callback(partial(self._forget_failure, key, running, num_bytes))
+            self._num_open_calls += 1
+            self._open_bytes += num_bytes
         else:
             self.counts["client_retries"] += 1
         assert running.task is not None
@@ -159,6 +171,32 @@ class AgentSession:
             return await asyncio.shield(running.task)
         finally:
             running.num_clients -= 1
+
+    def _check_room(self, num_samples: int, num_bytes: int) -> None:
+        """Refuse a call if the session has too much under way. Clients wait and try again."""
+        num_open = max(self._num_open_calls, len(self._waiting))
+        is_full = num_open > 0 and (
+            num_open + num_samples > MAX_OPEN_SAMPLES or self._open_bytes + num_bytes > MAX_OPEN_BYTES
+        )
+        if is_full:
+            self.counts["calls_refused_busy"] += 1
+            raise ApiError(
+                429,
+                f"this session has {num_open} samples and {self._open_bytes} bytes of requests under way; it may have {MAX_OPEN_SAMPLES} "
+                f"and {MAX_OPEN_BYTES}. Wait for answers before the next call",
+                code="too_many_calls",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+
+    def _forget_failure(
+        self, key: bytes, running: _RunningCall, num_bytes: int, task: asyncio.Task[CallAnswer]
+    ) -> None:
+        """A call has ended. One that failed is not kept: an agent may be refused any number of times."""
+        self._num_open_calls -= 1
+        self._open_bytes -= num_bytes
+        has_failed = task.cancelled() or task.exception() is not None  # read, so that it is not reported as lost
+        if has_failed and self._answers.get(key) is running:
+            del self._answers[key]
 
     async def _answer(self, call: ModelCall, running: _RunningCall) -> CallAnswer:
         limits = self.limits
@@ -191,7 +229,7 @@ class AgentSession:
             self._last_active = time.monotonic()
         name = secrets.token_hex(12)
         choices = [self._recorded(call, prompt, one, name, is_cut=not running.num_clients) for one in sampled]
-        if call.messages is not None and choices:
+        if call.is_stored and call.messages is not None and choices:
             self._calls[name] = call, answer_message(choices[0].message)
         return CallAnswer(name, int(time.time()), tuple(choices), prompt.tokens)
 
@@ -324,9 +362,3 @@ def bare_id(response_id: str) -> str:
 
 def _ended() -> ApiError:
     return ApiError(GONE, "this session has ended: its episode is over", code="session_ended")
-
-
-def _retrieve_exception(task: asyncio.Task[CallAnswer]) -> None:
-    """Read the exception of a call whose client has left, so that it is not reported as lost."""
-    if not task.cancelled():
-        task.exception()

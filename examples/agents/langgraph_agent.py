@@ -1,7 +1,9 @@
-"""An agent of LangGraph: a model with a tool, in the package's own loop.
+"""An agent of LangGraph: a model with a tool, in the package's own loop. `run` returns the reward.
 
-pip install langgraph langchain langchain-openai
-burnish train examples/agents/langgraph_agent.yaml
+Install the packages and train:
+
+    pip install langgraph langchain langchain-openai
+    burnish train examples/agents/langgraph_agent.yaml
 """
 
 from typing import Any

@@ -114,9 +114,10 @@ def recorded(trajectory: Trajectory) -> list[Sampled]:
 
 
 def draws(rows: Sequence[dict[str, Any]]) -> list[PromptSample]:
-    """One prompt for each row: `prompt`, `answer` and further columns."""
+    """One prompt for each row: `prompt`, `answer` and further columns. Its id has the row's `number`, or else its place."""
     found = []
-    for index, row in enumerate(rows):
+    for place, row in enumerate(rows):
+        index = row.get("number", place)
         extra = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
         given = Row(f"rows/{index}", row["prompt"], "rows", row.get("answer"), extra)
         text = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]

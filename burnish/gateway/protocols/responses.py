@@ -56,6 +56,7 @@ class Responses(CallProtocol):
             messages=(*head, *_read_input(fields)),
             num_instructions=len(head),
             previous_id=_previous_id(fields),
+            is_stored=True,
             tools=tools,
             template_variables=template_variables(fields),
             max_tokens=with_limit(fields, "max_output_tokens"),

@@ -13,6 +13,9 @@ from pathlib import Path
 STACKS_SIGNAL = signal.SIGUSR2
 """A process of a run that handles this signal writes its stacks to a file."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MAX_KILL_ROUNDS = 20
+"""How often processes are looked for and killed. A program that starts others all the time is stopped after a few."""
+KILL_ROUND_S = 0.005
 ORPHAN_GRACE_S = 5.0
 """Time for the processes of a dead driver to end by themselves before they are killed."""
 
@@ -57,6 +60,31 @@ def descendants(pid: int) -> list[int]:
         frontier = {child for child, parent in above.items() if parent in frontier}
         found += sorted(frontier)
     return found
+
+
+def processes_with_variable(text: str) -> list[int]:
+    """Return the processes of this user that were started with an environment variable, `NAME=VALUE`, wherever they are in the tree."""
+    entry, found = text.encode(), list[int]()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdecimal():
+            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+                if entry in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found
+
+
+def kill_all_with_variable(text: str) -> None:
+    """Kill all processes that were started with an environment variable, and those that they start meanwhile.
+
+    This finds programs that have left the session and the process group of the program that started them, as daemons do.
+    """
+    for _ in range(MAX_KILL_ROUNDS):
+        left = [pid for pid in processes_with_variable(text) if pid != os.getpid()]
+        if not left:
+            return
+        for pid in left:
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(KILL_ROUND_S)
 
 
 def is_stopped(pid: int) -> bool:
