@@ -1,8 +1,9 @@
 """Agents from nothing on a CPU: a decoder that learns to call a calculator, and one that learns to reverse strings.
 
-python bench/agents_cpu.py [--runs calculator_toy reverse_text without_calculator] [--seeds 0 1] [--threads 1]
+python bench/agents_cpu.py [--runs calculator_toy reverse_text without_calculator openai_agents] [--seeds 0 1] [--threads 1]
 
-`without_calculator` is the control: the same decoder and student, without calls. `make agents` runs the first two with one seed. It prints held-out accuracy before and after RL, and saves bench/results/agents_cpu.json.
+`openai_agents` is an agent of that package with a calculator (examples/agents/openai_agents_tool.py), which calls the model over HTTP. It needs
+`pip install openai-agents`. `without_calculator` is the control: the same decoder and student, without calls. `make agents` runs the first two with one seed. It prints held-out accuracy before and after RL, and saves bench/results/agents_cpu.json.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from common import save, table
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+AGENTS = Path(__file__).parents[1] / "examples" / "agents"
+OPENAI_AGENTS = "openai_agents"
 NO_TOOLS = ["environment.name=single_turn", "environment.max_turns=1", "environment.tools=[]", "environment.options={}"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "calculator_toy": ("calculator_toy", []),
     "reverse_text": ("reverse_text", []),
+    OPENAI_AGENTS: (str(AGENTS / "openai_agents_tool"), []),
     "without_calculator": (
         "calculator_toy",
         [*NO_TOOLS, "warm_start.data={task: calculator, options: {num: 4000, calls: 0.0}}"],
@@ -66,6 +70,9 @@ def learn(name: str, seed: int, threads: int | None) -> dict[str, Any]:
         recipe, overrides = RUNS[name]
         command = ["train", str(RECIPES / f"{recipe}.yaml"), f"seed={seed}", f"run.directory={folder}", "run.name=run"]
         command += overrides
+        if name == OPENAI_AGENTS:
+            subprocess.run([sys.executable, str(AGENTS / "small_chat_model.py"), folder], check=True)
+            command += [f"model.path={folder}/model", f"warm_start.data.path={folder}/lessons.jsonl"]
         command += [f"run.threads={threads}"] if threads is not None else []
         subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True)
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")

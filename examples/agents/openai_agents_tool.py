@@ -38,7 +38,7 @@ def calculator(expression: str) -> str:
     return f"{value_of(ast.parse(expression, mode='eval').body):g}"
 
 
-async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
+async def run(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     """Play one episode and return its reward: 1 for the right answer."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
@@ -47,5 +47,6 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
         try:
             result = await Runner.run(agent, question, max_turns=4)
         except MaxTurnsExceeded:
-            return 0.0
-        return float(str(result.final_output).strip().endswith(str(row["answer"])))
+            return {"reward": 0.0, "success": False}
+        is_right = str(result.final_output).strip().endswith(str(row["answer"]))
+        return {"reward": float(is_right), "success": is_right}
