@@ -38,6 +38,8 @@ from burnish.gateway.session_renderer import SessionRenderer
 ROUTES: dict[str, CallProtocol] = {protocol.path: protocol for protocol in PROTOCOLS}
 COUNT_ROUTES = {protocol.count_path: protocol for protocol in PROTOCOLS if protocol.count_path is not None}
 MAX_BODY_BYTES = 64 << 20
+INLINE_BYTES = 1 << 15
+"""Requests of at most this size are parsed in the event loop: that takes at most about as long as a thread's start and end."""
 MAX_ENDED = 65_536
 """Sessions that are remembered after their end, so that late calls are told apart from wrong addresses."""
 EARLY_ANSWER_S = 2.0
@@ -57,7 +59,7 @@ class RecordingEndpoint:
         """Requests with an address or a key of no session."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: dict[str, None] = {}
-        self._bodies = BodyReader(MAX_BODY_BYTES)
+        self._bodies = BodyReader(MAX_BODY_BYTES, inline_bytes=INLINE_BYTES)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._root_url = ""

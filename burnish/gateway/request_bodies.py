@@ -71,6 +71,8 @@ class BodyReader:
     max_body: int
     """Bytes of one body."""
     clock: Callable[[], float] = time.monotonic
+    inline_bytes: int = SMALL_BODY
+    """Bodies of at most this size are prepared at once, in the event loop. Only for a `prepare` that takes less time than a thread."""
     num_bytes: int = 0
     """Bytes of all bodies that are being read or processed."""
     _large: set[_Body] = field(default_factory=set)
@@ -83,9 +85,9 @@ class BodyReader:
         return MAX_LARGE_BODIES * self.max_body
 
     async def work(self, request: Request, prepare: Callable[[bytearray], T]) -> T:
-        """Read the body of a request and run `prepare` on it, in a thread unless it is small; return the result."""
+        """Read the body of a request and run `prepare` on it; return the result. All but small bodies are prepared in a thread."""
         async with self._read(request) as data:
-            if len(data) <= SMALL_BODY:
+            if len(data) <= self.inline_bytes:
                 return prepare(data)
             if len(data) < LARGE_BODY:
                 return await asyncio.to_thread(prepare, data)

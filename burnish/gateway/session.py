@@ -8,9 +8,11 @@ sampled, and answers. The runner samples in a thread of its own: a `SampleReques
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +20,6 @@ from functools import partial
 from typing import Literal
 
 from burnish.config.errors import UserError
-from burnish.core.random_keys import fold
 from burnish.gateway.calls import CallAnswer, CallChoice, Json, ModelCall, continued
 from burnish.gateway.chat_messages import answer_message
 from burnish.gateway.completion_text import stop_position
@@ -266,7 +267,8 @@ class AgentSession:
         return tree.place_text(call.text)
 
     def _requests(self, call: ModelCall, prompt: CallPrompt, max_tokens: int) -> list[SampleRequest]:
-        place = fold(0, ",".join(map(str, prompt.tokens)))
+        digest = hashlib.blake2b(array("q", prompt.tokens).tobytes(), digest_size=8).digest()
+        place = int.from_bytes(digest, "little")
         seed = () if call.seed is None else (call.seed,)
         repeat = self._repeats[place, *seed]
         self._repeats[place, *seed] += 1

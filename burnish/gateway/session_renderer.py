@@ -128,7 +128,8 @@ class SessionRenderer:
         if not renderer.is_chat:
             message: Message = {"role": "assistant", "content": clean}
             return ReadAnswer(message, message)
-        parsed = self._parsed(self.text(tokens, self._shown_ids, stops), tools)
+        written = self.text(tokens, self._shown_ids, stops) if self._shown_ids else clean
+        parsed = self._parsed(written, tools)
         for_template = answer_message(clean, clean, lambda text: parsed, renderer.traits, num_calls)
         if parsed is None or not parsed[2] or renderer.traits.takes_calls:
             return ReadAnswer(_for_client(for_template), for_template)
