@@ -28,7 +28,7 @@ from burnish.gateway.openai_schema import ApiError
 from burnish.gateway.session_renderer import SessionRenderer
 from burnish.gateway.token_tree import CallPrompt, SessionTree
 
-MAX_OPEN_SAMPLES = 256
+MAX_OPEN_SAMPLES = 1024
 """Samples of one session that may be under way at once. More than any agent uses; a flood of calls is told to wait."""
 MAX_OPEN_BYTES = 64 << 20
 """Bytes of the requests of one session that may be under way at once. A single larger request is taken."""

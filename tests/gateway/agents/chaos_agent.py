@@ -159,7 +159,7 @@ def floods(policy, row):
     outcomes = []
 
     def call(number):
-        outcomes.append(policy.status(noise_body(number, n=8)))
+        outcomes.append(policy.status(noise_body(number, n=32)))
 
     threads = [threading.Thread(target=call, args=(k,)) for k in range(row.get("flood", 60))]
     for thread in threads:
