@@ -98,6 +98,9 @@ class BodyReader:
     async def _read(self, request: Request) -> AsyncIterator[bytearray]:
         """Read a JSON body within the limits. Its bytes count until the block ends."""
         _check_content_type(request)
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.max_body:  # before any of it is read
+            raise self._too_large()
         body = _Body(self.clock())
         try:
             await self._receive(request, body)
@@ -123,8 +126,7 @@ class BodyReader:
         self.num_bytes += len(part)
         size = len(body.data)
         if size > self.max_body:
-            message = f"the body is larger than the {self.max_body} bytes this server takes"
-            raise ApiError(413, message, code="body_too_large", headers=CLOSE_HEADER)
+            raise self._too_large()
         if size < LARGE_BODY:
             return
         self._large.add(body)
@@ -132,6 +134,10 @@ class BodyReader:
             body.step_at, body.step_size = self.clock(), size
         while sum(len(one.data) for one in self._large) > self.max_bytes:
             self._make_room(body)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than the {self.max_body} bytes this server takes"
+        return ApiError(413, message, code="body_too_large", headers=CLOSE_HEADER)
 
     def _make_room(self, body: _Body) -> None:
         """Refuse the body that has been stalled longest, or this one if no other is stalled."""

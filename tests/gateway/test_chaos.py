@@ -169,7 +169,7 @@ def thousand(num: int, folder: Path, mark: str, is_command: bool, seed: int = 3)
     started = time.monotonic()
     rows = mixture(num, seed, folder, has_hanging=True)
     settings = command_settings(mark) | {"workers": 32} if is_command else FUNCTION
-    counts = check(rows, mark, is_command, deadline_s=30.0, **settings)
+    counts = check(rows, mark, is_command, deadline_s=60.0, **settings)
     lines = [f"{name}: {count}" for name, count in sorted(counts.items())]
     head = f"{num} episodes as {'commands' if is_command else 'functions'} in {time.monotonic() - started:.0f} s, seed {seed}"
     return "\n  ".join([head, *lines])
