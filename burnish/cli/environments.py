@@ -9,11 +9,20 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from burnish.config.environment import GAME_TURNS
+from burnish.config.environment import AGENT, AGENT_DEFAULTS, AGENT_OPTIONS, GAME_TURNS
 from burnish.config.plugins import is_plugin
 from burnish.config.yaml_text import printable
 
 WIDTH = 120
+AGENT_SUMMARY = "A function or a program that calls the model through a base URL of its own, with any client of OpenAI's or Anthropic's API."
+AGENT_DETAILS = (
+    "environment.agent: path/to/file.py:function, or a class with run(); its parameters name what it gets: row, client, base_url, api_key",
+    "environment.command: [program, argument, ...], with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the row on standard input",
+    f"environment.max_turns: the model calls of one episode, {AGENT_DEFAULTS['max_turns']} unless given",
+    "the agent returns, or prints as its last line, a reward or {reward, success, metrics, answer}; nothing: the configured reward scores",
+    "its answer. It needs the extra [agents]: pip install 'burnish[agents]'",
+)
+OWN_OPTIONS = "any other"
 NO_OPTIONS = ("self", "base", "prompt", "tokenizer")
 """Parameters of classes that are no options: burnish sets them."""
 
@@ -44,6 +53,7 @@ def table() -> str:
         "games, with a task of the same name (environment.name and data.train={task: NAME})": list(GAME_TURNS),
         "other environments": others,
         "with tools (environment.tools names them)": [TOOLS, *TAG_SYSTEMS],
+        "programs that call the model themselves (environment.agent or environment.command names one)": [AGENT],
         "of other libraries (environment.options.target names the class, file or game)": list(ADAPTERS),
     }
     width = 2 + max(len(name) for names in sections.values() for name in names) + 2
@@ -54,7 +64,11 @@ def table() -> str:
     for name in BUILT_IN_TOOLS:
         lines += _entry(name, first_sentence(tool_class(name)), width)
     lines += _entry(MCP, "All tools of an MCP server.", width)
-    lines += ["", "your own: environment.name=path/to/file.py:Class, environment.tools=[path/to/file.py:function]"]
+    lines += [
+        "",
+        "your own: environment.name=path/to/file.py:Class, environment.tools=[path/to/file.py:function], "
+        "environment.agent=path/to/file.py:function",
+    ]
     return "\n".join([*lines, "`burnish environments NAME` prints one of them in full"])
 
 
@@ -63,6 +77,8 @@ def describe(name: str) -> str:
     from burnish.environments.adapters.recognise import adapter_for
     from burnish.environments.registry import environment_class
 
+    if name == AGENT:
+        return agent_text()
     cls = environment_class(name, Path.cwd())
     lines = [name, *textwrap.wrap(summary(name), WIDTH), ""]
     if is_plugin(name) and (adapter := adapter_for(cls)) is not None:
@@ -85,8 +101,19 @@ def describe(name: str) -> str:
     return "\n".join(lines)
 
 
+def agent_text() -> str:
+    """What agents get and give, and their options."""
+    width = max(len(option) for option in (*AGENT_OPTIONS, OWN_OPTIONS))
+    lines = [AGENT, *textwrap.wrap(AGENT_SUMMARY, WIDTH), "", *AGENT_DETAILS, "", "environment.options"]
+    values = {option: f"{values[0]} (or {', '.join(values[1:])})" for option, values in AGENT_OPTIONS.items()}
+    values[OWN_OPTIONS] = "arguments of the function, or variables of the command's environment"
+    return "\n".join([*lines, *(f"  {option:<{width}}  {text}" for option, text in values.items())])
+
+
 def summary(name: str) -> str:
     """What an environment is, in one sentence."""
+    if name == AGENT:
+        return AGENT_SUMMARY
     from burnish.environments.registry import environment_class
     from burnish.environments.tools.tag_environment import PRESET_SUMMARIES
 

@@ -58,7 +58,8 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
     add(
         "--environment",
         metavar="NAME",
-        help="play episodes in this environment (default: that of the run or of the game's task; `burnish environments` lists them); "
+        help="play episodes in this environment, or '{agent: FILE.py:FUNCTION}' (default: that of the run or of the game's task; `burnish "
+        "environments` lists them); "
         "environment.max_turns=N and environment.options.NAME=VALUE set more",
     )
     add(
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     from burnish.evaluation.session import run_evaluations, write_combined
 
     model, data, overrides = split_words(args.words)
+    if args.environment is not None and args.environment.startswith("{"):  # a whole section
+        overrides, args.environment = [f"environment={args.environment}", *overrides], None
     subject = find_model(model)
     tests = make_tests(args, model, subject, data, overrides)
     printer = ResultPrinter(args, len(tests) > 1)

@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--environment",
         metavar="NAME",
-        help="play episodes in this environment (default: that of the run; single_turn: none; `burnish environments` lists them)",
+        help="play episodes in this environment, or '{agent: FILE.py:FUNCTION}' (default: that of the run; single_turn: none; "
+        "`burnish environments` lists them)",
     )
     add("--episodes", type=int, help="with an environment: how many rows to play, one after the other (default 1)")
     add(
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     given = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
     sampling = load(Sampling, None, given).config
     prompt, overrides = split_words(args.words)
+    if args.environment is not None and args.environment.startswith("{"):  # a whole section
+        overrides, args.environment = [f"environment={args.environment}", *overrides], None
     subject = find_model(args.model)
     environment = args.environment or subject.config.get("environment", {}).get("name", SINGLE_TURN)
     if environment != SINGLE_TURN or overrides:

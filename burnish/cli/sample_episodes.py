@@ -1,7 +1,8 @@
 """Episodes to watch, for `burnish sample`: the model's tokens as they are sampled, and what the environment answers.
 
 One episode is played at a time, by the same runner as in training. The printer hears tokens from the engine, and replies from the
-environment, whose host or factory it wraps.
+environment, whose host or factory it wraps. The episode of an agent, which calls the model itself and may do so in several conversations at
+once, is printed when it has ended.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pydantic import BeforeValidator
 
 from burnish.cli.main import print_note
 from burnish.config.data import Data, Reward, Source, Template
-from burnish.config.environment import GAME_TURNS, SINGLE_TURN, Environment, check_turns
+from burnish.config.environment import AGENT, GAME_TURNS, SINGLE_TURN, Environment, check_turns, replaces_environment
 from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.records import Record, name_to_record
 from burnish.config.rollout import Rollout, Sampling
 from burnish.config.yaml_text import printable
-from burnish.core.trajectory import EPISODE_METRICS, Trajectory
+from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
 from burnish.data.row import Message, Row
@@ -50,8 +51,11 @@ from burnish.rewards.scoring import Rewards
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import apply_score, score_request
 from burnish.rollout.validation import sampling_options
+from burnish.trainers.episode_rows import episode_entries, opening_text
 
 TASK_PREFIX = "task:"
+AGENT_ROWS = 8
+"""Model calls of one agent that are sampled at once."""
 COLOURS = {"label": "2", "environment": "36", "reward": "33", "event": "31"}
 """ANSI codes, used in a terminal only. The model's text has the terminal's own colour."""
 
@@ -79,7 +83,7 @@ def episode_settings(
     named = [text.partition("=")[2] for text in overrides if text.startswith("environment.name=")]
     wanted = named[-1] if named else name
     laid: dict[str, Any] = {}
-    if of_run and wanted in (None, of_run.get("name")):
+    if of_run and wanted in (None, of_run.get("name")) and not replaces_environment(overrides):
         laid["environment"] = of_run
     elif wanted is not None:
         laid["environment.name"] = wanted
@@ -166,12 +170,14 @@ def play(
         print_note(note)
     options = sampling_options(settings.sampling.model_copy(update={"max_tokens": max_tokens}), tokenizer.eos_ids)
     printer = EpisodePrinter(tokenizer)
-    is_native = isinstance(policy.module, Decoder)
-    if not is_native:
+    is_native, is_agent = isinstance(policy.module, Decoder), environment.name == AGENT
+    if not is_native and not is_agent:
         print_note(f"each answer is printed when it is complete: {policy.note}")
-    engine = build_engine(policy, Rollout(max_rows=1), printer.hear if is_native else None)
+    rollout = Rollout(max_rows=AGENT_ROWS if is_agent else 1)
+    engine = build_engine(policy, rollout, printer.hear if is_native and not is_agent else None)
     runner = build_environment_driver(environment, policy, engine, seed, base, settings.template)
-    watch(runner, printer)
+    if not is_agent:
+        watch(runner, printer)
     try:
         total = len(prompts) * n
         for number, (prompt, sample) in enumerate(((p, k) for p in prompts for k in range(n)), 1):
@@ -181,6 +187,8 @@ def play(
             played = list(runner.run([draw], sample + 1, options, "eval", earlier))
             if reward is not None:
                 score(played, draw, reward, policy, base)
+            for t in played if is_agent else ():
+                printer.conversation(t, prompt)
             printer.end(played)
     finally:
         runner.close()
@@ -337,6 +345,26 @@ class EpisodePrinter:
         """The environment failed."""
         self._finish_answer()
         self._write(f"! {error.kind}: {error.message}\n", "event")
+
+    def conversation(self, t: Trajectory, prompt: Prompt) -> None:
+        """Print the episode of an agent: its conversations, rewards of single answers, what it said last and what went wrong."""
+        for event in t.metadata.get(EVENTS, ()):
+            self._write(f"! {event['kind']} in {event['what']}: {event['message']}\n", "event")
+        if not t.turns:
+            return
+        self.show("environment", "prompt", opening_text(t, prompt, self.tokenizer))
+        for entry in episode_entries(t, self.tokenizer):
+            if "branch" in entry:
+                after = entry["after"]
+                place = (
+                    "a new conversation" if after is None else f"after turn {after}" if after else "after the prompt"
+                )
+                self._label(f"branch {entry['branch']}, {place}")
+            is_model = entry["who"] == "model"
+            self.show("" if is_model else "environment", "model" if is_model else "agent", entry["text"])
+            self.rewarded(entry.get("reward", 0.0))
+        if LAST_WORDS in t.metadata:
+            self.show("environment", "last words", t.metadata[LAST_WORDS])
 
     def end(self, played: Sequence[Trajectory]) -> None:
         """Print the outcome of an episode: one line, or one for each player."""

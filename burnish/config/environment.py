@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.plugins import PLUGIN_FORMS, is_plugin
 from burnish.config.records import Record, name_to_record
+from burnish.config.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
@@ -19,8 +21,9 @@ AGENT = "agent"
 """The environment of agents that call the model themselves, through the recording endpoint."""
 AGENT_DEFAULTS = {"name": AGENT, "max_turns": 32, "history": "keep"}
 """What an agent has where the config says nothing."""
-TRAIN_CALLS = "train_calls"
-"""The option of agents that is not an argument of their own."""
+TRAIN_CALLS, CREDIT = "train_calls", "credit"
+AGENT_OPTIONS: dict[str, tuple[str, ...]] = {TRAIN_CALLS: ("all", "main"), CREDIT: ("episode", "branch")}
+"""The options of agents that are not arguments of their own, with their values. The first is the default."""
 TAG_ENVIRONMENTS = ("tags", "search_r1", "research", "retool", "torl")
 """Environments whose answers call tools with tags."""
 GAME_TURNS = {
@@ -56,8 +59,9 @@ class Environment(Record):
     """An agent that calls the model itself, through a base URL of its own: `path/to/file.py:function`, a class with run(), or the words of a
     command (`command: [python, agent.py]` is short for it), which is started for each episode with OPENAI_BASE_URL in its environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the environment. Of an agent: arguments of the function, or variables of the command's environment; and `train_calls`, main or
-    all (the default): main trains only the model calls that lead to the last one, without titles, summaries and sub-agents."""
+    """Options of the environment. Of an agent: arguments of the function, or variables of the command's environment; `train_calls`, all (the
+    default) or main: main trains only the model calls that lead to the last one, without titles, summaries and sub-agents; and `credit`,
+    episode (the default) or branch: branch compares each branch of an episode on its own, with the episode's reward and those of its own calls."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of completions of one trajectory. A trajectory whose environment asks for more is cut off (counted as `rollout/out_of_turns`).
     guess_number, and algorithms that compare states, need 2 or more. Agents: the model calls of one episode, 32 unless given."""
@@ -104,14 +108,21 @@ class Environment(Record):
                 if self.agent
                 else "environment.name=agent needs environment.agent"
             )
-        if self.name == AGENT and self.train_calls not in ("all", "main"):
-            raise ValueError(f"environment.options.train_calls={self.train_calls!r}: expected all or main")
+        for option, values in AGENT_OPTIONS.items() if self.name == AGENT else ():
+            if (given := self.agent_option(option)) not in values:
+                raise ValueError(f"environment.options.{option}={given!r}: expected {' or '.join(values)}")
         return self
 
-    @property
-    def train_calls(self) -> Any:
-        """Which model calls of an agent are trained."""
-        return self.options.get(TRAIN_CALLS, "all")
+    def agent_option(self, name: str) -> Any:
+        """Return an option of agents, one of `AGENT_OPTIONS`."""
+        return self.options.get(name, AGENT_OPTIONS[name][0])
+
+
+def replaces_environment(overrides: Sequence[str]) -> bool:
+    """Return whether overrides give a whole environment: `environment={...}` with a name, an agent or a command."""
+    sections = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == "environment"]
+    given = [parse_yaml(text, f"environment={text}") for text in sections]
+    return any(isinstance(one, dict) and {"name", "agent", "command"} & one.keys() for one in given)
 
 
 def max_written_tokens(max_tokens: int, environment: Environment) -> int:

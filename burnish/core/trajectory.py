@@ -56,8 +56,16 @@ PLAYERS = "players"
 """Only in a game of several players: how many of them had a turn, which is how many trajectories the game became."""
 EVENTS = "events"
 """What went wrong in the episode: a list of {kind, what, message, traceback}."""
+NO_CALLS = "no_calls"
+"""The kind of event of an agent that ended without a model call."""
 LAST_WORDS = "last_words"
 """What the environment said at the end. The model did not read it."""
+SCORED_TEXT = "scored_text"
+"""Only of an agent: the text that the configured reward reads, which is the agent's own answer or the last one of its main conversation."""
+MAIN_TURN = "main_turn"
+"""Only of an agent: index of the last turn of its main conversation."""
+BRANCH_CREDIT = "branch_credit"
+"""Only of an agent whose branches are compared on their own: the part of the main turn's reward that is the episode's."""
 EPISODE_METRICS = "episode_metrics"
 """Numbers that the environment measured, by name."""
 
@@ -276,7 +284,9 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     - `reward`, `accuracy`, `truncated`, and `part/<name>` for each part of a reward;
     - `greedy_reward` (reward of the prompt's greedy answer), `budget` (number of tokens the prompt asked for) and `use`
       (0 for a new sample, k when a sample is used again for the k-th time), if any trajectory has them in its metadata;
-    - `demonstration` (the policy did not write it), if any trajectory is one.
+    - `demonstration` (the policy did not write it), if any trajectory is one;
+    - `answer_ids`, if the branches of a trajectory count on their own (`BRANCH_CREDIT`): a number for each of them. Its `reward` is then
+      that of the episode and of its own turns.
 
     A missing number is nan. Token columns: `action_mask`, `loss_mask` (the actions of nodes that are trained), `behaviour_logp`, `version`. If the environment reports
     states or rewards turns before the last, there are ragged columns `turn_start` (position in the sequence), `turn_state` (equal
@@ -315,13 +325,27 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
             "group_ids": torch.tensor(group_ids, dtype=torch.int64),
             "trajectory_ids": torch.tensor(trajectory_ids, dtype=torch.int64),
             "key": torch.tensor(keys, dtype=torch.int64),
-            "reward": torch.tensor([t.reward for t in owners], dtype=torch.float64),
+            "reward": torch.tensor([r for t in trajectories for r in branch_rewards(t)], dtype=torch.float64),
             "accuracy": torch.tensor([_nan_if_none(t.accuracy) for t in owners], dtype=torch.float64),
             "truncated": torch.tensor([t.truncated for t in owners], dtype=torch.bool),
         }
         | _optional_columns(owners),
         ragged=_turn_columns(trajectories) | extra_ragged,
     )
+
+
+def branch_rewards(trajectory: Trajectory) -> list[float]:
+    """Return the reward of each sequence: that of the trajectory, or with `BRANCH_CREDIT` the episode's and that of its own turns."""
+    t, num = trajectory, len(trajectory.sequences)
+    assert t.reward is not None
+    if num == 1 or BRANCH_CREDIT not in t.metadata:
+        return [t.reward] * num
+    own = [span.reward for span in t.turns]
+    own[t.metadata[MAIN_TURN]] -= t.metadata[BRANCH_CREDIT]
+    found = [t.reward - sum(own)] * num
+    for place, reward in zip(t.turn_places, own, strict=True):
+        found[place.sequence] += reward
+    return found
 
 
 def segment_and_tree_columns(
@@ -375,6 +399,9 @@ def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return the sequence columns that exist only if a trajectory has their values."""
     demonstrations = [t.is_demonstration for t in owners]
     columns = {"demonstration": torch.tensor(demonstrations)} if any(demonstrations) else {}
+    if any(BRANCH_CREDIT in t.metadata and len(t.sequences) > 1 for t in owners):
+        is_first = [k == 0 or t is not owners[k - 1] or BRANCH_CREDIT in t.metadata for k, t in enumerate(owners)]
+        columns["answer_ids"] = torch.tensor(is_first).cumsum(0)
     parts = sorted({name for t in owners for name in t.parts})
     numbers = {f"part/{name}": [_nan_if_none(t.parts.get(name)) for t in owners] for name in parts}
     for name in NUMERIC_METADATA:

@@ -13,7 +13,7 @@ from torch import nn
 
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Reward, Source, Template
-from burnish.config.environment import AGENT, Environment
+from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
@@ -359,7 +359,8 @@ def build_environment_driver(
         else None,
         retries=environment.retries,
         endpoint=recording_endpoint(environment, policy.tokenizer, template or Template()),
-        trained_calls=environment.train_calls,
+        trained_calls=environment.agent_option(TRAIN_CALLS),
+        credit=environment.agent_option(CREDIT),
     )
 
 

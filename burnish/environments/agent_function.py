@@ -166,6 +166,7 @@ def read_result(result: Any, what: str) -> End:
         reward=None if reward is None else float(reward),
         success=success,
         text=None if answer is None else str(answer),
+        answer=None if answer is None else str(answer),
         metrics={str(name): float(value) for name, value in metrics.items()},
     )
 

@@ -110,6 +110,8 @@ class End:
     events: tuple[Event, ...] = ()
     call_rewards: Mapping[str, float] | None = None
     """Only of an agent program: rewards of single model calls, by the id of their answer. They count towards the reward of the episode."""
+    answer: str | None = None
+    """Only of an agent program: what the configured reward reads. None: the last answer of the model in the main conversation."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from burnish.config.data import Template
-from burnish.config.environment import AGENT, SINGLE_TURN, TOOLS, TRAIN_CALLS
+from burnish.config.environment import AGENT, AGENT_OPTIONS, SINGLE_TURN, TOOLS
 from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
@@ -157,11 +157,12 @@ def _agent_kind(config: EnvironmentConfig, base: Any) -> EnvironmentKind:
     if config.tools:
         raise UserError("environment.tools has no effect on an agent, which brings its own: leave it out")
     folder = None if base is None else str(base)
-    own = {name: value for name, value in config.options.items() if name != TRAIN_CALLS}
+    own = {name: value for name, value in config.options.items() if name not in AGENT_OPTIONS}
     common: dict[str, Any] = {"is_agent": True, "deadline_s": config.deadline_s}
     if isinstance(config.agent, str):
         load_plugin(config.agent, base)  # an error in the file is one of the start, not of an episode
-        most = num_workers(config) * WorkerLimits().max_threads
+        # Half of the threads: agents of training may wait for the engine in their threads while validation needs its own.
+        most = num_workers(config) * WorkerLimits().max_threads // 2
         options = {"target": config.agent, "options": own}
         spec = ObjectSpec("burnish.environments.agent_function:AgentFunction", options, folder)
         return EnvironmentKind(AGENT, "worker", spec=spec, max_open=most, **common)

@@ -72,6 +72,7 @@ FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", _or_none(_is_text)),
     "reward": ("a number", _or_none(_is_number)),
     "rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
+    "answer": ("a text or None", _or_none(_is_text)),
     "call_rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
     "metrics": ("a dictionary of numbers", _are_numbers),
     "state": ("a text or None", _or_none(_is_text)),

@@ -17,7 +17,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.data import Data, Reward, Source, Template
-from burnish.config.environment import GAME_TURNS, SINGLE_TURN, Environment, check_game_task, check_turns
+from burnish.config.environment import (
+    GAME_TURNS,
+    SINGLE_TURN,
+    Environment,
+    check_game_task,
+    check_turns,
+    replaces_environment,
+)
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.loading import Loaded, load
 from burnish.config.model import Model
@@ -104,6 +111,8 @@ def load_settings(
     name = _given_environment(given, overrides)
     if name is not None and brought.get("environment", {}).get("name") != name:
         brought.pop("environment", None)  # the options of another environment
+    if replaces_environment(overrides):
+        brought.pop("environment", None)
     usual = usual_game(data, flags, overrides, run)
     laid = {**brought, **given, **usual, "data.source": source}
     is_played = name is not None or "environment" in brought or "environment" in _keys(overrides)

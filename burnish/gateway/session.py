@@ -129,8 +129,8 @@ class AgentSession:
         """What happened besides calls that were answered: refusals, calls after the end, disconnects."""
         self.finish: Literal["turns", "length"] | None = None
         """The limit that the agent ran into."""
-        self.oldest_version: int | None = None
-        """The oldest weights that sampled one of its tokens."""
+        self.num_rewards = 0
+        """Rewards of single answers that the agent gave, zeros included."""
         self._last_active: float | None = None
         self.is_ended = False
         self._submit = submit
@@ -279,9 +279,6 @@ class AgentSession:
         return found
 
     def _recorded(self, call: ModelCall, prompt: CallPrompt, sampled: Sampled, name: str, is_cut: bool) -> CallChoice:
-        oldest = min(sampled.version, default=None)
-        if oldest is not None:
-            self.oldest_version = oldest if self.oldest_version is None else min(self.oldest_version, oldest)
         message = self.tree.record(
             prompt,
             sampled.tokens,
@@ -336,6 +333,7 @@ class AgentSession:
             self.tree.reward(bare_id(response_id), value)
         except UserError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
+        self.num_rewards += 1
 
     def reward_last(self, value: float) -> None:
         """Give the last answer of the session a reward."""
@@ -343,6 +341,7 @@ class AgentSession:
         if not self.tree.answers:
             raise ApiError(400, "X-Reward: the session has no answer to reward yet", code="invalid_value")
         self.tree.answers[-1].reward += value
+        self.num_rewards += 1
 
     def end(self) -> None:
         """End the session: calls under way fail, and later ones are refused. A second call does nothing."""

@@ -42,13 +42,16 @@ class SessionExport:
     """The sub-agent of each turn; None if the client named none."""
     not_trained: dict[str, int]
     """Answers that are not trained, by reason."""
+    main: int
+    """The index of the last turn of the main branch; -1 without turns."""
 
 
 def export_session(
     answers: Sequence[Answer], train: TrainedCalls, n_leaves: bool, cut: bool, retried: bool
 ) -> SessionExport:
     """Return the nodes and turns of a session. The last three options train what is left out otherwise."""
-    main = _main_branch(answers) if train == "main" else None
+    main = _main_branch(answers)
+    trained = main if train == "main" else None
     nodes: list[TokenNode] = []
     places: dict[int, int] = {-1: -1}
     turns: list[TurnSpan] = []
@@ -59,7 +62,7 @@ def export_session(
         for node in reversed(list(answer.node.path())):
             if node.number not in places:
                 places[node.number] = _add(nodes, node, places)
-        reason = _reason(answer, main, n_leaves, cut, retried)
+        reason = _reason(answer, trained, n_leaves, cut, retried)
         if reason is not None:
             not_trained[reason] += 1
             nodes[places[answer.node.number]].is_trained = False
@@ -73,6 +76,7 @@ def export_session(
         finishes=[answer.finish for answer in sampled],
         agents=[answer.agent for answer in sampled],
         not_trained=dict(not_trained),
+        main=max((turn for number, turn in turn_of.items() if number in main), default=len(turns) - 1),
     )
 
 
@@ -86,9 +90,9 @@ def _add(nodes: list[TokenNode], node: Node, places: dict[int, int]) -> int:
     return len(nodes) - 1
 
 
-def _reason(answer: Answer, main: set[int] | None, n_leaves: bool, cut: bool, retried: bool) -> str | None:
+def _reason(answer: Answer, trained: set[int] | None, n_leaves: bool, cut: bool, retried: bool) -> str | None:
     """Return why an answer is not trained; None if it is."""
-    if main is not None and answer.number not in main:
+    if trained is not None and answer.number not in trained:
         return "side"
     if answer.is_cut and not cut:
         return "cut"

@@ -6,11 +6,10 @@ weights, not on the order of completion. A trajectory that waits for its environ
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
@@ -96,17 +95,17 @@ class RolloutRunner:
         retries: int = 0,
         endpoint: RecordingEndpoint | None = None,
         trained_calls: TrainedCalls = "all",
+        credit: Literal["episode", "branch"] = "episode",
     ) -> None:
         """`max_positions` is the model's limit on the tokens of a trajectory, `max_tokens` the environment's.
 
         `host` runs environments on messages, whose messages `renderer` turns into tokens; without it, `make_environment` gives environments
         on tokens. An episode whose environment fails is started again up to `retries` times. Agents that call the model themselves have an
-        `endpoint`, and `trained_calls` says which of their calls are trained.
+        `endpoint`, `trained_calls` says which of their calls are trained, and `credit` what is compared: episodes or their branches.
         """
         self.engine, self.make_environment, self.tokenizer = engine, make_environment, tokenizer
         self.host, self.renderer, self.retries = host, renderer, retries
-        self.endpoint, self.trained_calls = endpoint, trained_calls
-        self._agent_slots: asyncio.Semaphore | None = None
+        self.endpoint, self.trained_calls, self.credit = endpoint, trained_calls, credit
         self.roles: tuple[str, ...] = host.kind.roles if host is not None else ()
         """Players of a game of several: each sample gives one trajectory for each role."""
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
@@ -154,15 +153,6 @@ class RolloutRunner:
         from burnish.rollout.agent_episodes import AgentTrajectories  # needs the extra [agents]
 
         return AgentTrajectories(self, is_continued)
-
-    def agent_slots(self) -> AbstractAsyncContextManager[None]:
-        """Return what an agent holds while it runs, so that not too many do at once. Runs in the event loop."""
-        most = self.host.kind.max_open if self.host is not None else None
-        if most is None:
-            return nullcontext()
-        if self._agent_slots is None:
-            self._agent_slots = asyncio.Semaphore(most)
-        return self._agent_slots
 
     def continue_all(self, prefixes: Iterable[AnswerPrefix], sampling: SamplingOptions) -> Iterator[Trajectory]:
         """Yield one continued answer per prefix, as they finish."""

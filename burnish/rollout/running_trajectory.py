@@ -162,6 +162,12 @@ class RunningTrajectory:
     """Only for environments that work on messages."""
     agent: AgentSession | None = None
     """Only for agents: the model calls of the episode."""
+    oldest_call: int | None = None
+    """Only for agents: the oldest weights that sampled a token of its calls, also of one that is not complete."""
+    main_turn: int | None = None
+    """Only for agents that have ended: the last turn of the main branch."""
+    end_reward: float = 0.0
+    """Only for agents that have ended: the reward of the episode as a whole, which that turn has."""
     finish: Literal["turns", "length"] | None = None
     """Why the runner ended the episode, while the environment is asked for its last word."""
     num_turns: int = 0
@@ -206,7 +212,7 @@ class RunningTrajectory:
         """The version of its first sampled token; None before that."""
         versions = [path.oldest_version for path in self.paths.values()]
         versions += [version for version in self.turn.version[:1] if version >= 0]
-        versions += [] if self.agent is None else [self.agent.oldest_version]
+        versions.append(self.oldest_call)
         return min((version for version in versions if version is not None), default=None)
 
     def context(self) -> list[int]:
@@ -231,6 +237,7 @@ class RunningTrajectory:
         self.paths, self.role, self.turn = {None: TokenPath()}, None, PartialTurn()
         self.sampling, self.finish = self.first_sampling, None
         self.session, self.agent, self.environment = None, None, None
+        self.oldest_call = self.main_turn = None
         self.num_turns = self.num_sampled = 0
         self.metrics = {}
 

@@ -18,8 +18,12 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import (
+    EVENTS,
+    MAIN_TURN,
+    NO_CALLS,
     NO_LOGP,
     OFF_POLICY,
+    SCORED_TEXT,
     SHARED_TOKENS,
     STEP_REWARDS,
     TokenNode,
@@ -242,25 +246,38 @@ def rollout_and_score(
     return RolloutBatch(list(draws), trajectories, generated - started, time.perf_counter() - generated)
 
 
+def refuse_silent_agents(trajectories: Sequence[Trajectory], when: str) -> None:
+    """Raise if every sample is of an agent that never called the model: the agent does not use the address that it gets."""
+    events = [t.metadata.get(EVENTS) for t in trajectories if t.finish == "error"]
+    if events and len(events) == len(trajectories) and all(own and own[-1]["kind"] == NO_CALLS for own in events):
+        raise UserError(
+            f"{when}: not one of {len(trajectories)} agents called the model. Each gets a base URL and a key of its own, as base_url and api_key "
+            f"or as OPENAI_BASE_URL and OPENAI_API_KEY: have it use them. First: {trajectories[0].error}"
+        )
+
+
 def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
     """Return what a reward may read of a trajectory: of one with several sequences the last, in which the final answer is.
 
     Its text and tokens are those that the model read last. What a template left out of earlier turns is not in them, and of an episode with
-    several conversations only the last is.
+    several conversations only the last is. Of an agent, it is the sequence of its main conversation.
     """
-    row, nodes = draw.prompt.row, [trajectory.nodes[index] for index in trajectory.paths[-1]]
+    row, number = draw.prompt.row, -1
+    if MAIN_TURN in trajectory.metadata:
+        number = trajectory.turn_places[trajectory.metadata[MAIN_TURN]].sequence
+    nodes = [trajectory.nodes[index] for index in trajectory.paths[number]]
     written = [np.full(len(node.tokens), node.is_sampled) for node in nodes]
     return ScoreRequest(
         id=trajectory.id,
         prompt=row.prompt,
-        completion=trajectory.completion,
+        completion=trajectory.metadata.get(SCORED_TEXT, trajectory.completion),
         data_source=row.data_source,
         answer=row.answer,
         extra=row.extra,
         truncated=trajectory.truncated,
         nested=row.nested,
         step=draw.step,
-        tokens=trajectory.sequences[-1].tokens,
+        tokens=trajectory.sequences[number].tokens,
         written=np.concatenate(written) if written else np.zeros(0, dtype=bool),
         num_prompt=trajectory.metadata["prompt_length"],
     )

@@ -46,7 +46,7 @@ from burnish.rollout.ahead_source import AheadSource
 from burnish.rollout.async_source import AsyncSource
 from burnish.rollout.replay import ReplaySource, ReplayStore
 from burnish.rollout.runner import Branching, RolloutRunner, max_trajectory_tokens, no_demonstrations
-from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch
+from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch, refuse_silent_agents
 from burnish.rollout.segment_rollouts import ChainPlan, TreePlan
 from burnish.rollout.sync_source import RolloutPlan, RolloutSource, SyncSource
 from burnish.rollout.validation import held_out_rollouts, sampling_options, validation_metrics
@@ -430,6 +430,7 @@ def build_validation(
             options = sampling_options(mode, policy.tokenizer.eos_ids)
             rollouts = held_out_rollouts(runner, rewards, prompts, mode.n, options, progress, step + 1)
             if rollouts.failed:
+                refuse_silent_agents(rollouts.trajectories, f"validation {when}")
                 text = f"{len(rollouts.failed)} of {len(rollouts.trajectories)} held-out samples could not be scored"
                 if step == 0 and len(rollouts.failed) == len(rollouts.trajectories):
                     raise UserError(f"before the first step {text}; fix the reward. First: {rollouts.failed[0].error}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from burnish.core.trajectory import EVENTS, LAST_WORDS, Trajectory
@@ -32,7 +33,9 @@ def episode_columns(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, A
 
 def opening_text(trajectory: Trajectory, prompt: Prompt, tokenizer: Tokenizer) -> str:
     """Return the prompt that the model read. An environment may give another one than the row has."""
-    opening = trajectory.nodes[0].tokens.tolist() if trajectory.nodes and not trajectory.nodes[0].is_sampled else []
+    nodes = trajectory.nodes  # branches may divide the prompt into several nodes, each behind the one before
+    leading = takewhile(lambda k: not nodes[k].is_sampled and nodes[k].parent == k - 1, range(len(nodes)))
+    opening = [token for k in leading for token in nodes[k].tokens.tolist()]
     if not opening or opening == list(prompt.tokens):
         return prompt.text
     return tokenizer.decode(opening, skip_special=False)

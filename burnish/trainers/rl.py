@@ -35,7 +35,7 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.trajectory import pack
 from burnish.rollout.runner import RolloutStopped
-from burnish.rollout.scoring import RolloutBatch
+from burnish.rollout.scoring import RolloutBatch, refuse_silent_agents
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.assembly import rollout_plan
@@ -117,6 +117,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
             break
     assert rollouts is not None
     if shaped is None:
+        refuse_silent_agents(rollouts.trajectories, f"step {step}")
         # Environments may have failed by chance, so only failed rewards end the run.
         if step == 1 and all(t.finish != "error" for t in rollouts.failed):
             raise UserError(

@@ -2,8 +2,8 @@
 
 Install the packages and train:
 
-    pip install langgraph langchain langchain-openai
-    burnish train examples/agents/langgraph_agent.yaml
+pip install langgraph langchain langchain-openai
+burnish train examples/agents/langgraph_agent.yaml
 """
 
 from typing import Any
