@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Iterable
 from math import prod
@@ -15,6 +16,7 @@ from typing import Any
 from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
 from burnish.algorithms.spec import Algorithm
 from burnish.config.data import Source
+from burnish.config.environment import AGENT, TRAIN_CALLS
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.placement import RayPlacement, describe_processes
 from burnish.config.records import REQUIRED, ConfigKey, Plugin, Record, SchemaNode, Slot, choice_name, walk_keys
@@ -148,9 +150,21 @@ def _train_plan(config: TrainConfig) -> list[tuple[str, str]]:
         rows.append(
             ("replay", f"up to {back:,} earlier groups per step, {back * each:,} more tokens trained on; {size}")
         )
+    if config.environment.name == AGENT:
+        rows.append(("agent", _agent_text(config)))
     if isinstance(config.placement, RayPlacement):
         rows.append(("processes", describe_processes(config.placement)))
     return rows
+
+
+def _agent_text(config: TrainConfig) -> str:
+    """What an agent may ask of the model, and what is trained."""
+    environment, agent = config.environment, config.environment.agent
+    name = agent if isinstance(agent, str) else shlex.join(agent or ())
+    calls = f"up to {environment.max_turns:,} model calls an episode, each of up to {config.rollout.max_tokens:,} new tokens"
+    longest = "the model's positions" if environment.max_tokens is None else f"{environment.max_tokens:,} tokens"
+    trained = {"all": "all calls are trained", "main": "only the main conversation is trained"}
+    return f"{name}, {calls} in a context of up to {longest}; {trained[environment.agent_option(TRAIN_CALLS)]}"
 
 
 def _branching_text(config: TrainConfig) -> str:

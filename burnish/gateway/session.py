@@ -251,8 +251,17 @@ class AgentSession:
         return continued(call, *found)
 
     def _placed(self, call: ModelCall) -> CallPrompt:
+        """Place a call in the tree. What no engine can read is refused here: there, it would end the run."""
         try:
-            return self._place_in(self.tree, call)
+            size = self._tokenizer.vocab_size
+            if unknown := [token for token in call.token_ids or () if not 0 <= token < size]:
+                raise CallRefused(
+                    f"token {unknown[0]} is not one of the model's, 0 to {size - 1}", code="invalid_value"
+                )
+            prompt = self._place_in(self.tree, call)
+            if not prompt.tokens:
+                raise CallRefused("the prompt has no tokens", code="invalid_value")
+            return prompt
         except CallRefused as error:
             self.counts["calls_refused"] += 1
             raise ApiError(400, str(error), param=error.param, code=error.code) from error

@@ -51,17 +51,19 @@ def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
 def episode_entries(trajectory: Trajectory, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return what was said after the prompt.
 
-    Each entry has `who` (model or environment) and `text`; a turn of the model also has `reward` and, if known, `state`. The first entry
-    of a later branch has `branch` (its number, from 2) and `after`: the number of the turn behind which it continues. That is 0
-    for the prompt and None for a new conversation.
+    Each entry has `who` (model or environment) and `text`; a turn of the model also has `reward` and, if known, `state`. Where another
+    branch begins or goes on, the entry has `branch` (its number) and `after`: the number of the turn behind which it continues. That
+    is 0 for the prompt and None for a new conversation.
     """
     spans = {span.node: span for span in trajectory.turns}
     entries, tokens = list[dict[str, Any]](), list[list[int]]()
-    turn_of, parents, num_turns, num_branches, shown = list[int](), set[int](), 0, 1, -1
+    turn_of, branch_of, parents, num_turns, num_branches, shown = list[int](), list[int](), set[int](), 0, 1, -1
     for index, node in enumerate(trajectory.nodes):
         is_branch = index > 0 and (node.parent < 0 or node.parent in parents)
         parents.add(node.parent)
         num_turns, num_branches = num_turns + node.is_sampled, num_branches + is_branch
+        branch_of.append(num_branches if is_branch or node.parent < 0 else branch_of[node.parent])
+        is_elsewhere = is_branch or (shown >= 0 and branch_of[index] != branch_of[shown])
         before = None if node.parent < 0 else turn_of[node.parent]
         turn_of.append(num_turns if node.is_sampled else before or 0)
         if not num_turns and not is_branch:
@@ -71,7 +73,7 @@ def episode_entries(trajectory: Trajectory, tokenizer: Tokenizer) -> list[dict[s
             tokens[-1] += node.tokens.tolist()
         else:
             entry: dict[str, Any] = {"who": "model" if node.is_sampled else "environment"}
-            entries.append(entry | ({"branch": num_branches, "after": before} if is_branch else {}))
+            entries.append(entry | ({"branch": branch_of[index], "after": before} if is_elsewhere else {}))
             tokens.append(node.tokens.tolist())
         if (span := spans.get(index)) is not None:
             entries[-1] |= {"reward": span.reward} | ({} if span.state is None else {"state": span.state})

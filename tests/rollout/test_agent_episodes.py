@@ -22,7 +22,7 @@ from tests.rollout.test_in_flight import TOKENIZER, draws
 
 SAMPLING = SamplingOptions(max_tokens=6, stop_tokens=(1,))
 AGENTS = '''
-import asyncio, json, os, time, urllib.request
+import asyncio, json, os, time, urllib.error, urllib.request
 import openai
 
 def ask(base_url, api_key, path="/completions", **body):
@@ -65,6 +65,17 @@ def hangs(row, base_url, api_key):
 
 def dies(row, base_url, api_key):
     os._exit(3)
+
+def refused(row, base_url, api_key):
+    """Asks for what no engine can read, and goes on."""
+    statuses = []
+    for prompt in ("", [3, 99999], [-1]):
+        try:
+            ask(base_url, api_key, prompt=prompt)
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+    ask(base_url, api_key, prompt=row["prompt"])
+    return float(statuses == [400, 400, 400])
 
 def loops(row, base_url, api_key):
     said = [ask(base_url, api_key, prompt=row["prompt"])["choices"][0]["text"] for _ in range(9)]
@@ -199,3 +210,9 @@ def test_an_agent_that_asks_for_too_many_calls_is_told_so_and_its_trajectory_is_
     for t in played(runner_of(DenseEngine(model), folder, "loops", max_turns=3), 1).values():
         assert (t.finish, len(t.turns), t.reward) == ("turns", 3, 6.0)
         assert t.truncated
+
+
+def test_a_prompt_that_no_engine_can_read_is_refused_and_the_run_goes_on(model: Decoder, folder: Path) -> None:
+    for t in played(runner_of(DenseEngine(model), folder, "refused"), 1).values():
+        assert (t.error, t.reward, len(t.turns)) == (None, 1.0, 1)
+        assert t.metadata[EPISODE_METRICS]["calls_refused"] == 3

@@ -190,10 +190,9 @@ def test_rewards_of_calls_reach_their_turns_and_branches(folder: Path, monkeypat
     assert [row["reward"] for row in table] == [row["reward"] for row in other]
     assert [row["advantages"] for row in table] != [row["advantages"] for row in other]
     assert any(len(set(row["advantages"])) > 1 for row in table), "turns have advantages of their own"
-    said = json.loads(table[0]["turns"])
-    assert [entry.get("branch") for entry in said if entry["who"] == "environment"] == [2, 3] or any(
-        "branch" in e for e in said
-    )
+    said = [(entry["who"], entry.get("branch"), entry.get("after")) for entry in json.loads(table[0]["turns"])]
+    there, back = ("environment", 2, None), ("environment", 1, 1)
+    assert said == [(model := ("model", None, None)), there, model, back, model]
     (metrics,) = read_metrics(runs["episode"][0] / "metrics.jsonl")
     wanted = {"environment/calls": 3, "environment/branches": 2, "environment/forks": 0, "environment/call_retries": 0}
     assert metrics.items() >= wanted.items()
@@ -237,6 +236,7 @@ def test_agents_are_evaluated_watched_and_explained(
     assert said.startswith("--- prompt ---\n")
     assert said.count("--- model ---") == 3
     assert "--- branch 2, a new conversation ---\n--- agent ---\n7>\n" in said
+    assert "--- branch 1, after turn 1 ---\n--- agent ---\n9>\n" in said
     assert "reward +0.5" in said
     assert ", success, 3 turns ---" in said
     section = "{agent: 'agent_programs.py:chain', workers: 1}"
