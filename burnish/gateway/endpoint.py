@@ -177,11 +177,11 @@ class RecordingEndpoint:
         except ApiError:
             session.counts["calls_refused"] += 1
             raise
-        if "x-reward" in headers:
+        is_retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        if "x-reward" in headers and not is_retry:  # the first try has given it
             session.reward_last(_number(headers["x-reward"], "X-Reward"))
         if path in COUNT_ROUTES:
             return JSONResponse(spoken.token_count(session.count_tokens(call)))
-        is_retry = headers.get("x-stainless-retry-count", "0") not in ("", "0")
         key = headers.get("idempotency-key")
         answering = asyncio.ensure_future(_answered(session, spoken, call, digest, num_bytes, key, is_retry))
         if not call.is_stream:
