@@ -73,6 +73,7 @@ def test_every_source_uses_each_episode_once(folder: Path, source: str) -> None:
 
 def test_a_run_that_dies_in_the_middle_ends_as_one_that_never_did(folder: Path, tmp_path: Path) -> None:
     overrides = [f"training.steps={STEPS}", "training.mini_batches=2", "run.save_every=3", "rollout.exact=true"]
+    overrides += ["rollout.prompts=2", "rollout.n=2"]
     shutil.copytree(folder, tmp_path / "unbroken")
     expected = result(run_of(tmp_path / "unbroken", AGENT, overrides))
     for name in ("answers written, not scored", "step done, not committed", "right after a checkpoint"):

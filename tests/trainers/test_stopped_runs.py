@@ -97,7 +97,7 @@ class AsksAgain(Environment):
 """
 
 
-@pytest.mark.parametrize("kind", ["sync", "greedy", "environment"])
+@pytest.mark.parametrize("kind", ["sync", "greedy", "environment", pytest.param("agent", marks=pytest.mark.slow)])
 def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +110,12 @@ def test_a_run_stopped_while_it_samples_goes_on_as_if_it_had_never_stopped(
             "reward.parts=[task]",
             "rollout.max_rows=2",  # so that episodes are left when the first ones have ended
             "rollout.exact=true",  # which rows are decoded together depends on when the environments reply
+        ],
+        "agent": [
+            f"environment={{agent: '{Path(__file__).with_name('agent_programs.py')}:chain', workers: 1}}",
+            "reward.parts=[task]",
+            "rollout.max_rows=2",
+            "rollout.exact=true",
         ],
     }
     overrides = [*STEPS, *kinds[kind]]
