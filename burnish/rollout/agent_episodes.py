@@ -204,6 +204,7 @@ class AgentTrajectories(InFlightTrajectories):
         active.num_turns, active.finish, active.main_turn = len(path.turns), agent.finish, exported.main
         active.add_metrics({METRIC_NAMES.get(name, name): count for name, count in agent.tree.metrics.items()})
         active.add_metrics(agent.counts)
+        active.add_metrics({f"untrained_{reason}": count for reason, count in exported.not_trained.items()})
         if (note := agent.tree.note()) is not None:
             active.add_event(REWRITES_HISTORY, self._host.kind.name, note)
         if end.reward is not None:
