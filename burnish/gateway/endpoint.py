@@ -46,6 +46,9 @@ EARLY_ANSWER_S = 2.0
 """A stream begins after so long without an answer. Before that, an error still has its own HTTP status."""
 KEEP_ALIVE_S = 10.0
 """How often a stream that waits for the engine sends a comment."""
+IDLE_CONNECTION_S = 600
+"""An idle connection is closed after so long. Agents think and run tools between two calls; a client that sends its next call at the moment in
+which the server closes the connection gets an error."""
 STOP_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
@@ -83,6 +86,7 @@ class RecordingEndpoint:
                 ws="none",
                 http=limited_protocol(process_limits()),
                 timeout_graceful_shutdown=1,
+                timeout_keep_alive=IDLE_CONNECTION_S,
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
