@@ -52,6 +52,11 @@ async def forks(row, client):
     await client.completions.create(model="x", prompt=row["prompt"] + "0>" + answers[0].choices[0].text + "7>", max_tokens=4)
     return {answers[0].id: 1.0, answers[2].id: -0.5}
 
+def several(row, base_url, api_key):
+    answer = ask(base_url, api_key, prompt=row["prompt"], n=3)
+    ask(base_url, api_key, prompt=row["prompt"] + answer["choices"][1]["text"] + "5>")
+    return 1.0
+
 def never_calls(row):
     return 1.0
 
@@ -170,6 +175,15 @@ def test_an_episode_is_the_same_whatever_runs_beside_it_and_however_often_it_is_
         assert t.reward == again[name].reward
         assert [node.tokens.tolist() for node in t.nodes] == [node.tokens.tolist() for node in again[name].nodes]
         assert [span.node for span in t.turns] == [span.node for span in again[name].turns]
+
+
+def test_of_several_choices_only_the_continued_one_is_trained(model: Decoder, folder: Path) -> None:
+    for t in played(runner_of(DenseEngine(model), folder, "several"), 1).values():
+        sampled = [node for node in t.nodes if node.is_sampled]
+        assert len(sampled) == 4
+        assert t.metadata[EPISODE_METRICS]["untrained_unused"] == 2 == sum(not node.is_trained for node in sampled)
+        batch = pack([t])
+        assert int(batch.token["loss_mask"].sum()) == sum(len(n.tokens) for n in sampled if n.is_trained)
 
 
 def test_rewards_of_calls_and_measurements_reach_the_trajectory(model: Decoder, folder: Path) -> None:
