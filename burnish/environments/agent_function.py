@@ -13,7 +13,9 @@ configured reward then scores the last answer.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -114,10 +116,19 @@ class AgentFunction(AgentProgram):
             raise UserError(
                 f"environment.agent={self.target} asks for a client, which needs the package openai: pip install 'burnish[agents]'"
             ) from error
-        kind = openai.AsyncOpenAI if is_async else openai.OpenAI
-        client = kind(base_url=task.base_url, api_key=task.api_key, timeout=None)
+        kind: Any = openai.AsyncOpenAI if is_async else openai.OpenAI
+        http: Any = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient
+        # Every client would read all certificates of the machine, which takes 50 ms.
+        http_client = http(verify=_certificates(), timeout=None)
+        client = kind(base_url=task.base_url, api_key=task.api_key, http_client=http_client, timeout=None)
         self._clients.append(client)
         return client
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Return the certificates that the clients of this process share."""
+    return ssl.create_default_context()
 
 
 def row_columns(episode: Episode) -> dict[str, Any]:
