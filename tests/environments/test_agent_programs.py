@@ -46,7 +46,7 @@ TASK = AgentTask(
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "agents.py"
+    path = tmp_path / "program_agents.py"
     path.write_text(AGENTS)
     return path
 

@@ -95,7 +95,7 @@ def model(tools: Any) -> Decoder:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "episode_agents.py").write_text(AGENTS)
     return tmp_path
 
 
@@ -120,7 +120,7 @@ class Recorded:
 
 
 def runner_of(engine: Any, folder: Path, name: str, **settings: Any) -> RolloutRunner:
-    config = EnvironmentConfig(**({"agent": f"agents.py:{name}", "workers": 1, "retries": 0} | settings))  # type: ignore[arg-type]
+    config = EnvironmentConfig(**({"agent": f"episode_agents.py:{name}", "workers": 1, "retries": 0} | settings))  # type: ignore[arg-type]
     _, host = environment_of(config, TOKENIZER, folder)
     endpoint = recording_endpoint(config, TOKENIZER, Template(kind="plain"))
     return RolloutRunner(

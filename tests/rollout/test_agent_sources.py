@@ -68,7 +68,7 @@ def model(tools: Any) -> Decoder:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / "agents.py").write_text(WAITING)
+    (tmp_path / "episode_agents.py").write_text(WAITING)
     (tmp_path / "script.py").write_text(SCRIPT)
     before = set(descendants(os.getpid()))
     yield tmp_path

@@ -217,7 +217,10 @@ def test_a_sandbox_that_dies_is_an_error_and_the_next_program_has_a_new_one() ->
     with Sandbox(Limits(), slack_s=1.0) as sandbox:
         sandbox.start()
         assert sandbox._process is not None
+        (zygote,) = Path(f"/proc/{sandbox._process.pid}/task/{sandbox._process.pid}/children").read_text().split()
         os.kill(sandbox._process.pid, signal.SIGKILL)
+        while Path(f"/proc/{zygote}").exists():  # it dies with its parent, and until then it could still run a program
+            time.sleep(0.01)
         with pytest.raises(SandboxError):
             sandbox.run_stdio("print(1)", "", 5.0)
         assert sandbox.run_stdio("print(1)", "", 5.0).output == "1\n"
