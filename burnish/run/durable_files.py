@@ -55,8 +55,11 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def atomic_write(path: Path, content: bytes | str) -> None:
-    """Replace a file's content durably, or leave the file unchanged."""
+def atomic_write(path: Path, content: bytes | str, syncs_folder: bool = True) -> None:
+    """Replace a file's content durably, or leave the file unchanged.
+
+    Without `syncs_folder` the new name is not synced, and the folder may be renamed by a reader as soon as the file is there.
+    """
     temporary = _temporary_path(path)
     try:
         with name_file_in_errors(path), open(temporary, "wb") as file:
@@ -67,7 +70,8 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    if syncs_folder:
+        fsync_path(path.parent)
 
 
 def append_durably(path: Path, data: bytes) -> None:

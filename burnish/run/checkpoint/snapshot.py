@@ -206,7 +206,8 @@ def parts_folder(path: Path) -> Path:
 
 
 def _write_part_list(folder: Path, part: WriterRank, message: dict[str, Any]) -> None:
-    atomic_write(folder / f"part-{part.index:05d}.json", json.dumps(message))
+    """Tell process 0 that a part is complete. It syncs and renames the folder at once, so the folder may be gone afterwards."""
+    atomic_write(folder / f"part-{part.index:05d}.json", json.dumps(message), syncs_folder=False)
 
 
 def _wait_for_parts(folder: Path, part: WriterRank) -> Checksums:
