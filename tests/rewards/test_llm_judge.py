@@ -184,7 +184,9 @@ def test_no_more_calls_a_minute_than_allowed() -> None:
     with serving(by_answer) as endpoint:
         started = time.monotonic()
         judged(endpoint, [request(str(k), str(k)) for k in range(5)], per_minute=1200)
-    assert max(endpoint.at) - started >= 0.2  # four gaps of 50 ms, counted from before the first call, which may come late
+    assert (
+        max(endpoint.at) - started >= 0.2
+    )  # four gaps of 50 ms, counted from before the first call, which may come late
 
 
 def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
