@@ -22,14 +22,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from burnish.gateway.calls import CallAnswer, ModelCall
 from burnish.gateway.connections import limited_protocol, process_limits, raise_file_limit
-from burnish.gateway.openai_schema import ApiError, internal_error
+from burnish.gateway.openai_schema import ApiError, internal_error, json_object
 from burnish.gateway.protocols import KEEP_ALIVE, PROTOCOLS, CallProtocol, api_key
 from burnish.gateway.request_bodies import BodyReader
 from burnish.gateway.session import AgentSession, SampleRequest, SessionLimits, SessionSpent
@@ -164,11 +163,7 @@ class RecordingEndpoint:
             raise ApiError(404, f"{request.method} {path}: there is no such route", code="not_found")
         headers = {name.lower(): value for name, value in request.headers.items()}
         if protocol is None:
-            try:
-                given = await self._bodies.work(request, from_json)
-            except ValueError as error:
-                raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-            _rewarded(session, given)
+            _rewarded(session, await self._bodies.work(request, json_object))
             return JSONResponse({"object": "reward"})
         spoken = protocol
 
@@ -273,8 +268,8 @@ def _error_response(error: ApiError, protocol: CallProtocol | None) -> Response:
     return JSONResponse(body, status, headers=error.headers)
 
 
-def _rewarded(session: AgentSession, body: Any) -> None:
-    if not isinstance(body, dict) or not isinstance(body.get("id"), str):
+def _rewarded(session: AgentSession, body: dict[str, Any]) -> None:
+    if not isinstance(body.get("id"), str):
         raise ApiError(400, 'expected {"id": answer id, "reward": number}', code="invalid_value")
     session.reward(body["id"], _number(body.get("reward"), "reward"))
 

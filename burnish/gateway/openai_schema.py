@@ -372,15 +372,20 @@ class DetokenizeRequest(StrictFields):
 Body = TypeVar("Body", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
-def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
-    """Parse the body of a request; raise an `ApiError` if it is invalid."""
+def json_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Parse the body of a request; raise an `ApiError` unless it is a JSON object."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    fields = {name: v for name, v in value.items() if v is not None and name not in IGNORED_FIELDS}
+    return value
+
+
+def parse_body(kind: type[Body], body: bytes | bytearray) -> Body:
+    """Parse the body of a request; raise an `ApiError` if it is invalid."""
+    fields = {name: v for name, v in json_object(body).items() if v is not None and name not in IGNORED_FIELDS}
     for name in [name for name in fields if name in NEUTRAL_VALUES and issubclass(kind, SamplingFields)]:
         neutral = _neutral_best_of(fields) if name == "best_of" else NEUTRAL_VALUES[name]
         if fields.pop(name) not in neutral:

@@ -12,9 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
-from burnish.gateway.openai_schema import INT64_LIMIT, MAX_FIELDS, MAX_NAME, ApiError, bad_value
+from burnish.gateway.openai_schema import INT64_LIMIT, MAX_FIELDS, MAX_NAME, ApiError, bad_value, json_object
 
 Json = dict[str, Any]
 MAX_RECORDED = 65536
@@ -35,13 +33,7 @@ class Fields:
     @classmethod
     def of_body(cls, body: bytes | bytearray) -> Fields:
         """Parse a body; raise an `ApiError` unless it is a JSON object."""
-        try:
-            value = from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-        if not isinstance(value, dict):
-            raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-        return cls(value)
+        return cls(json_object(body))
 
     def where(self, name: str) -> str:
         """The path of a field."""
