@@ -1,17 +1,19 @@
-"""Agents with a real model on one GPU: board games, GSM8K with a Python tool, and questions that need a search.
+"""Agents with a real model on one GPU: board games, GSM8K with tools and with an agent of its own, and questions that need a search.
 
-python bench/agents_gpu.py MODEL --state FOLDER [--work frozen_lake games gsm8k search] [--budget 480]
-                           [--data DIR] [--search-data DIR] [--unsafe] [--tiny]
+python bench/agents_gpu.py MODEL --state FOLDER [--work NAME ...] [--seconds 480] [--budget 480]
+                           [--data DIR] [--search-data DIR] [--unsafe] [--set key=value ...] [--tiny]
 
-- frozen_lake: trains three variants (`LAKES`) for `--seconds` each, measures them on train boards that no variant trains on, goes on with the
-  best one, and measures it on the 512 test boards.
-- games: GiGPO and, as control, PPO on Sokoban and FrozenLake for the same time.
-- gsm8k: GRPO with and without the Python tool, with the same number of tokens for an answer.
+- lakes: trains variants of FrozenLake (`LAKES`) for a part of `--seconds` and measures them on train boards that no variant trains on.
+- frozen_lake, sokoban: GiGPO, for FrozenLake with the variant that `lakes` found best (or `--lake`), measured on the 512 test boards.
+- frozen_lake_ppo, sokoban_ppo: PPO for the same time, as control.
+- gsm8k_python, gsm8k_plain: GRPO with and without the Python tool, with the same number of tokens for an answer.
+- gsm8k_agent: a program with the openai client and a calculator of its own, trained through the recording endpoint.
 - search: Search-R1's tags on questions of one to three hops, and the same questions closed-book.
 
 Training ends after a number of seconds, not steps, by an interrupt that saves the last step. Everything that was measured is in
-FOLDER/state.json and the runs are beside it: the same command goes on after `--budget` seconds or a kill. `--tiny` makes a model of its own and
-takes seconds on a CPU, to see that everything works. `search` needs bm25s and the files of `burnish data prepare search`.
+FOLDER/state.json and the runs are beside it: the same command goes on after `--budget` seconds or a kill. A result replaces that of the same
+run in bench/results. `--tiny` makes a model of its own and takes seconds on a CPU, to see that everything works. `search` needs bm25s and the
+files of `burnish data prepare search`, `gsm8k_agent` the extra `[agents]`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import on_this_gpu, save, table
+from common import RESULTS, on_this_gpu, save, table
 
 from burnish.run.durable_files import atomic_write
 from burnish.run.metrics import read_metrics
@@ -47,34 +50,35 @@ COMMON = [
     "validation.every=0",
     "validation.limit=null",
     "validation.by=null",
+    "run.keep_best=true",
     f"training.steps={NEVER}",
     "run.save_every=20",
     "run.keep_last=1",
     "run.samples_every=20",
 ]
 GAME_UPDATES = [
-    "rollout={prompts: 16, n: 8, max_tokens: 200, max_rows: 256}",
+    "rollout={prompts: 32, n: 8, max_tokens: 128, max_rows: 256}",
     "training.mini_batches=2",
-    "training.token_budget=32768",
+    "training.token_budget=16384",
     "training.optimizer={lr: 3.0e-6}",
 ]
+"""Many boards a step: no direction is better than another on average, so few boards teach a favourite direction, and the entropy collapses."""
 GIGPO = ["algorithm=gigpo", "algorithm.kl={loss: {coef: 0}, reference: none}"]
 EXPLORES = ["algorithm.clip={low: 0.2, high: 0.28}", "algorithm.entropy={coef: 0.001}"]
 """What RAGEN-2 sets against a collapse of the entropy."""
 COORDINATES = "observation: grid_coord, success_rate: 1.0"
 LAKES: dict[str, list[str]] = {
-    # The settings under which Sokoban learned, with coordinates in place of the bare grid (whose columns a tokenizer merges), clip-higher and an entropy bonus.
-    "coordinates": [*GIGPO, *EXPLORES, *GAME_UPDATES],
+    # Five turns of at most two actions, as in the recipe.
+    "two_actions": [*GIGPO, *EXPLORES, *GAME_UPDATES],
     # One action a turn: every decision is a turn with a state and a return of its own, so GiGPO's anchors compare single moves.
     "one_action": [
         *GIGPO,
         *EXPLORES,
         *GAME_UPDATES,
-        "rollout.max_tokens=100",
         "environment.max_turns=10",
         f"environment.options={{{COORDINATES}, max_turns: 10, max_actions: 10, max_actions_per_turn: 1}}",
     ],
-    # Larger groups of fewer boards, of which those with the largest reward spread count; one smaller update held to the base by a KL term.
+    # The groups with the largest reward spread count, and a KL term holds the policy to the base.
     "snr_and_kl": [
         "algorithm=gigpo",
         "algorithm.advantage.normalise=std",
@@ -82,9 +86,6 @@ LAKES: dict[str, list[str]] = {
         "algorithm.filters=[{name: snr, share: 0.9}]",
         "algorithm.entropy={coef: 0.001}",
         *GAME_UPDATES,
-        "rollout={prompts: 8, n: 16, max_tokens: 200, max_rows: 256}",
-        "training.mini_batches=1",
-        "training.optimizer={lr: 2.0e-6}",
     ],
 }
 """Overrides on recipes/ragen_frozen_lake.yaml."""
@@ -98,7 +99,7 @@ MATH = [
     "reward={parts: math, workers: 8}",
     "data.max_prompt_tokens=512",
     "training.mini_batches=4",
-    "training.token_budget=32768",
+    "training.token_budget=16384",
     "training.optimizer={lr: 2.0e-6}",
 ]
 CLOSED_BOOK = (
@@ -171,7 +172,7 @@ class Bench:
             raise OutOfBudget
         seconds = min(seconds, possible)
         given = [*COMMON, *job.overrides, f"model.path={self.model}", f"run.directory={self.folder}"]
-        given += [f"run.name={job.name}", *(TINY if self.args.tiny else [])]
+        given += [f"run.name={job.name}", *self.args.set, *(TINY if self.args.tiny else [])]
         if self.args.tiny and not set(NO_ENVIRONMENT) <= set(given):
             given.append("environment.max_tokens=8000")  # its tokens are characters
         command = [*BURNISH, "train", str(RECIPES / f"{job.recipe}.yaml"), *given]
@@ -204,7 +205,7 @@ class Bench:
                 raise OutOfBudget
             command = [*BURNISH, "eval", model, test.data, "--out", str(out)]
             if not any(out.glob("*.json")):
-                subprocess.run([*command, *test.options, *test.overrides], check=True)
+                subprocess.run([*command, "--max-rows", "256", *test.options, *test.overrides], check=True)
             found = json.loads(next(out.glob("*.json")).read_text())
             row[name] = found["accuracy"]
             row[f"{name}_completions"] = str(next(out.glob("*.jsonl")).relative_to(self.folder))
@@ -221,9 +222,6 @@ class Bench:
 
     def write(self) -> None:
         atomic_write(self.file, json.dumps(self.state, indent=1) + "\n")
-
-    def scaled(self, seconds: float) -> float:
-        return self.args.tiny_seconds if self.args.tiny else seconds
 
     def train_file(self, path: Path) -> str:
         return f"data.train={{path: {path}, limit: {64 if self.args.tiny else NEVER}}}"
@@ -247,53 +245,78 @@ def game_test(bench: Bench, game: str, overrides: list[str], is_held_back: bool 
     return Test(f"task:{game}", options, settings)
 
 
-def frozen_lake(bench: Bench) -> None:
-    """Three variants for a while, then the best of them on held-back train boards for longer."""
-    found, facts, seconds = {}, {"work": "frozen_lake"}, bench.scaled(bench.args.seconds)
+def lakes(bench: Bench) -> None:
+    """Train the variants of FrozenLake for a while, and measure each on held-back train boards."""
     for name, overrides in LAKES.items():
         tests = {"held_back": game_test(bench, "frozen_lake", overrides, is_held_back=True)}
-        job = Job(f"lake_{name}", "ragen_frozen_lake", overrides, tests, seconds, facts)
-        found[name] = bench.run(job)["held_back_after"]
-    best = max(found, key=lambda name: found[name])
-    print(f"held-back train boards solved: {found}; going on with {best}", flush=True)
+        bench.run(Job(f"lake_{name}", "ragen_frozen_lake", overrides, tests, bench.args.seconds / 3, {"work": "lakes"}))
+
+
+def frozen_lake(bench: Bench) -> None:
+    """The best variant of FrozenLake, or the one that was asked for."""
+    found = {name: bench.state.get(f"lake_{name}", {}).get("held_back_after", -1.0) for name in LAKES}
+    best = bench.args.lake or max(found, key=lambda name: found[name])
+    facts = {"work": "frozen_lake", "system": f"GiGPO, {best}", "published": PUBLISHED["frozen_lake"]}
     tests = {"solved": game_test(bench, "frozen_lake", LAKES[best])}
-    job = Job(f"lake_{best}", "ragen_frozen_lake", LAKES[best], tests, 4 * seconds)
-    bench.run(job)["published"] = PUBLISHED["frozen_lake"]
-    bench.write()
+    bench.run(Job("frozen_lake", "ragen_frozen_lake", LAKES[best], tests, bench.args.seconds, facts))
 
 
-def games(bench: Bench) -> None:
-    """GiGPO and PPO on both games for the same time."""
-    seconds = bench.scaled(2 * bench.args.seconds)
-    for game in PUBLISHED:
-        for system, overrides in (("gigpo", [*GIGPO, *EXPLORES, *GAME_UPDATES]), ("ppo", PPO)):
-            facts = {"work": game, "system": system, "published": PUBLISHED[game]}
-            tests = {"solved": game_test(bench, game, overrides)}
-            bench.run(Job(f"{game}_{system}", f"ragen_{game}", overrides, tests, seconds, facts))
+def game(name: str, system: str, overrides: list[str]) -> Callable[[Bench], None]:
+    """A game with an algorithm, on the 512 test boards."""
+
+    def run(bench: Bench) -> None:
+        facts = {"work": name, "system": system, "published": PUBLISHED[name]}
+        tests = {"solved": game_test(bench, name, overrides)}
+        job_name = f"{name}_{system.lower()}"
+        bench.run(Job(job_name, f"ragen_{name}", overrides, tests, bench.args.seconds, facts))
+
+    return run
 
 
-def gsm8k(bench: Bench) -> None:
-    """With and without the tool, with the same tokens for an answer."""
-    for split in ("train", "test"):
-        out = bench.folder / f"gsm8k_{split}.parquet"
+def gsm8k_files(bench: Bench) -> dict[str, Path]:
+    """The questions of GSM8K as parquet, by split."""
+    files = {split: bench.folder / f"gsm8k_{split}.parquet" for split in ("train", "test")}
+    for split, out in files.items():
         if not out.exists():
             source = bench.args.data / f"gsm8k_{split}.jsonl"
             subprocess.run([*BURNISH, "data", "prepare", "gsm8k", str(source), str(out)], check=True)
+    return files
+
+
+def gsm8k_python(bench: Bench) -> None:
+    """GSM8K with the Python tool: at most half of the tokens in a turn, and all of them with the programs' output."""
     sandbox = ", options: {sandbox: unsafe}" if bench.args.unsafe else ""
-    data = [bench.train_file(bench.folder / "gsm8k_train.parquet")]
     tool = [f"environment.tools=[{{name: python{sandbox}}}]", f"environment.max_tokens={TOKENS + 256}"]
-    size = "rollout={{prompts: 64, n: 8, max_tokens: {}, max_rows: 512}}"
+    gsm8k(bench, "with the Python tool", [*tool, "algorithm.filters=[void_turns]"], TOKENS // 2)
+
+
+def gsm8k_plain(bench: Bench) -> None:
+    """GSM8K without the tool, with as many tokens for an answer."""
     plain = [*NO_ENVIRONMENT, "data.template.system='Solve it step by step. Put the final answer in \\boxed{}.'"]
-    filters, seconds = "algorithm.filters=[void_turns]", bench.scaled(2 * bench.args.seconds)
-    for name, overrides, tokens in (
-        ("with_python", [*tool, filters, size.format(TOKENS // 2)], TOKENS // 2),
-        ("without", [*plain, size.format(TOKENS)], TOKENS),
-    ):
-        own = [o for o in overrides if o.startswith(("environment", "data.template"))]
-        options = ["--max-tokens", str(tokens), "--reward", "math", *bench.limit(1319)]
-        test = Test(str(bench.folder / "gsm8k_test.parquet"), options, recipe_text("torl", own))
-        facts, given = {"work": "gsm8k", "system": name}, [*MATH, *data, *overrides]
-        bench.run(Job(f"gsm8k_{name}", "torl", given, {"solved": test}, seconds, facts))
+    gsm8k(bench, "plain", plain, TOKENS)
+
+
+def gsm8k(bench: Bench, system: str, overrides: list[str], tokens: int) -> None:
+    files = gsm8k_files(bench)
+    own = [o for o in overrides if o.startswith(("environment", "data.template"))]
+    options = ["--max-tokens", str(tokens), "--reward", "math", *bench.limit(1319)]
+    test = Test(str(files["test"]), options, recipe_text("torl", own))
+    size = f"rollout={{prompts: 64, n: 8, max_tokens: {tokens}, max_rows: 512}}"
+    given = [*MATH, bench.train_file(files["train"]), *overrides, size]
+    name = "gsm8k_plain" if system == "plain" else "gsm8k_python"
+    bench.run(Job(name, "torl", given, {"solved": test}, bench.args.seconds, {"work": "gsm8k", "system": system}))
+
+
+def gsm8k_agent(bench: Bench) -> None:
+    """The agent of recipes/gsm8k_agent.yaml, greedy, before and after."""
+    files = gsm8k_files(bench)
+    agent = json.dumps({"agent": f"{RECIPES.parent / 'examples/agents/gsm8k_agent.py'}:run"})
+    options = ["--max-tokens", "384", "--reward", "number", "--environment", agent, *bench.limit(1319)]
+    calls = ["environment.call_format=hermes"] if bench.args.tiny else []  # a real model's template says it
+    test = Test(str(files["test"]), options, ["environment.max_turns=6", "environment.max_tokens=2048", *calls])
+    given = [bench.train_file(files["train"]), "training.token_budget=16384", "training.optimizer={lr: 3.0e-6}", *calls]
+    facts = {"work": "gsm8k", "system": "agent with the openai client"}
+    bench.run(Job("gsm8k_agent", "gsm8k_agent", given, {"solved": test}, bench.args.seconds, facts))
 
 
 def search(bench: Bench) -> None:
@@ -303,18 +326,18 @@ def search(bench: Bench) -> None:
     overrides = [
         bench.train_file(folder / "train.jsonl"),
         tools,
-        "rollout={prompts: 64, n: 8, max_tokens: 400, max_rows: 512}",
-        "training.token_budget=32768",
-        "training.optimizer={lr: 2.0e-6, warmup: 5}",
+        "rollout={prompts: 32, n: 8, max_tokens: 300, max_rows: 256}",
+        "training.token_budget=16384",
+        "training.optimizer={lr: 3.0e-6, warmup: 5}",
         "algorithm.kl={loss: {coef: 0}, reference: none}",
     ]
-    options = ["--max-tokens", "400", "--reward", "search_r1", *bench.limit(500)]
+    options = ["--max-tokens", "300", "--reward", "search_r1", *bench.limit(500)]
     data = str(folder / "test.jsonl")
     tests = {
         "solved": Test(data, options, recipe_text("search_r1", [tools])),
         "closed_book": Test(data, options, [*NO_ENVIRONMENT, f"data.template.system={json.dumps(CLOSED_BOOK)}"]),
     }
-    job = Job("search", "search_r1", overrides, tests, bench.scaled(4 * bench.args.seconds), {"work": "search"})
+    job = Job("search", "search_r1", overrides, tests, bench.args.seconds, {"work": "search"})
     row = bench.run(job)
     with_tool = bench.right(row, f"solved_after_{job.seconds:.0f}s")
     alone = bench.right(row, f"closed_book_after_{job.seconds:.0f}s")
@@ -331,7 +354,17 @@ def recipe_text(recipe: str, overrides: list[str]) -> list[str]:
     return [*given, *overrides]
 
 
-WORK = {"frozen_lake": frozen_lake, "games": games, "gsm8k": gsm8k, "search": search}
+WORK: dict[str, Callable[[Bench], None]] = {
+    "lakes": lakes,
+    "frozen_lake": frozen_lake,
+    "frozen_lake_ppo": game("frozen_lake", "PPO", PPO),
+    "sokoban": game("sokoban", "GiGPO", [*GIGPO, *EXPLORES, *GAME_UPDATES]),
+    "sokoban_ppo": game("sokoban", "PPO", PPO),
+    "gsm8k_python": gsm8k_python,
+    "gsm8k_plain": gsm8k_plain,
+    "gsm8k_agent": gsm8k_agent,
+    "search": search,
+}
 
 
 def tiny_model(folder: Path) -> Path:
@@ -357,14 +390,16 @@ def main() -> None:
     add("model", type=Path, nargs="?", help="a Hugging Face directory")
     add("--state", type=Path, required=True, help="folder of the runs and of what was measured")
     add("--work", nargs="+", default=list(WORK), choices=list(WORK))
-    add("--seconds", type=float, default=180.0, help="training of a lake; others take two or four times as long")
+    add("--seconds", type=float, help="training of each work (default 480; 20 with --tiny)")
     add("--budget", type=float, default=480.0, help="seconds after which this call ends")
+    add("--lake", choices=list(LAKES), help="variant of frozen_lake (default: the best one of lakes)")
+    add("--set", nargs="+", default=[], metavar="key=value", help="further settings of every training")
     add("--data", type=Path, default=Path("data"), help="folder of gsm8k_train.jsonl and gsm8k_test.jsonl")
     add("--search-data", type=Path, default=Path("data/search"), help="folder of `burnish data prepare search`")
     add("--unsafe", action="store_true", help="run programs without a sandbox, where there are no namespaces")
     add("--tiny", action="store_true", help="a tiny model of its own, for seconds on a CPU")
-    add("--tiny-seconds", type=float, default=20.0)
     args = parser.parse_args()
+    args.seconds = args.seconds or (20.0 if args.tiny else 480.0)
     if args.model is None and not args.tiny:
         parser.error("give a model directory, or --tiny")
     bench = Bench(args)
@@ -387,10 +422,20 @@ def main() -> None:
         "solved_after",
     ]
     print(table(rows, [*columns, "closed_book_before", "closed_book_after", "needs_tool", "published"]))
-    if is_complete:
-        print(f"saved {save(on_this_gpu('agents_gpu'), rows, bench.folder / 'agents_gpu.json' if args.tiny else None)}")
+    if args.tiny:
+        print(f"saved {save('agents_gpu', rows, bench.folder / 'agents_gpu.json')}")
     else:
+        print(f"saved {save_runs(on_this_gpu('agents_gpu'), rows)}")
+    if not is_complete:
         print("the budget of this call is spent: the same command goes on")
+
+
+def save_runs(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Write the rows, and keep those of other runs."""
+    file = RESULTS / f"{name}.json"
+    known = json.loads(file.read_text())["rows"] if file.exists() else []
+    replaced = {row["run"] for row in rows}
+    return save(name, [*(row for row in known if row["run"] not in replaced), *rows])
 
 
 if __name__ == "__main__":

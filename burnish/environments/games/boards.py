@@ -143,7 +143,7 @@ class BoardGame(TextGame):
 
     def _turn_text(self) -> str:
         most = min(self.max_actions_per_turn, self.actions_left)
-        example = f" {SEPARATOR} ".join((self.actions[0], self.actions[-1])) if most > 1 else ""
+        example = f"first action {SEPARATOR} second action" if most > 1 else ""  # naming real ones would suggest them
         return (
             f"Turn {self.turn + 1}:\nState:\n{self._board_text()}\n"
             f"{self._limits_text(most)}{format_sentence(self.format, example)}"

@@ -155,7 +155,7 @@ def test_prompts_state_rules_actions_limits_and_format() -> None:
         "Up, Down, Left, Right",
         "Turn 1:\nState:\n######",
         "10 actions left",
-        "<answer>Up || Right</answer>",
+        "<answer>first action || second action</answer>",
         "-0.1",
     ):
         assert part in text
