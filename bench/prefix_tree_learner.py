@@ -1,13 +1,13 @@
 """The learner on traces whose context is rewritten every turn: as separate rows, as prefix trees, and as many tokens in one chain.
 
-python bench/prefix_tree_learner.py [--cases 8192 ...] [--repeats 3]
+python bench/prefix_tree_learner.py [--cases 8192 ...] [--repeats 3] [--profile]
 
 A trace has 8 turns. Each turn samples 256 tokens, of which 192 are thinking that the context of the next turn drops. Turn k
 is therefore a row with the prompt, the last 64 tokens of the turns before it, and its own 256. A node of the tree of these
 rows is computed once. The chain has as many tokens as the tree, and the same number of them in the loss: it is the time that
 the tree would take if sharing were free. Medians are over repeats in which the systems take turns.
 
-On a GPU seconds are of the forward and backward passes of an update, and the model has the 1.5B shape in bfloat16. On a CPU
+`--profile` prints the kernels that took most of a GPU's time, for each system. On a GPU seconds are of the forward and backward passes of an update, and the model has the 1.5B shape in bfloat16. On a CPU
 they are the CPU time of an update, which other programs disturb less than the clock: set OMP_NUM_THREADS=1. There, in float32, a small decoder has the full lengths, and one of
 25 M parameters has shorter prompts: 2,048 tokens, and 512 with turns of 64, whose rows fit the C kernel.
 """
@@ -115,7 +115,20 @@ def on_cpu(learner: Learner, batch: Batch) -> float:
     return time.process_time() - started
 
 
-def measured(case: Case, repeats: int, device: str) -> list[dict[str, Any]]:
+def print_profile(name: str, learner: Learner, batch: Batch) -> None:
+    """Print the kernels of one update that took most of the GPU's time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        learner.update(batch, PolicyLoss())
+        torch.cuda.synchronize()
+    events = [event for event in found.key_averages() if event.self_device_time_total > 0]
+    print(f"{name}: {sum(event.self_device_time_total for event in events) / 1e6:.3f} s of kernels")
+    for event in sorted(events, key=lambda event: -event.self_device_time_total)[:14]:
+        print(f"  {event.self_device_time_total / 1e3:9.1f} ms  {event.count:6} x  {event.key[:110]}")
+
+
+def measured(case: Case, repeats: int, device: str, profiles: bool) -> list[dict[str, Any]]:
     """A row of results for each system."""
     model = model_of(case, device)
     vocab = model.arch.vocab_size
@@ -139,6 +152,10 @@ def measured(case: Case, repeats: int, device: str) -> list[dict[str, Any]]:
                 peaks[name] = torch.cuda.max_memory_allocated() / 2**30
             if device == "cpu" or repeat > 0:  # the first on a GPU compiles kernels
                 seconds[name].append(spent)
+    if profiles:
+        for name, (learner, batch) in systems.items():
+            tree_attention.PIECES_ON_GPU = name == IN_PIECES
+            print_profile(name, learner, batch)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     alone, _, chain = list(medians.values())[:3]
     work = f"{case.name}, prompt {case.prompt:,}, {case.turns} turns of {case.turn}, {case.traces} traces"
@@ -166,10 +183,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*cases], default=[*cases], help="tokens of the prompt")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="print what the GPU's time goes to")
     args = parser.parse_args()
+    if args.profile and device == "cpu":
+        parser.error("--profile needs a GPU")
     rows = []
     for name in args.cases:
-        rows += measured(cases[name], args.repeats, device)
+        rows += measured(cases[name], args.repeats, device, args.profile)
         columns = ["work", "system", "tokens", "seconds", "speed_up", "over_unique_tokens", "peak_gib"]
         print(table([row for row in rows if row["work"] == rows[-1]["work"]], columns), flush=True)
     print(f"saved {save(on_this_gpu('prefix_tree_learner'), rows)}")

@@ -92,7 +92,19 @@ def load(args: argparse.Namespace) -> Any:
     loaded = policy_engine(options, PolicyModel(model, tokenizer, None, ""), "")
     if args.engine == "simulated":
         loaded.make_engine = partial(_simulated, args, model, tokenizer.decode)
+    if args.steps_per_launch is not None:
+        loaded.make_engine = partial(_with_steps, loaded.make_engine, args.steps_per_launch)
     return loaded
+
+
+def _with_steps(make: Any, steps: int, listener: Any) -> Any:
+    from burnish.distributed.roles import find_paged_engine
+
+    engine = make(listener)
+    paged = find_paged_engine(engine)
+    assert paged is not None, "--steps-per-launch is of the paged engine, on a GPU or simulated"
+    paged.steps_per_launch = steps
+    return engine
 
 
 def _simulated(args: argparse.Namespace, model: Any, decode: Any, listener: Any) -> Any:
@@ -260,6 +272,7 @@ class Server:
             str(bound.fileno()),
         ]
         options += ["--tokenizer", str(args.tokenizer)] if args.tokenizer is not None else []
+        options += ["--steps-per-launch", str(args.steps_per_launch)] if args.steps_per_launch is not None else []
         self.process = subprocess.Popen(
             [sys.executable, __file__, *options], pass_fds=[bound.fileno()], stdout=subprocess.PIPE, text=True
         )
@@ -346,6 +359,9 @@ def main() -> None:
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--rounds", type=int, default=3, help="requests of each client")
     add("--max-rows", type=int, default=256)
+    add(
+        "--steps-per-launch", type=int, help="decode steps that the engine launches at once (default: the engine's own)"
+    )
     add("--beside", type=int, default=256, help="long requests beside the short ones; 0: leave that out")
     add("--tokenizer", type=Path, help="a directory with a tokenizer")
     add("--note", default="", help="a word for the rows, such as `before`")

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float64", "float32", "bfloat16", "float16"),
         help="type of the arithmetic (default: that of the run; else bfloat16 on a GPU, float32 on a CPU)",
     )
-    add("--max-rows", type=int, default=256, help="most completions decoded at once (default 256)")
+    add("--max-rows", type=int, help="most completions decoded at once (default: 1024 on a GPU, 256 on a CPU)")
     add(
         "--max-queue",
         type=int,
@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--engine-process",
-        choices=("on", "off"),
-        default="off",
-        help="run the engine in a process of its own, so that HTTP does not delay it (default off: a thread)",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="run the engine in a process of its own, so that HTTP does not delay it (default auto: on with a GPU)",
     )
     add("--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of the free GPU memory)")
     add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 stores keys and values in 8 bits")
@@ -97,8 +97,13 @@ def run(args: argparse.Namespace) -> int:
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise UserError("the API key must be of printable ASCII characters without spaces, and not empty")
+    from burnish.models.policy import resolve_device
     from burnish.serve.http_server import bind_socket, is_loopback
 
+    is_gpu = resolve_device(args.device).type == "cuda"
+    args.max_rows = args.max_rows or (1024 if is_gpu else 256)
+    if args.engine_process == "auto":
+        args.engine_process = "on" if is_gpu else "off"
     bound = bind_socket(args.host, args.port)  # before the model is loaded, so that a port in use is reported at once
     if api_key is None and not is_loopback(bound):
         print_note(f"anyone who can reach {args.host} may use this server: it requires no key (--api-key)")

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,20 @@ def passage_of(document: Any, where: str, score: float = 0.0) -> Passage:
 
 
 def import_bm25s() -> Any:
-    """The package `bm25s`; UserError that names the extra if it is missing."""
+    """The package `bm25s`; UserError that names the extra if it is missing.
+
+    It imports JAX where that is installed, and JAX then takes three quarters of a GPU's memory. So JAX is hidden from it.
+    """
+    is_hidden = "jax" not in sys.modules
+    if is_hidden:
+        sys.modules["jax"] = None  # type: ignore[assignment]  # an import of it fails
     try:
         import bm25s
     except ImportError as error:
         raise UserError(f"BM25 search needs the package bm25s: pip install 'burnish[search]' ({error})") from error
+    finally:
+        if is_hidden:
+            del sys.modules["jax"]
     return bm25s
 
 
@@ -101,7 +111,10 @@ class BM25Index:
         if not places:
             return found
         numbers, scores = self._retriever.retrieve(
-            [known[place] for place in places], k=min(top_k, len(self)), show_progress=False
+            [known[place] for place in places],
+            k=min(top_k, len(self)),
+            show_progress=False,
+            backend_selection="numpy",
         )
         for place, row, row_scores in zip(places, numbers, scores, strict=True):
             found[place] = [self._passage(int(n), float(s)) for n, s in zip(row, row_scores, strict=True) if s > 0]

@@ -7,6 +7,7 @@ import builtins
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.data.search_corpus import bm25_index
-from burnish.data.search_corpus.bm25_index import BM25Index
+from burnish.data.search_corpus.bm25_index import BM25Index, import_bm25s
 from burnish.environments.tools.search_bm25 import SearchBM25
 
 PASSAGES: list[dict[str, Any]] = [
@@ -114,3 +115,15 @@ def test_a_missing_corpus_and_bad_options_are_refused(tmp_path: Path) -> None:
         SearchBM25(str(write_corpus(tmp_path)), top_k=0)
     with pytest.raises(UserError, match="b from 0 to 1"):
         SearchBM25(str(write_corpus(tmp_path)), b=2.0)
+
+
+def test_jax_is_hidden_from_bm25s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bm25s imports JAX where it finds it, and JAX takes most of a GPU's memory."""
+    (tmp_path / "jax.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "bm25s.py").write_text("try:\n    import jax.lax\nexcept ImportError:\n    has_jax = False\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("jax", "bm25s")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert not import_bm25s().has_jax
+    assert "jax" not in sys.modules
+    del sys.modules["bm25s"]
