@@ -25,6 +25,8 @@ from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig
 from burnish.run.run_directory import RunDirectory, run_name
 
 if TYPE_CHECKING:
+    from burnish.run.durable_files import FolderId
+    from burnish.run.run import Run
     from burnish.trainers.offline_run import Outcome
 
 
@@ -35,7 +37,7 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_sft(args: argparse.Namespace) -> int:
     """Train; the last lines are the final loss and the path of the model."""
-    return _train(args, SftConfig, "burnish.trainers.sft", print_loss)
+    return _train(args, SftConfig)
 
 
 def add_prefer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,7 @@ def add_prefer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_prefer(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy before and after, the final loss and the path of the model."""
-    return _train(args, PreferConfig, "burnish.trainers.preference", _print_preference_results)
+    return _train(args, PreferConfig)
 
 
 def add_reward_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ def add_reward_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_reward_model(args: argparse.Namespace) -> int:
     """Train; the last lines are the accuracy on held-out pairs and the path of the model."""
-    return _train(args, RewardModelConfig, "burnish.trainers.reward_model", _print_reward_model_results)
+    return _train(args, RewardModelConfig)
 
 
 def _add_arguments(parser: argparse.ArgumentParser, config_type: type[Any], example: str) -> None:
@@ -71,10 +73,8 @@ def _add_arguments(parser: argparse.ArgumentParser, config_type: type[Any], exam
     parser.epilog = help_text(config_type)
 
 
-def _train(
-    args: argparse.Namespace, config_type: type[Any], trainer: str, print_results: Callable[[Outcome], None]
-) -> int:
-    """Train with the module `trainer`, or print the plan of a dry run."""
+def _train(args: argparse.Namespace, config_type: type[Any]) -> int:
+    """Train, or print the plan of a dry run."""
     from burnish.config.explain import plan_text
 
     loaded, name = load_recipe(config_type, args)
@@ -90,10 +90,22 @@ def _train(
             checks.append(lambda: RunDirectory.check(*place, dump(loaded.config), fill))
         return print_problems(loaded, checks)
     replaced = replaced_folder(args, Path(settings.directory) / folder_name)
+    return train_in_process(loaded, name, args.profile, replaced)
+
+
+def train_in_process(
+    loaded: Loaded[Any],
+    name: str,
+    profile: int | None = None,
+    replaced: FolderId | None = None,
+    on_open: Callable[[Run], None] | None = None,
+) -> int:
+    """Train in this process. `on_open` is called with the run once its directory exists."""
     from burnish.training.parallel.ranks import leave_process_group
 
+    trainer, print_results = TRAINERS[type(loaded.config)]
     execute = importlib.import_module(trainer).execute
-    outcome = execute(loaded.config, loaded.resolved, loaded.base, name, args.profile, replaced)
+    outcome = execute(loaded.config, loaded.resolved, loaded.base, name, profile, replaced, on_open)
     leave_process_group()
     if outcome is None:  # another rank prints the results
         return 0
@@ -161,3 +173,11 @@ def _print_reward_model_results(outcome: Outcome) -> None:
         order = f"{held_out.accuracy:.1%} of {held_out.pairs:,} in the right order"
         print(f"held-out pairs: {order}, margin {held_out.margin:.3f}")
         print(f"scores: mean {held_out.mean:.3f}, standard deviation {held_out.std:.3f}")
+
+
+TRAINERS: dict[type[Any], tuple[str, Callable[[Outcome], None]]] = {
+    SftConfig: ("burnish.trainers.sft", print_loss),
+    PreferConfig: ("burnish.trainers.preference", _print_preference_results),
+    RewardModelConfig: ("burnish.trainers.reward_model", _print_reward_model_results),
+}
+"""The module that trains a config, and the function that prints its results."""

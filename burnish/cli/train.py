@@ -180,15 +180,20 @@ def heartbeat_timeout_s(args: argparse.Namespace, config: TrainConfig) -> float:
 
 
 def train_in_process(
-    args: argparse.Namespace, loaded: Loaded[TrainConfig], name: str, replaced: FolderId | None = None
+    args: argparse.Namespace,
+    loaded: Loaded[TrainConfig],
+    name: str,
+    replaced: FolderId | None = None,
+    on_open: Callable[[Run], None] = lambda run: None,
 ) -> int:
-    """Train in this process."""
+    """Train in this process. `on_open` is called with the run once its directory exists."""
     from burnish.trainers.rl_run import checked_run, execute
     from burnish.training.parallel.ranks import require_single_process
 
     require_single_process("train")
     check_controls(args, loaded.config)
     with checked_run(loaded.config, loaded.resolved, loaded.base, name, replaced) as (parts, run):
+        on_open(run)
         if not execute(parts, run, args.profile):
             run.display.stop()
             run.end(run.last_step, is_complete=False)

@@ -51,9 +51,9 @@ def load(config_type: type[ConfigType], path: Path | None, overrides: Sequence[s
 
 
 def load_tree(
-    config_type: type[ConfigType], tree: dict[str, Any], path: Path, overrides: Sequence[str] = ()
+    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str] = ()
 ) -> Loaded[ConfigType]:
-    """The configuration of a tree that was made from the file `path`."""
+    """The configuration of a tree that was made from the file `path`, or by a program."""
     return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +24,13 @@ from burnish.run.journal import Journal, decode_record
 from burnish.run.metrics import MetricsFile, make_trackers
 from burnish.run.run_directory import RunDirectory, earlier_configs
 from burnish.run.samples import EventExamplesFile, WorstTokensFile, write_samples
+from burnish.run.supervisor.exit_status import END_EVENTS
 from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat, HeartbeatDisplay, process_seconds
 
 PROMPTS_FIELD = "prompts"
 """Field of a `step` record in the journal: the values of a `PromptVisit` for each prompt of the step."""
+StepListener = Callable[[int, dict[str, Any]], bool | None]
+"""Called after each committed step with its number and metrics. True asks the run to stop, as Ctrl-C does."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Run:
         """The last committed step; after `resume`, the step of the checkpoint that the run continues from."""
         self.saved_step = 0
         """The step of the newest checkpoint, written or being written."""
+        self.listeners: list[StepListener] = []
+        """Functions of a Python program. An error that one raises ends the run; the step is committed by then."""
+        self.stop_requested = False
+        """Whether a listener asked the run to stop. The trainers read it after each step and save that step."""
         self._saving_times: dict[str, float] = {}  # since the last step's metrics
 
     def resume(self) -> Checkpoint | None:
@@ -110,6 +117,8 @@ class Run:
         for tracker in self.trackers:
             tracker.log(step, values)
         self.display.step(step, values)
+        for listener in self.listeners:
+            self.stop_requested |= listener(step, {"step": step, **values}) is True
 
     def samples(self, step: int, kind: str, rows: list[dict[str, Any]]) -> None:
         """Write a table of samples."""
@@ -182,6 +191,7 @@ class FollowerRun(Run):
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.directory = RunDirectory(path)  # without the lock, which the owner holds
+        self.stop_requested = False  # the owner asks its listeners, and all processes stop with it
         self._devnull = open(os.devnull, "w")  # noqa: SIM115 (closed with the run)
         self.display = Display(Path(os.devnull), self._devnull)
         self.checkpoints = Checkpoints(self.directory.checkpoints, config.keep_last, self.display.note)
@@ -231,6 +241,16 @@ def read_visits(run: Path) -> list[PromptVisit]:
             f"the journal of {run} has no rewards of prompts: it must be a run of `burnish train` with a finished step"
         )
     return [PromptVisit(*values) for _, visits in steps for values in visits]
+
+
+def run_status(directory: RunDirectory) -> str:
+    """Return `complete`, `stopped` (by its user), `running`, or `interrupted` for a run whose process ended in another way."""
+    last = None
+    for event in _intact_events(directory.journal / "events.jsonl"):
+        last = event["event"]
+    if last in END_EVENTS:
+        return str(last)
+    return "interrupted" if directory.owner() is None else "running"
 
 
 def _intact_events(path: Path) -> Iterator[dict[str, Any]]:

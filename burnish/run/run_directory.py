@@ -222,6 +222,15 @@ class RunDirectory:
             raise UserError(f"{path} is not a run: it has no config.yaml{did_you_mean(path.name, siblings)}")
         return run
 
+    def owner(self) -> int | None:
+        """Return the process that writes the run, by the note in its lock; None if that process has ended."""
+        try:
+            number = int((self.path / "lock").read_text())
+            os.kill(number, 0)
+        except (OSError, ValueError):  # no lock, an empty one, or no such process
+            return None
+        return number
+
     def lock(self) -> None:
         """Take the lock, or raise a `UserError` that names the process that holds it."""
         file = self.path / "lock"

@@ -35,6 +35,8 @@ from burnish.training.profiler import profiled, step_to_profile
 UpdateConfig = SftConfig | PreferConfig | RewardModelConfig
 OnUpdate = Callable[[int, dict[str, float]], bool | None]
 """Called after every update with its number and metrics. Returning True ends the training."""
+OnOpen = Callable[[Run], None]
+"""Called with the run once its directory exists, before anything is trained."""
 UpdateContext = Callable[[int], AbstractContextManager[None]]
 """Returns the context manager of an update, by its number."""
 
@@ -146,10 +148,11 @@ def open_run(
     name: str,
     ranks: Ranks,
     replaced: FolderId | None = None,
+    on_open: OnOpen | None = None,
 ) -> Run:
     """Open the run directory, new or existing. The first process owns it; the others follow once it exists.
 
-    `replaced` is the folder of an old run of this name, which is moved to another name.
+    `replaced` is the folder of an old run of this name, which is moved to another name. The owner calls `on_open`.
     """
     settings = config.run
     if not ranks.is_first:
@@ -170,6 +173,12 @@ def open_run(
     run = Run(folder, settings, resolved)
     for note in notes:
         run.display.note(note)
+    if on_open is not None:
+        try:
+            on_open(run)
+        except BaseException:
+            run.close()
+            raise
     return run
 
 
@@ -202,9 +211,8 @@ def run_updates(session: OfflineRun, loop: Callable[[OnUpdate, UpdateContext], N
                 session.run.display.note(f"update {update} was skipped: no finite gradient, or no token to learn from")
             measured = session.measure(update)
             session.run.commit(update, values | measured, list(session.used(update)))
-            stopping = session.learner.ranks.any_process(
-                stop.requested
-            )  # read once, so that a run that stops has saved
+            is_asked = stop.requested or session.run.stop_requested
+            stopping = session.learner.ranks.any_process(is_asked)  # read once, so that a run that stops has saved
             due = update % session.settings.save_every == 0 or (bool(measured) and session.settings.keep_best)
             if stopping or update == session.total or due:
                 session.run.checkpoint(

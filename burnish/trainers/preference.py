@@ -43,7 +43,7 @@ from burnish.run.durable_files import FolderId, atomic_write
 from burnish.run.metrics import check_trackers
 from burnish.run.run import Run
 from burnish.trainers import offline_run
-from burnish.trainers.offline_run import OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
+from burnish.trainers.offline_run import OnOpen, OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
 from burnish.trainers.sft import pack_examples
 from burnish.training.learner import Learner
@@ -298,10 +298,11 @@ def execute(
     name: str,
     profile: int | None = None,
     replaced: FolderId | None = None,
+    on_open: OnOpen | None = None,
 ) -> Outcome | None:
     """One preference run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`. With several
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` and `on_open` are those of `open_run`. With several
     processes each trains on its share of every batch; the first one owns the run and returns the outcome.
     """
     stage = config.preference
@@ -322,7 +323,7 @@ def execute(
     set_activations(policy.module, stage.activations)
     parallelize_model(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
-    with offline_run.open_run(config, resolved, base, name, ranks, replaced) as run:
+    with offline_run.open_run(config, resolved, base, name, ranks, replaced, on_open) as run:
         session = PreferenceRun(
             config.run, run, policy, learner, stage.updates, "preference", memory=MemoryPlanCheck(memory, "preference"),
             config=config, loss=loss, rows=pairs, held_out=held_out, batch_size=stage.batch_size,

@@ -34,7 +34,7 @@ from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, writ
 from burnish.run.durable_files import FolderId
 from burnish.run.metrics import check_trackers
 from burnish.trainers import offline_run
-from burnish.trainers.offline_run import OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
+from burnish.trainers.offline_run import OnOpen, OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
 from burnish.training.learner import Learner
 from burnish.training.meter import reset_peak_memory
@@ -212,10 +212,11 @@ def execute(
     name: str,
     profile: int | None = None,
     replaced: FolderId | None = None,
+    on_open: OnOpen | None = None,
 ) -> Outcome:
     """One reward-model run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`.
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` and `on_open` are those of `open_run`.
     """
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -232,7 +233,7 @@ def execute(
     del policy  # frees the output head
     set_activations(scorer.module, stage.activations)
     learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
-    with offline_run.open_run(config, resolved, base, name, SOLO, replaced) as run:
+    with offline_run.open_run(config, resolved, base, name, SOLO, replaced, on_open) as run:
         order = pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
         session = RewardModelRun(
             config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryPlanCheck(memory, "reward model"),

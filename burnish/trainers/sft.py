@@ -26,7 +26,7 @@ from burnish.models.policy import PolicyModel, resolve_device
 from burnish.run.durable_files import FolderId
 from burnish.run.metrics import check_trackers
 from burnish.trainers import offline_run
-from burnish.trainers.offline_run import OfflineRun, OnUpdate, Outcome, UpdateContext
+from burnish.trainers.offline_run import OfflineRun, OnOpen, OnUpdate, Outcome, UpdateContext
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
 from burnish.training.learner import Learner
 from burnish.training.meter import reset_peak_memory
@@ -85,10 +85,11 @@ def execute(
     name: str,
     profile: int | None = None,
     replaced: FolderId | None = None,
+    on_open: OnOpen | None = None,
 ) -> Outcome | None:
     """One supervised run from start to end, or resumed. Mistakes in model and data are found before the run directory is created.
 
-    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` is an old run's folder, see `open_run`. With several
+    `profile` is the update to record with a profiler, or `NEXT_STEP`; `replaced` and `on_open` are those of `open_run`. With several
     processes each trains on its share of every batch; the first one owns the run and returns the outcome.
     """
     if config.run.threads is not None:
@@ -107,7 +108,7 @@ def execute(
     set_activations(policy.module, stage.activations)
     parallelize_model(policy.module, ranks, config.parallel.offload)
     learner = Learner(policy.module, stage.optimizer, stage.updates, stage.token_budget, ranks=ranks)
-    with offline_run.open_run(config, resolved, base, name, ranks, replaced) as run:
+    with offline_run.open_run(config, resolved, base, name, ranks, replaced, on_open) as run:
         session = OfflineRun(
             config.run, run, policy, learner, stage.updates, "sft", memory=MemoryPlanCheck(memory, "sft")
         )

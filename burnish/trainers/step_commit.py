@@ -71,7 +71,7 @@ def commit_step(
     run.commit(
         step, metrics, step_metrics.used_trajectory_ids(rollouts, result.batch), step_metrics.prompt_visits(rollouts)
     )
-    is_stopping = stop.requested
+    is_stopping = stop.requested or run.stop_requested
     is_measured_best = config.run.keep_best and score is not None
     is_due = is_stopping or is_last or is_measured_best or step % config.run.save_every == 0
     # A step without scores is not saved: once the reward is fixed, the run resumes from the last step with scores.
