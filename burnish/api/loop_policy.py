@@ -1,0 +1,285 @@
+"""`Policy`: a model that samples, scores its samples' tokens and learns, for training loops of your own.
+
+    policy = burnish.Policy.load("models/qwen", optimizer={"lr": 1e-6})
+    samples = policy.sample(["2+3="], n=8, max_tokens=16)
+    for sample in samples:
+        sample.reward = float(sample.completion == "5")
+    batch = burnish.pack(samples)
+    policy.update(batch.with_sequence(advantages=batch.sequence["reward"] - batch.sequence["reward"].mean()), "dr_grpo", horizon=16)
+
+It is made of the parts that `burnish train` is made of: the same engine, the same random keys, the same learner and losses.
+`examples/grpo_loop.py` is GRPO with it, and a test holds that to the numbers of `burnish train`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+
+from burnish.algorithms.losses.policy_loss import Loss, PolicyLoss
+from burnish.algorithms.terms.loss_terms import sequence_aggregation_weights
+from burnish.algorithms.terms.spec import Aggregation
+from burnish.config.data import Data, Source, Template
+from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.loading import algorithm_from_preset, load_tree
+from burnish.config.model import Model, Optimizer
+from burnish.config.records import Record
+from burnish.config.rollout import Rollout
+from burnish.core.batch import Batch
+from burnish.core.engine import Engine, SamplingOptions
+from burnish.core.trajectory import Trajectory
+from burnish.data.prompt_pool import Prompt
+from burnish.data.prompt_stream import PromptSample, PromptStream
+from burnish.data.row import Message, Row
+from burnish.data.row_formats import prompt_row
+from burnish.data.template import render_text, template_kind, tokenize_rendered
+from burnish.distributed.roles import build_engine
+from burnish.evaluation.evaluate import make_driver
+from burnish.evaluation.model_source import compute_dtype, find_model
+from burnish.evaluation.settings import TASK_PREFIX
+from burnish.models.policy import PolicyModel, load_policy, resolve_device
+from burnish.rollout.runner import RolloutRunner
+from burnish.trainers.minibatches import build_policy_loss, with_answer_ids
+from burnish.training.learner import Learner
+
+PromptLike = str | Sequence[Message] | Mapping[str, Any] | PromptSample
+"""A prompt: a text, messages, a row of data, or a draw of `Policy.prompts`."""
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation.model_fields["name"].annotation)
+LossLike = str | Loss | Callable[..., Tensor]
+"""A preset's name, a loss record, or a function `loss(logp, old_logp, advantages)` with one value per token."""
+
+
+class PolicyOptions(Record):
+    """The sections of a config that a policy has."""
+
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    template: Template = Template()
+
+
+class Policy:
+    """A model with an engine that samples from its weights, and a learner that changes them."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        optimizer: Optimizer,
+        template: Template,
+        seed: int = 0,
+        temperature: float = 1.0,
+        total_updates: int | None = None,
+        token_budget: int = 8192,
+        max_rows: int = 256,
+    ) -> None:
+        """Use `Policy.load`, which describes the arguments."""
+        is_share = isinstance(optimizer.warmup, float) and optimizer.warmup > 0
+        if (optimizer.schedule != "constant" or is_share) and total_updates is None:
+            raise UserError(
+                f"optimizer.schedule={optimizer.schedule} with warmup={optimizer.warmup} depends on the last update: give total_updates"
+            )
+        self._model, self._optimizer, self.template = model, optimizer, template
+        self.tokenizer, self.seed, self.temperature = model.tokenizer, seed, temperature
+        self._total_updates, self._token_budget, self._max_rows = total_updates or 1, token_budget, max_rows
+        self._visits: dict[str, int] = {}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        optimizer: Mapping[str, Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        temperature: float = 1.0,
+        total_updates: int | None = None,
+        token_budget: int = 8192,
+        max_rows: int = 256,
+        **model: Any,
+    ) -> Policy:
+        """Load a Hugging Face directory, a PEFT adapter, or the best checkpoint of a run.
+
+        `optimizer` and `template` are the sections of a recipe, `model` the keys of its section `model` (dtype, device, backend, lora).
+        Without `template`, a run's own is used.
+        `temperature` is that of the samples: log-probs and losses are computed at it. `total_updates` is the length of a learning-rate
+        schedule. `token_budget` limits a micro-batch, and `max_rows` the sequences that are decoded at once.
+        """
+        source = find_model(Path(path))
+        of_run = source.config.get("template") or source.config.get("data", {}).get("template")
+        sections = {"model": model, "optimizer": optimizer or {}, "template": template or of_run or {}}
+        given = load_tree(PolicyOptions, {k: dict(v) for k, v in sections.items()}, None).config
+        if named := [key for key in ("path", "new", "adapter") if getattr(given.model, key) is not None]:
+            raise UserError(f"the first argument is the model: {named[0]} has no effect here")
+        on_gpu = resolve_device(given.model.device).type == "cuda"
+        dtype = model.get("dtype") or compute_dtype(source, on_gpu)
+        config = given.model.model_copy(update={"dtype": dtype})
+        policy = load_policy(config, source.path, None, seed)
+        return cls(policy, given.optimizer, given.template, seed, temperature, total_updates, token_budget, max_rows)
+
+    def __repr__(self) -> str:
+        return f"Policy({self._model.source}: {self._model.note}, {self.num_updates} updates)"
+
+    @property
+    def module(self) -> Any:
+        """The torch module. Its parameters are those that the engine samples from."""
+        return self._model.module
+
+    @property
+    def num_updates(self) -> int:
+        """Updates made so far."""
+        return self._learner.updates if "_learner" in self.__dict__ else 0
+
+    # --- Sampling ---------------------------------------------------------------------------------------------------------
+
+    def prompts(self, data: Any, *, name: str = "train.jsonl", sampler: str = "shuffle") -> PromptStream:
+        """An endless stream of prompts; `draw(k)` gives the next k. It draws in the order of a run with this policy's seed.
+
+        `data` is a list of rows, or `task:NAME`. `name` is the source's name in the ids of the prompts.
+        """
+        is_task = isinstance(data, str) and data.startswith(TASK_PREFIX)
+        if isinstance(data, (str, Path)) and not is_task:
+            raise UserError(
+                f"{data}: give rows, such as [json.loads(line) for line in open({str(data)!r})], or task:NAME"
+            )
+        source = Source(task=data.removeprefix(TASK_PREFIX)) if is_task else Source(path=name)
+        rows = [] if is_task else [prompt_row(dict(row), f"row {i}", source, i) for i, row in enumerate(data)]
+        settings = Data(train=[source], template=self.template, sampler=sampler)
+        return PromptStream([source], self.tokenizer, settings, self.seed, read=lambda *_: rows)
+
+    def sample(
+        self,
+        prompts: str | Mapping[str, Any] | PromptSample | Sequence[PromptLike],
+        n: int = 1,
+        *,
+        max_tokens: int = 256,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+    ) -> list[Trajectory]:
+        """`n` samples of each prompt, prompt after prompt. They have no rewards yet.
+
+        A prompt that is sampled again gets other random numbers. `temperature=0` is greedy decoding.
+        """
+        each: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping, PromptSample)) else prompts
+        draws = [self._draw(prompt) for prompt in each]
+        options = SamplingOptions(
+            temperature=self.temperature if temperature is None else temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            stop_tokens=tuple(self.tokenizer.eos_ids),
+            stop=tuple(stop),
+        )
+        order = {(draw.prompt.row.id, draw.visit): index for index, draw in enumerate(draws)}
+        found = list(self._driver.run(draws, n, options, "train"))
+        return sorted(found, key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+
+    def _draw(self, prompt: PromptLike) -> PromptSample:
+        if isinstance(prompt, PromptSample):
+            return prompt
+        record = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        row: Row = prompt_row(record, f"prompt {prompt!r:.60}", Source(path="prompts"), 0)
+        digest = hashlib.blake2b(json.dumps(row.prompt, sort_keys=True).encode(), digest_size=8).hexdigest()
+        row = Row(f"prompts/{digest}", row.prompt, row.data_source, row.answer, row.extra)
+        text = render_text(row, self.tokenizer, self.template)
+        is_chat = template_kind(self.tokenizer, self.template) == "chat"
+        tokens = tokenize_rendered(text, self.tokenizer, self.template)
+        visit = self._visits.get(row.id, 0)
+        self._visits[row.id] = visit + 1
+        return PromptSample(Prompt(row, text, tokens, is_chat=is_chat), visit)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return build_engine(self._model, Rollout(max_rows=self._max_rows))
+
+    @cached_property
+    def _driver(self) -> RolloutRunner:
+        return make_driver(self._model, self._engine, self.seed)
+
+    # --- Learning ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _learner(self) -> Learner:
+        module, optimizer = self._model.module, self._optimizer
+        return Learner(module, optimizer, self._total_updates, self._token_budget, self.temperature)
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[N] log-prob of every token that the model wrote, under the current weights; 0 elsewhere."""
+        return self._learner.logprobs(batch.to(self._learner.device))
+
+    def update(
+        self, batch: Batch, loss: LossLike, *, aggregation: str | None = None, horizon: int | None = None
+    ) -> dict[str, float]:
+        """One optimizer step. Returns loss, gradient norm, learning rate and the means of the loss's metrics.
+
+        The batch has `advantages`, one value a sequence or a token. `old_logp` and `ref_logp` are columns that you may add; without `old_logp`
+        the current policy is the anchor, and the ratio is 1. `aggregation` averages the losses of tokens, unless the batch has a `weight`;
+        the default is that of the preset, or token-mean. `horizon` is the divisor of seq-mean-token-sum-norm.
+        """
+        if self._learner.dtype == torch.float16:
+            raise UserError(
+                "the range of float16 is too small for gradients: load the policy with dtype='bfloat16' or 'float32'"
+            )
+        batch, record = batch.to(self._learner.device), _loss_record(loss)
+        _check_columns(batch, record)
+        if "weight" not in batch.token and "weight" not in batch.sequence:
+            batch = batch.with_sequence(weight=_token_weights(batch, loss, aggregation, horizon))
+        update = self._learner.update(with_answer_ids(batch), record, columns=False)
+        if update.skipped:
+            raise UserError(f"update {self.num_updates + 1} was not made: {update.skipped}")
+        self._learner.release()
+        if "_engine" in self.__dict__:
+            self._engine.load(self.num_updates, ())
+        return update.stats
+
+    def save(self, directory: str | Path) -> Path:
+        """Write a Hugging Face directory (with adapters: a PEFT directory) and return its path."""
+        path = Path(directory)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} exists and is not empty: name another directory, or remove it first")
+        path.mkdir(parents=True, exist_ok=True)
+        self._model.save(path)
+        return path
+
+
+def _loss_record(loss: LossLike) -> Loss:
+    if isinstance(loss, str):
+        return build_policy_loss(algorithm_from_preset(loss), None)
+    if hasattr(loss, "needs") and hasattr(loss, "scope"):
+        return cast(Loss, loss)
+    name = getattr(loss, "__name__", "function")
+    return PolicyLoss(ratio="none", clip="none", loss=name, custom=loss)
+
+
+def _token_weights(batch: Batch, loss: LossLike, aggregation: str | None, horizon: int | None) -> Tensor:
+    preset = algorithm_from_preset(loss).aggregation if isinstance(loss, str) else None
+    mode = aggregation or (preset.name if preset is not None else "token-mean")
+    horizon = horizon or (preset.horizon if preset is not None else None)
+    if mode not in AGGREGATIONS:
+        raise unknown_name_error("aggregation", mode, AGGREGATIONS)
+    if mode == "seq-mean-token-sum-norm" and horizon is None:
+        raise UserError(
+            f"aggregation {mode} divides by a constant: give horizon, such as the max_tokens of the samples"
+        )
+    return sequence_aggregation_weights(batch, mode, horizon)
+
+
+def _check_columns(batch: Batch, loss: Loss) -> None:
+    """Refuse a batch without the columns that a policy loss reads."""
+    if not isinstance(loss, PolicyLoss):
+        return
+    there = batch.token.keys() | batch.sequence.keys()
+    if "advantages" not in there:
+        raise UserError("the batch has no advantages: add them, as batch.with_sequence(advantages=...)")
+    if loss.kl_coef > 0 and "ref_logp" not in there:
+        raise UserError(
+            "this loss has a KL term: add the reference's log-probs, as batch.with_token(ref_logp=reference.logprobs(batch)), or use a "
+            "loss without one"
+        )

@@ -1,0 +1,195 @@
+"""`burnish.train` and its kin: the same runs as the command line's, with Python objects in place of names."""
+
+from __future__ import annotations
+
+import json
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import burnish
+from burnish.cli.main import main
+from burnish.config.model import Model, NewModel
+from burnish.models.policy import load_policy
+from burnish.run.metrics import MACHINE_PREFIXES
+from tests.api.conftest import QUICK
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
+
+
+def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
+    """In TRL's convention."""
+    return [sum(c.isdigit() for c in text) / 4 for text in completions]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """In verl's convention."""
+    return float(solution_str.startswith(ground_truth))
+
+
+def comparable(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)} for row in metrics]
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    assert all(getattr(burnish, name) is not None for name in burnish.__all__)
+    assert {"train", "sft", "prefer", "reward_model", "evaluate", "Policy", "Run", "Environment"} <= set(dir(burnish))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        burnish.trian  # noqa: B018
+
+
+def test_the_run_is_that_of_the_command_line(model: Path) -> None:
+    run = burnish.train(model=model, data=ROWS, held_out=ROWS[:3], reward="exact", name="python", **QUICK)
+    assert (run.status, run.directory, len(run.metrics)) == ("complete", Path("runs/python"), 3)
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+    Path("recipe.yaml").write_text(
+        "model: {path: model}\nreward: {parts: exact, workers: 1}\n"
+        "data: {train: {path: train.jsonl}, validation: {path: validation.jsonl}, max_prompt_tokens: 16}\n"
+        "rollout: {prompts: 4, n: 4, max_tokens: 4}\n"
+        "training: {steps: 2, optimizer: {lr: 1.0e-2}}\nrun: {threads: 1, name: command}\n"
+    )
+    assert main(["train", "recipe.yaml"]) == 0
+    assert comparable(run.metrics) == comparable(burnish.Run("runs/command").metrics)
+    assert run.report == Path("runs/python/report.html")
+    assert {"prompt", "completion", "reward"} <= set(run.samples.columns)
+    assert len(run.model.sample("1+1=", n=3, max_tokens=2)) == 3
+    assert run.checkpoint.name == "step-000002"
+    with pytest.raises(burnish.UserError, match="no column 'reward/maen'; did you mean 'reward/mean'"):
+        run.metrics.column("reward/maen")
+
+
+def test_functions_of_both_conventions_and_a_callback(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share_of_digits, "__module__", "__main__")  # as if it were defined in the script
+    seen: list[dict[str, Any]] = []
+
+    def stop_after_the_first(metrics: dict[str, Any]) -> bool:
+        seen.append(metrics)
+        return True
+
+    parts = [share_of_digits, burnish.reward(compute_score, weight=0.5, correct_at=1.0)]
+    call: dict[str, Any] = {"model": model, "data": ROWS, "reward": parts, "name": "parts", **QUICK}
+    run = burnish.train(**call, callback=stop_after_the_first)
+    assert run.status == "stopped"
+    assert [row["step"] for row in seen] == [1]
+    assert seen[0]["reward/part/share_of_digits"] == run.metrics[0]["reward/part/share_of_digits"]
+    names = [part["name"] for part in run.config["reward"]["parts"]]
+    assert names == ["inputs/share_of_digits.py:share_of_digits", f"{__name__}:compute_score"]
+    assert "def share_of_digits" in (run.directory / "inputs" / "share_of_digits.py").read_text()
+    again = burnish.train(**call)  # a script that is run again goes on
+    assert (again.status, [row["step"] for row in again.metrics]) == ("complete", [1, 2])
+    assert again.resume(steps=3).metrics[-1]["step"] == 3
+    assert main(["train", "runs/parts/config.yaml", "training.steps=4"]) == 0  # and so does the command
+    assert again.metrics[-1]["step"] == 4
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["parts"]
+    old = burnish.train(**call, fresh=True, steps=1)
+    assert len(old.metrics) == 1
+    assert len(burnish.Run("runs/parts.1").metrics) == 4
+
+
+def test_an_error_in_the_callback_ends_the_run_which_can_go_on(model: Path) -> None:
+    def fails(metrics: dict[str, Any]) -> None:
+        raise ZeroDivisionError
+
+    call: dict[str, Any] = {"model": model, "data": ROWS, "reward": "exact", "name": "fails", **QUICK}
+    with pytest.raises(ZeroDivisionError):
+        burnish.train(**call, callback=fails)
+    assert burnish.train(**call).status == "complete"
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(model: Path) -> None:
+    call: dict[str, Any] = {"model": model, "data": ROWS, "reward": "exact"}
+    with pytest.raises(burnish.UserError, match=r"burnish.train has no argument 'stpes'; did you mean 'steps'"):
+        burnish.train(**call, stpes=3)
+    with pytest.raises(burnish.UserError, match=r"rollout\.promts: unknown key; did you mean 'prompts'"):
+        burnish.train(**call, rollout={"promts": 3})
+    with pytest.raises(burnish.UserError, match="given twice"):
+        burnish.train(model=model, data={"train": ROWS, "validation": ROWS}, held_out=ROWS, reward="exact")
+    with pytest.raises(burnish.UserError, match=r"parameters of .*:comparable.* match no known convention"):
+        burnish.train(**(call | {"reward": comparable}), name="x")
+    with pytest.raises(burnish.UserError, match=r"burnish.evaluate has no argument 'temprature'; did you mean"):
+        burnish.evaluate(model, ROWS, "exact", temprature=1)
+    with pytest.raises(burnish.UserError, match="is not a run"):
+        burnish.Run("runs/none")
+    assert not list(Path("runs").glob("*"))
+    assert not Path("eval-model").exists()
+
+
+def test_supervised_preferences_reward_model_and_evaluation(model: Path) -> None:
+    quick: dict[str, Any] = {"batch_size": 4, "run": {"threads": 1}}
+    shown = [{"prompt": row["question"], "completion": row["answer"]} for row in ROWS]
+    pairs = [{"prompt": row["question"], "chosen": row["answer"], "rejected": "="} for row in ROWS]
+    losses: list[float] = []
+    first = burnish.sft(
+        model=model, data=shown, updates=2, name="sft", callback=lambda row: losses.append(row["sft/loss"]), **quick
+    )
+    assert losses == first.metrics.column("sft/loss")
+    stopped = burnish.prefer(
+        model=first, data=pairs, held_out=pairs[:4], updates=3, name="dpo", loss="ipo",
+        callback=lambda row: row["step"] == 1, **quick,
+    )  # fmt: skip
+    assert (stopped.status, stopped.config["preference"]["loss"]["name"]) == ("stopped", "ipo")
+    assert stopped.resume().status == "complete"
+    scorer = burnish.reward_model(model=first, data=pairs, updates=2, name="rm", **quick)
+    assert scorer.status == "complete"
+    quick = {"n": 2, "temperature": 1.0, "max_tokens": 2, "reward.workers": 1}
+    found = burnish.evaluate(stopped, ROWS, compute_score, out="measured", **quick)
+    assert (found.metrics["num_prompts"], len(found.completions)) == (9, 18)
+    assert found.directory == Path("measured")
+    again = burnish.evaluate(stopped, ROWS, compute_score, out="measured", **quick)
+    assert again.completions == found.completions  # nothing is sampled again
+
+
+SCRIPT = '''
+import burnish
+from burnish import End, Environment, Observation
+
+TARGET = "7"
+
+class Twice(Environment):
+    takes_truncated = True
+
+    async def start(self, episode):
+        self.turn = 0
+        return Observation()
+
+    async def step(self, answer):
+        self.turn += 1
+        if self.turn == 2:
+            return End(float(answer.text.count(TARGET)))
+        return Observation(messages=({"role": "user", "content": "again"},))
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+quick = {"rollout": {"prompts": 2, "n": 2, "max_tokens": 3}, "steps": 1, "run": {"threads": 1}}
+rows = [{"prompt": "1+1=", "answer": "2"}] * 3
+run = burnish.train(model="model", data=rows, environment={"name": Twice, "max_turns": 2, "workers": 1}, name="game", **quick)
+assert run.metrics[-1]["rollout/turns_mean"] == 2.0, run.metrics
+environment = {"call_format": "hermes", "workers": 1}
+run = burnish.train(model="model", data=rows, tools=[add], environment=environment, reward="exact", name="tools", **quick)
+assert run.config["environment"]["tools"] == [{"name": "inputs/add.py:add", "options": {}}]
+assert run.config["environment"]["max_turns"] == 8
+'''
+
+
+def test_an_environment_and_a_tool_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=2048)
+    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
+    Path("model").mkdir()
+    load_policy(Model(new=new, device="cpu"), None, letters, seed=1).save(Path("model"))
+    Path("script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "TARGET" in Path("runs/game/inputs/Twice.py").read_text()
