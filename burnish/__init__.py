@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from burnish.api.commands import prefer, reward, reward_model, sft, tool, train
+    from burnish.api.commands import load_config, prefer, reward, reward_model, sft, tool, train
     from burnish.api.evaluation_call import Evaluation, evaluate
     from burnish.api.loop_policy import Policy
     from burnish.api.run_handle import Run
@@ -31,6 +31,7 @@ __all__ = [
     "Trajectory",
     "UserError",
     "evaluate",
+    "load_config",
     "pack",
     "prefer",
     "reward",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api.commands": ("prefer", "reward", "reward_model", "sft", "tool", "train"),
+    "api.commands": ("load_config", "prefer", "reward", "reward_model", "sft", "tool", "train"),
     "api.evaluation_call": ("Evaluation", "evaluate"),
     "api.loop_policy": ("Policy",),
     "api.run_handle": ("Run",),

@@ -7,6 +7,7 @@ command's, and `burnish train RUN/config.yaml` continues it.
 
 from __future__ import annotations
 
+import glob
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,14 @@ from burnish.api.python_inputs import PythonInputs
 from burnish.api.run_handle import Run
 from burnish.config.environment import TOOLS
 from burnish.config.errors import UserError
-from burnish.config.loading import load_tree
+from burnish.config.loading import load, load_tree
+from burnish.config.plugins import is_plugin_file
+from burnish.config.yaml_text import parse_yaml
 from burnish.run.run import Run as OpenRun
 from burnish.run.run_directory import run_name
 
+PATH_KEYS = ("path", "adapter", "corpus")
+"""Keys of models, data and tools whose values are paths."""
 TOOL_TURNS = 8
 """Answers in an episode with tools, unless `environment` says otherwise."""
 
@@ -94,6 +99,36 @@ def reward(
 def tool(function: Any, **options: Any) -> dict[str, Any]:
     """A tool with its options: a typed function, a class, or the name of a built-in tool."""
     return {"name": function, "options": options}
+
+
+def load_config(path: str | Path, *overrides: str) -> dict[str, Any]:
+    """The whole config of a recipe as a dictionary, to change and to pass on: `burnish.train(**burnish.load_config("recipe.yaml"))`.
+
+    `overrides` are those of the command line. Relative paths that exist beside the recipe become absolute.
+    """
+    recipe = Path(path)
+    tree = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
+    section = next((name for name in CONFIGS if isinstance(tree, dict) and name in tree), "training")
+    loaded = load(CONFIGS[section], recipe, list(overrides))
+    config = dict(_with_absolute_paths(loaded.resolved, loaded.base))
+    if section == "training":
+        return config
+    own = config.pop(section)
+    return config | {key: own.pop(key) for key in ("data", "held_out") if own.get(key)} | {section: own}
+
+
+def _with_absolute_paths(tree: Any, base: Path, key: str = "") -> Any:
+    if isinstance(tree, dict):
+        return {name: _with_absolute_paths(value, base, name) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_absolute_paths(value, base, key) for value in tree]
+    if not isinstance(tree, str) or Path(tree).is_absolute():
+        return tree
+    if is_plugin_file(tree):
+        file, _, name = tree.rpartition(":")
+        return f"{base / file}:{name}" if (base / file).is_file() else tree
+    is_there = key in PATH_KEYS and bool(glob.glob(str(base / tree), recursive=True))
+    return str(base / tree) if is_there else tree
 
 
 # --- Sections of the config -----------------------------------------------------------------------------------------------

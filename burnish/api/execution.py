@@ -50,8 +50,9 @@ def with_settings(tree: dict[str, Any], section: str, settings: Mapping[str, Any
 
 
 def listen(run: Run, callback: Callback | None) -> None:
+    """Call `callback` after each step. Not after the validation before step 1, which has none of a step's metrics."""
     if callback is not None:
-        run.listeners.append(lambda step, values: callback(values))
+        run.listeners.append(lambda step, values: callback(values) if step else None)
 
 
 def execute(loaded: Loaded[Any], fresh: bool, on_open: Callable[[Run], None]) -> Path:

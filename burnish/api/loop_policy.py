@@ -212,6 +212,7 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """[N] log-prob of every token that the model wrote, under the current weights; 0 elsewhere."""
+        self._free_cache()
         return self._learner.logprobs(batch.to(self._learner.device))
 
     def update(
@@ -231,6 +232,7 @@ class Policy:
         _check_columns(batch, record)
         if "weight" not in batch.token and "weight" not in batch.sequence:
             batch = batch.with_sequence(weight=_token_weights(batch, loss, aggregation, horizon))
+        self._free_cache()
         update = self._learner.update(with_answer_ids(batch), record, columns=False)
         if update.skipped:
             raise UserError(f"update {self.num_updates + 1} was not made: {update.skipped}")
@@ -238,6 +240,11 @@ class Policy:
         if "_engine" in self.__dict__:
             self._engine.load(self.num_updates, ())
         return update.stats
+
+    def _free_cache(self) -> None:
+        """Free the engine's KV cache for the learner, as `burnish train` does; the next sample wakes the engine."""
+        if self._learner.device.type == "cuda" and "_engine" in self.__dict__:
+            self._engine.sleep()
 
     def save(self, directory: str | Path) -> Path:
         """Write a Hugging Face directory (with adapters: a PEFT directory) and return its path."""

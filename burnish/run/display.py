@@ -1,9 +1,10 @@
-"""The progress display: a live panel in a terminal, plain lines elsewhere, and log.txt in both cases.
+"""The progress display: a live panel in a terminal or a notebook cell, plain lines elsewhere, and log.txt in all cases.
 
-A terminal gets rich's live view. A pipe or a file gets at most one line per step: every step while steps are slow, one
-line every few seconds when they are fast, and always the first and the last. log.txt gets every step and every note.
-A display never stops a run. If the terminal or rich fails, it reports this once and falls back to plain lines. A note may
-contain text of a model, so control characters are shown as escapes and never reach the terminal.
+A terminal gets rich's live view. A notebook gets the same panel as text that is updated in place. A pipe or a file gets at
+most one line per step: every step while steps are slow, one line every few seconds when they are fast, and always the first
+and the last. log.txt gets every step and every note. A display never stops a run. If the terminal or rich fails, it reports
+this once and falls back to plain lines. A note may contain text of a model, so control characters are shown as escapes and
+never reach the terminal.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 
 from burnish.config.yaml_text import printable
 from burnish.run.metrics import HELD_OUT_FIGURES, held_out_figures
+from burnish.run.notebook_cell import NotebookCell, open_cell
 
 SPARK_BARS = "▁▂▃▄▅▆▇█"
 MIN_BAR_WIDTH, MAX_BAR_WIDTH = 8, 40
@@ -32,6 +34,8 @@ FEW_STEPS = 20
 SPEED_WINDOW = 50
 """Number of recent steps that the remaining time is estimated from. Early steps may be much slower."""
 MAX_HISTORY = 2000
+CELL_WIDTH = 100
+"""Characters of a line in a notebook."""
 
 
 @dataclass
@@ -186,6 +190,7 @@ class Display:
         self._stream: TextIO | None = stream or sys.stdout
         self._clock = clock
         self._live: Any = None
+        self._cell: NotebookCell | None = None
         self._title = ""
         self._total = self._first = self._step = 0
         self._started = self._last_line = clock()
@@ -210,6 +215,9 @@ class Display:
         self.note(title if first_step == 0 else f"{title}, going on after step {first_step} of {total_steps}")
         if self._is_terminal():
             self._begin_live()
+        elif self._stream is sys.stdout:
+            self._cell = open_cell()
+            self._show_cell()
 
     def step(self, step: int, values: dict[str, Any]) -> None:
         """Show a finished step."""
@@ -223,7 +231,9 @@ class Display:
         self._held_out = measured or self._held_out
         line = self._line(measured)
         self._write_log(line)
-        if self._live is not None:
+        if self._cell is not None:
+            self._show_cell()
+        if self._live is not None or self._cell is not None:
             return
         now = self._clock()
         is_first, self._is_first = self._is_first, False
@@ -241,7 +251,9 @@ class Display:
         """
         text = printable(text)
         self._phase = text if of is None else f"{of}: {text}"
-        if self._live is None and self._clock() - self._last_line >= PHASE_EVERY_S:
+        if self._cell is not None:
+            self._show_cell()
+        elif self._live is None and self._clock() - self._last_line >= PHASE_EVERY_S:
             line = f"{of or f'step {self._step + 1}/{self._total}'}: {text}"
             self._write_log(line)
             self._print(line)
@@ -259,6 +271,10 @@ class Display:
     def stop(self) -> None:
         """End the stage: print a last step that was not shown, and restore the terminal. Safe to call twice."""
         live, self._live = self._live, None
+        cell, self._cell = self._cell, None
+        if cell is not None:
+            self._phase = ""
+            self._with_rich(lambda: cell.show(self._panel_text, is_final=True))
         if live is not None:
             try:
                 live.stop()
@@ -339,6 +355,14 @@ class Display:
             self._live = live
 
         self._with_rich(begin)
+
+    def _show_cell(self) -> None:
+        """Show the panel in the notebook cell, if there is one."""
+        if (cell := self._cell) is not None:
+            self._with_rich(lambda: cell.show(self._panel_text))
+
+    def _panel_text(self) -> str:
+        return "\n".join(line.plain for line in self._render().lines(CELL_WIDTH))
 
     def _with_rich(self, call: Callable[[], None]) -> None:
         try:
