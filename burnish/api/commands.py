@@ -137,6 +137,8 @@ def _with_absolute_paths(tree: Any, base: Path, key: str = "") -> Any:
 def _data_section(inputs: PythonInputs, data: Any, held_out: Any) -> dict[str, Any]:
     is_section = isinstance(data, Mapping) and bool(data.keys() & {"train", "validation", "template"})
     section = dict(data) if is_section else {"train": data}
+    if "test" in section:  # a DatasetDict
+        section.setdefault("validation", section.pop("test"))
     if held_out is not None:
         if "validation" in section:
             raise UserError("the held-out prompts are given twice: as held_out and as data['validation']")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from burnish.api.loop_policy import Policy
 
 
+MAX_SHOWN_COLUMNS = 8
+
+
 class Table(list[dict[str, Any]]):
     """Rows as dictionaries. A row has the columns that it has: metrics of a validation are in some steps only."""
 
@@ -45,7 +48,9 @@ class Table(list[dict[str, Any]]):
         return pandas.DataFrame.from_records(list(self))
 
     def __repr__(self) -> str:
-        return f"Table({len(self)} rows; columns: {', '.join(self.columns)})"
+        columns = self.columns
+        shown = ", ".join(columns[:MAX_SHOWN_COLUMNS]) + (", ..." if len(columns) > MAX_SHOWN_COLUMNS else "")
+        return f"Table({len(self)} rows, {len(columns)} columns: {shown})"
 
 
 class Run:
@@ -108,9 +113,8 @@ class Run:
         from burnish.report.html_report import write_report
 
         report, metrics = self._files.report, self._files.metrics
-        if report.exists() and report.stat().st_mtime >= metrics.stat().st_mtime:
-            return report
-        return write_report(self.directory)
+        is_current = report.exists() and metrics.exists() and report.stat().st_mtime >= metrics.stat().st_mtime
+        return report if is_current else write_report(self.directory)
 
     def resume(self, callback: Callback | None = None, **settings: Any) -> Run:
         """Continue the run to its end in this process, as the same call or command would. A complete run stays as it is.
@@ -127,7 +131,8 @@ class Run:
         return self
 
     def __repr__(self) -> str:
-        return f"Run({str(self.directory)!r}, {self.status}, {len(self.metrics)} steps)"
+        metrics = self.metrics
+        return f"Run({str(self.directory)!r}, {self.status}, step {metrics[-1]['step'] if metrics else 0})"
 
     @property
     def _checkpoints(self) -> Checkpoints:

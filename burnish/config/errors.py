@@ -15,6 +15,10 @@ from pathlib import Path
 class UserError(Exception):
     """A mistake that the user can fix. The message says what is wrong, where, and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this in a notebook in place of a traceback, as the command line shows the message alone."""
+        return [f"burnish: error: {self}"]
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest known name, or the empty string."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import string
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +84,10 @@ def test_functions_of_both_conventions_and_a_callback(model: Path, monkeypatch: 
     assert main(["train", "runs/parts/config.yaml", "training.steps=4"]) == 0  # and so does the command
     assert again.metrics[-1]["step"] == 4
     assert sorted(path.name for path in Path("runs").iterdir()) == ["parts"]
-    old = burnish.train(**call, fresh=True, steps=1)
-    assert len(old.metrics) == 1
-    assert len(burnish.Run("runs/parts.1").metrics) == 4
+    assert len(burnish.train(**call, fresh=True, steps=1).metrics) == 1
+    Path("runs/parts.1").rename("moved")  # the old run is complete in itself, wherever it is
+    assert burnish.Run("moved").resume(steps=5).metrics[-1]["step"] == 5
+    assert repr(burnish.Run("moved")) == "Run('moved', complete, step 5)"
 
 
 def test_an_error_in_the_callback_ends_the_run_which_can_go_on(model: Path) -> None:
@@ -144,25 +143,6 @@ def test_supervised_preferences_reward_model_and_evaluation(model: Path) -> None
     assert again.completions == found.completions  # nothing is sampled again
 
 
-SCRIPT = '''
-import burnish
-from burnish import End, Environment, Observation
-
-TARGET = "7"
-
-class Twice(Environment):
-    takes_truncated = True
-
-    async def start(self, episode):
-        self.turn = 0
-        return Observation()
-
-    async def step(self, answer):
-        self.turn += 1
-        if self.turn == 2:
-            return End(float(answer.text.count(TARGET)))
-        return Observation(messages=({"role": "user", "content": "again"},))
-
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -172,24 +152,22 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
-quick = {"rollout": {"prompts": 2, "n": 2, "max_tokens": 3}, "steps": 1, "run": {"threads": 1}}
-rows = [{"prompt": "1+1=", "answer": "2"}] * 3
-run = burnish.train(model="model", data=rows, environment={"name": Twice, "max_turns": 2, "workers": 1}, name="game", **quick)
-assert run.metrics[-1]["rollout/turns_mean"] == 2.0, run.metrics
-environment = {"call_format": "hermes", "workers": 1}
-run = burnish.train(model="model", data=rows, tools=[add], environment=environment, reward="exact", name="tools", **quick)
-assert run.config["environment"]["tools"] == [{"name": "inputs/add.py:add", "options": {}}]
-assert run.config["environment"]["max_turns"] == 8
-'''
 
-
-def test_an_environment_and_a_tool_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_the_program_is_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(add, "__module__", "__main__")  # as if it were defined in the script
     new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=2048)
     letters = string.ascii_letters + string.digits + string.punctuation + " \n"
     Path("model").mkdir()
     load_policy(Model(new=new, device="cpu"), None, letters, seed=1).save(Path("model"))
-    Path("script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "TARGET" in Path("runs/game/inputs/Twice.py").read_text()
+    tools = [add, burnish.tool("calculator", name="sums")]
+    environment = {"call_format": "hermes", "workers": 1}
+    call: dict[str, Any] = {"model": "model", "data": ROWS, "reward": "exact", **QUICK}
+    run = burnish.train(tools=tools, environment=environment, name="tools", **call)
+    assert run.config["environment"]["tools"] == [
+        {"name": "inputs/add.py:add", "options": {}},
+        {"name": "calculator", "options": {"name": "sums"}},
+    ]
+    assert run.config["environment"]["max_turns"] == 8
+    assert "add" in run.samples[0]["prompt"]  # the model reads its schema
+    assert "sums" in run.samples[0]["prompt"]
