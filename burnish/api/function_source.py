@@ -151,9 +151,11 @@ class _SourceFile:
         if isinstance(value, re.Pattern):
             self.imports["import re"] = None
             return f"{name} = re.compile({value.pattern!r}, {value.flags})"
+        text = _ordered_repr(value)
         try:
-            if ast.literal_eval(repr(value)) == value:
-                return f"{name} = {value!r}"
+            literal = ast.literal_eval(text)
+            if literal == value and type(literal) is type(value):
+                return f"{name} = {text}"
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             pass  # not a literal
         kind, data = f"{type(value).__module__}.{type(value).__qualname__}", b""
@@ -166,6 +168,13 @@ class _SourceFile:
             raise CannotWrite(f"{user or name} uses {name}, a {kind}, which cannot be written to a file ({reason})")
         self.imports["import pickle"] = None
         return f"{name} = pickle.loads({data!r})  # {kind}"
+
+
+def _ordered_repr(value: Any) -> str:
+    """The repr of a value. That of a set is in order, so that the same program always writes the same file."""
+    if type(value) is not set or not value:
+        return repr(value)
+    return f"{{{', '.join(sorted(map(repr, value)))}}}"
 
 
 def _source_of(value: Any) -> str:
@@ -190,18 +199,32 @@ def _methods(value: type) -> list[FunctionType]:
 
 
 def _class_source(value: type) -> str:
-    """The source of a class. `inspect.getsource` does not find classes of notebook cells, but their methods know the cell."""
-    methods = _methods(value)
-    if not methods:
-        return inspect.getsource(value)
-    code = methods[0].__code__
-    lines = linecache.getlines(code.co_filename)
-    for node in ast.walk(ast.parse("".join(lines))):
-        if isinstance(node, ast.ClassDef) and node.name == value.__name__ and node.end_lineno is not None:
+    """The source of a class. `inspect.getsource` does not find classes of notebook cells before Python 3.13.
+
+    Their methods know the cell. A class without any, such as a dataclass, is looked up in the cells that were run, last first.
+    """
+    for method in _methods(value):
+        text = "".join(linecache.getlines(method.__code__.co_filename))  # empty for methods that a decorator made
+        if found := _class_in(text, value.__name__, method.__code__.co_firstlineno):
+            return found
+    for cell in reversed(vars(sys.modules[value.__module__]).get("In", [])):
+        if found := _class_in(cell, value.__name__):
+            return found
+    return inspect.getsource(value)
+
+
+def _class_in(text: str, name: str, line: int | None = None) -> str | None:
+    """The source of the class of this name in a text, the one around `line` if that is given; None if there is none."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:  # a cell with IPython's magics
+        return None
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and node.name == name and node.end_lineno is not None:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first <= code.co_firstlineno <= node.end_lineno:
-                return "".join(lines[first - 1 : node.end_lineno])
-    raise OSError(f"{code.co_filename} has no class {value.__name__}")
+            if line is None or first <= line <= node.end_lineno:
+                return "".join(text.splitlines(True)[first - 1 : node.end_lineno])
+    return None
 
 
 def _global_names(source: str) -> list[str]:

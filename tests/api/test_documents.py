@@ -13,9 +13,13 @@ import burnish
 
 ROOT = Path(__file__).parents[2]
 IN_CELLS = """
+from dataclasses import dataclass
+
 from burnish import End, Environment, Observation
 
-REWARD = 0.25
+@dataclass
+class Payment:
+    amount: float = 0.25
 
 class OneTurn(Environment):
     takes_truncated = True
@@ -24,7 +28,7 @@ class OneTurn(Environment):
         return Observation()
 
     async def step(self, answer):
-        return End(REWARD)
+        return End(Payment().amount)
 
 def make(bonus):
     def closure(completions, **columns):

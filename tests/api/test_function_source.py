@@ -46,6 +46,7 @@ from collections import OrderedDict
 WEIGHTS = {"right": 2.0, "wrong": -1}
 DIGITS = re.compile(r"\\d+", re.IGNORECASE)
 START = OrderedDict(a=1)
+SEEN = {"b", "a", "c"}
 model = object()
 
 def even(n):
@@ -73,7 +74,7 @@ def once(x=len(WEIGHTS)):
 
 def score(text, suffix=osp.sep):
     model = even(len(text))  # a local name, not the object above
-    return as_json([Grader().grade(text), model, osp.join("a", suffix), START["a"]])
+    return as_json([Grader().grade(text), model, osp.join("a", suffix), START["a"], len(SEEN)])
 '''
 
 
@@ -82,6 +83,7 @@ def test_a_function_travels_with_what_it_uses() -> None:
     text = written_source(names["score"])
     assert json.loads(elsewhere(text, "score('1 and 22')")) == json.loads(names["score"]("1 and 22"))
     assert "object()" not in text
+    assert "SEEN = {'a', 'b', 'c'}" in text  # the same text in every process
     assert elsewhere(written_source(names["once"]), "once(4)") == "8"
 
 
