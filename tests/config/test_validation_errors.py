@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError, hub_hint
-from burnish.config.foreign_keys import OPENRLHF, TRL, VERL, has_key, leading_key
+from burnish.config.foreign_keys.counterparts import has_key, leading_key
+from burnish.config.foreign_keys.openrlhf_keys import OPENRLHF
+from burnish.config.foreign_keys.trl_keys import TRL
+from burnish.config.foreign_keys.verl_keys import VERL
 from burnish.config.loading import load
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 
