@@ -2,9 +2,10 @@
 
 The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker. Board games stay what they are,
 with bare boards and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Any other
-environment of several turns becomes the built-in game guess_number. Numbers of steps, samples and tokens become small enough for two steps. The algorithm keeps all of its
-choices; only numbers that would have no effect in two steps of ten tokens change. A short warm start is kept or added: groups of a model
-that is never right carry no signal, and filters would leave nothing for the loss.
+environment of several turns becomes the built-in game guess_number. Processes on Ray become one process. Numbers of steps, samples and
+tokens become small enough for two steps. The algorithm keeps all of its choices; only numbers that would have no effect in two steps of
+ten tokens change. A short warm start is kept or added: groups of a model that is never right carry no signal, and filters would leave
+nothing for the loss.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 
 from burnish.config.consistency import STYLE_REWARDS
 from burnish.config.environment import GAME_TURNS, GUESS_NUMBER, SELF_CORRECTION, SINGLE_TURN, TAG_ENVIRONMENTS, TOOLS
+from burnish.config.placement import LocalPlacement, Parallel
 from burnish.config.plugins import is_reference
 
 Tree = Any
 Edit = tuple[str, Any]
 """A dotted key and its new value."""
 
+LOCAL = LocalPlacement().name
 NUM_STEPS, MAX_PROMPTS, MAX_SAMPLES, MAX_NEW_TOKENS = 2, 4, 4, 10
 SHRUNK_SUFFIX = "-shrunk"
 TINY_MODEL: dict[str, Any] = {
@@ -182,6 +185,8 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
     yield "rollout.max_tokens", MAX_NEW_TOKENS
     # The number of samples does not depend on n: a batch whose rewards are all equal gives no update.
     yield from _at_most(tree, "rollout.prompts", MAX_PROMPTS * MAX_SAMPLES // min(rollout["n"], MAX_SAMPLES))
+    yield "placement", {"name": LOCAL}
+    yield "parallel", Parallel().model_dump()
     yield "rollout.engine", "auto"
     yield "rollout.vllm", None
     yield "rollout.sglang", None

@@ -67,6 +67,13 @@ def choices(algorithm: Algorithm) -> list[tuple[str, str]]:
     return [(slot, choice.name) for slot, choice in algorithm.choices()]
 
 
+def test_processes_on_ray_become_one_process(tmp_path: Path) -> None:
+    on_ray = "placement: {name: ray, workers: 8, engines: 8}\nparallel: {sequence: 4, offload: true}\n"
+    config = small(tmp_path, FULL + on_ray)
+    assert (config.placement.name, config.parallel.sequence, config.parallel.offload) == ("local", 1, False)
+    assert small(tmp_path, FULL + on_ray, "placement={name: ray, workers: 2}").placement.workers == 2
+
+
 def test_a_recipe_of_everything_becomes_small_everywhere(tmp_path: Path) -> None:
     config = small(tmp_path, FULL)
     assert config.run.name == "big-shrunk"
