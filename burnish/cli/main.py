@@ -33,6 +33,7 @@ COMMANDS: Commands = {
     "merge": ("burnish.cli.export:merge", "average the weights of several models"),
     "view": ("burnish.cli.export:view", "write the report of a run, finished or not"),
     "data": ("burnish.cli.data_commands", "make, clean and select files to train on"),
+    "import": ("burnish.cli.import_recipe", "make a recipe from a verl or TRL script or config"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
     "serve": ("burnish.cli.serve", "serve a model with an OpenAI-compatible API"),
     "launch": ("burnish.cli.launch", "train on a Ray cluster, once its machines have joined"),
