@@ -68,10 +68,11 @@ def choices(algorithm: Algorithm) -> list[tuple[str, str]]:
 
 
 def test_processes_on_ray_become_one_process(tmp_path: Path) -> None:
-    on_ray = "placement: {name: ray, workers: 8, engines: 8}\nparallel: {sequence: 4, offload: true}\n"
-    config = small(tmp_path, FULL + on_ray)
+    text = "model: {path: models/big}\ndata: {train: {path: a.parquet}}\nreward: {parts: math}\n"
+    text += "placement: {name: ray, workers: 8, engines: 8}\nparallel: {sequence: 4, offload: true}\n"
+    config = small(tmp_path, text)
     assert (config.placement.name, config.parallel.sequence, config.parallel.offload) == ("local", 1, False)
-    assert small(tmp_path, FULL + on_ray, "placement={name: ray, workers: 2}").placement.workers == 2
+    assert small(tmp_path, text, "placement={name: ray, workers: 2}").placement.name == "ray"
 
 
 def test_a_recipe_of_everything_becomes_small_everywhere(tmp_path: Path) -> None:
