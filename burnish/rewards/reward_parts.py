@@ -29,6 +29,8 @@ MODEL, JUDGE = "model", "judge"
 REWARD_MODEL_DTYPES = ("float32", "bfloat16", "float64")
 EACH_STEP = "each"
 """The aggregation that gives every step its own score, at the step's last token."""
+RULES = (*verifiers.NEEDS_ANSWER, "row", "task")
+"""Verifiers that check an answer by a rule."""
 NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
 """Columns of a row that a built-in verifier needs."""
 STEP_SCORE_AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
@@ -77,6 +79,16 @@ def _missing_answer_advice(row: Row, answer_key: str) -> str:
         f"add a column `answer`, name another column with {answer_key}COLUMN (the row has: {columns}), leave the row out, or use a reward "
         "that needs no answer (format, model, a judge without {expected}, your own function)"
     )
+
+
+def parts_without_rules(parts: Sequence[RewardPart]) -> list[RewardPart]:
+    """The parts that score a row of verl's style `model`, if a reward model or a judge is among them: all but rules for all sources.
+
+    A rule compares with an answer, which such a row need not have. A rule whose `sources` name the row's source stays.
+    """
+    if not any(part.name in (MODEL, JUDGE) for part in parts):
+        return list(parts)
+    return [part for part in parts if part.sources is not None or part.name not in RULES]
 
 
 def _check_verl_style(row: Row, parts: Sequence[RewardPart]) -> None:

@@ -56,6 +56,7 @@ class ScoreRequest:
     truncated: bool = False  # whether the completion was cut at its length limit; plug-ins see it
     nested: tuple[str, ...] = ()  # keys of `extra` that came from verl's extra_info; they are not columns of the row
     step: int = 0  # the training step, counted from 1; 0 outside of training
+    style: str | None = None  # verl's reward_model.style: `model` for a row that a reward model or a judge scores
     tokens: Iterable[int] | None = field(default=None, compare=False)
     """All tokens of the sequence, prompt included. Sent only to reward models and to functions that take token ids."""
     written: Iterable[bool] | None = field(default=None, compare=False)

@@ -24,12 +24,21 @@ from typing import Protocol, cast
 
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
-from burnish.data.row import Row
+from burnish.data.row import VERL_MODEL_STYLE, Row
 from burnish.rewards.code_reward import check_sandbox, parse_tests
 from burnish.rewards.judge_endpoint import JudgeBackend
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.llm_judge import Judge
-from burnish.rewards.reward_parts import JUDGE, MODEL, CheckedPart, PendingScore, check_parts, check_row, combine_parts
+from burnish.rewards.reward_parts import (
+    JUDGE,
+    MODEL,
+    CheckedPart,
+    PendingScore,
+    check_parts,
+    check_row,
+    combine_parts,
+    parts_without_rules,
+)
 from burnish.rewards.score_types import (
     LocalScorer,
     PartResult,
@@ -85,7 +94,7 @@ class Rewards:
         self._warned_parts: set[str] = set()  # labels of parts that get None for an answer
         if any(part.config.name == "code" for part in self._parts):
             self._check_sandbox()
-        self._by_source: dict[str, list[int]] = {}
+        self._applying: dict[tuple[str, bool], list[int]] = {}  # by data source, and whether a model scores the row
         self._outcomes: OutcomeQueue = queue.SimpleQueue()
         self._pending: dict[int, PendingScore] = {}
         self._done: dict[int, Score] = {}
@@ -295,9 +304,9 @@ class Rewards:
         check_sandbox(self._config.sandbox != "unsafe")
 
     def _applying_parts(self, request: ScoreRequest | Row) -> list[int]:
-        """The indexes of the parts that apply to a row's data source. A row that lacks a column they need is an error."""
-        source = request.data_source
-        if source not in self._by_source:
+        """The indexes of the parts that apply to a row. A row that lacks a column they need is an error."""
+        source, by_model = request.data_source, request.style == VERL_MODEL_STYLE
+        if (source, by_model) not in self._applying:
             found = [i for i, p in enumerate(self._parts) if p.config.sources is None or source in p.config.sources]
             if not found:
                 listed = "; ".join(f"{p.label}: {', '.join(p.config.sources or [])}" for p in self._parts)
@@ -305,8 +314,11 @@ class Rewards:
                     f"no reward part applies to data_source {source!r} of row {request.id!r} (sources of the parts: "
                     f"{listed}); add it to the sources of a part"
                 )
-            self._by_source[source] = found
-        for index in self._by_source[source]:
+            configs = [self._parts[i].config for i in found]
+            kept = parts_without_rules(configs) if by_model else configs
+            self._applying[source, by_model] = [i for i in found if self._parts[i].config in kept]
+        applying = self._applying[source, by_model]
+        for index in applying:
             part = self._parts[index]
             missing = [name for name in part.required if not _has_column(request, name)]
             if missing:
@@ -322,7 +334,7 @@ class Rewards:
                     f"reward.parts[{index}] ({part.config.name}): row {request.id!r} of {source!r} has a column {clash[0]!r}, but the "
                     f"{part.user.convention.name} convention passes something else under that name: rename the column"
                 )
-        return self._by_source[source]
+        return applying
 
     def _collect(self, timeout_s: float | None) -> None:
         """Record the outcomes that have arrived; wait for the first one."""

@@ -277,6 +277,7 @@ def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
         truncated=trajectory.truncated,
         nested=row.nested,
         step=draw.step,
+        style=row.style,
         tokens=trajectory.sequences[number].tokens,
         written=np.concatenate(written) if written else np.zeros(0, dtype=bool),
         num_prompt=trajectory.metadata["prompt_length"],

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.data.row import Row
-from burnish.rewards.score_types import Score, ScoreRequest
+from burnish.rewards.score_types import PartResult, Score, ScoreRequest
 from burnish.rewards.scoring import MAX_REQUESTS_PER_CALL, Rewards
 
 PLUGIN = """
@@ -79,6 +80,29 @@ def test_parts_are_chosen_by_data_source(folder):
         with pytest.raises(UserError, match=r"data_source 'c' of row '3' .*exact: a; half: b"):
             rewards.submit([request("1", "1", "a"), request("3", "1", "c")])
         assert rewards.pending == 0
+
+
+def test_a_row_of_style_model_is_scored_by_the_model_and_not_by_rules():
+    parts = [
+        {"name": "number"},
+        {"name": "model", "options": {"path": "scorer"}, "weight": 2.0},
+        {"name": "exact", "sources": ["both"]},
+    ]
+    judged = [
+        replace(request("chat", answer=None), style="model"),
+        replace(request("both", source="both"), style="model"),
+    ]
+    with Rewards(Reward(parts=parts)) as rewards:
+        rewards.attach_scorers({1: lambda requests: [PartResult(0.25) for _ in requests]})
+        rewards.check([Row("chat", "p", "s", None, style="model"), Row("sum", "p", "s", "1", style="rule")])
+        scores = rewards.score([*judged, replace(request("sum"), style="rule")])
+    assert [score.parts for score in scores] == [
+        {"model": 0.25},
+        {"model": 0.25, "exact": 1.0},
+        {"number": 1.0, "model": 0.25},
+    ]
+    with Rewards(Reward(parts=parts[:1])) as rewards, pytest.raises(UserError, match=r"reward_model\.style is 'model'"):
+        rewards.check([Row("chat", "p", "s", None, style="model")])
 
 
 def test_a_format_part_alone_says_nothing_about_accuracy():
