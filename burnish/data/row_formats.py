@@ -1,9 +1,9 @@
 """Reads rows in the formats of verl, TRL, OpenRLHF, ShareGPT, Alpaca and plain files.
 
-Rows for rollouts come in three formats, recognised by their columns: verl's (`prompt`, `reward_model.ground_truth`, `data_source`,
-`extra_info`), TRL's (`prompt`; every other column is for the reward), and plain ones (a question and an answer, under the names in the
-config or in `QUESTION_COLUMNS`). Supervised rows have `prompt` and `completion`, `messages`, or `text`. A row that does not fit is an error
-that names its file and line.
+Rows for rollouts come in four formats, recognised by their columns: verl's (`prompt`, `reward_model.ground_truth`, `data_source`,
+`extra_info`), TRL's (`prompt`; every other column is for the reward), plain ones (a question and an answer, under the names in the
+config or in `QUESTION_COLUMNS`), and conversations (`CONVERSATION_COLUMNS`). Supervised rows have `prompt` and `completion`, `messages`,
+or `text`. A row that does not fit is an error that names its file and line.
 
 A column may change what the model should read or how its answer is scored. A column of that kind that burnish does not use must not be
 dropped silently, because the run would train on something else. It is an error if it has a value. Null, false and empty values are
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 QUESTION_COLUMNS = ("question", "problem", "query", "instruction", "input")
 """Columns that may hold the prompt of a row without `prompt`."""
+CONVERSATION_COLUMNS = ("conversations", "messages", "context_messages")
+"""Columns that may hold the prompt of a row as a conversation (ShareGPT, OpenAI, OpenRLHF)."""
 COMPLETION_COLUMNS = ("completion", "response", "output")
 """Columns that may hold the completion of supervised rows and labelled answers."""
 
@@ -121,14 +123,18 @@ def _plugin_records(source: Source, base: Path | None) -> Iterator[LocatedRecord
 
 
 def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
-    """Convert a record in any of the three formats to a row for rollouts."""
+    """Convert a record in any of the four formats to a row for rollouts."""
     identity = f"{source_name(source)}/{index}"
     data_source = record.get("data_source") or source_name(source)
     if not isinstance(data_source, str):
         raise UserError(f"{where}: data_source should be text, got {type(data_source).__name__}")
     key = "prompt" if "prompt" in record else question_column(record, where, source.prompt_key)
+    if key is None and source.prompt_key == QUESTION_COLUMNS[0]:
+        key = next((name for name in CONVERSATION_COLUMNS if _is_given(record.get(name))), None)
     if key is None:
         raise _missing(source.prompt_key, record, where, "prompt_key")
+    if key in CONVERSATION_COLUMNS:
+        return _conversation_row(record, where, source, identity, data_source, key)
     prompt = full_prompt(record, key, text_or_messages(record[key], key, where), where)
     rest = {k: v for k, v in record.items() if k not in (key, "data_source")}
     if "prompt" in record and "reward_model" in record:
@@ -145,6 +151,21 @@ def prompt_row(record: Record, where: str, source: Source, index: int) -> Row:
     # In a TRL row the answer's column also stays in `extra`: TRL reward functions take columns by their own names.
     extra = rest if key == "prompt" else {k: v for k, v in rest.items() if k != source.answer_key}
     return Row(identity, prompt, data_source, rest.get(source.answer_key), extra, where=where)
+
+
+def _conversation_row(record: Record, where: str, source: Source, identity: str, data_source: str, key: str) -> Row:
+    """A row whose prompt is a conversation up to its last user turn. The assistant's turn behind that is the expected answer."""
+    if source.answer_key != "answer" and source.answer_key not in record:
+        raise _missing(source.answer_key, record, where, "answer_key")
+    messages = checked_messages(record[key], key, where)
+    last = max((i for i, message in enumerate(messages) if message["role"] != "assistant"), default=-1)
+    if last < 0:
+        raise UserError(f"{where}: {key} has only turns of the assistant, so there is nothing to answer")
+    prompt = full_prompt(record, key, messages[: last + 1], where)
+    rest = {k: v for k, v in record.items() if k not in (key, "data_source")}
+    said = "\n".join(message["content"] for message in messages[last + 1 :])
+    answer = rest.get(source.answer_key)
+    return Row(identity, prompt, data_source, said or None if answer is None else answer, rest, where=where)
 
 
 def supervised_row(record: Record, where: str, source: Source, index: int) -> Row:

@@ -155,6 +155,19 @@ def test_the_plain_shape(tmp_path: Path) -> None:
     assert (row.prompt, row.data_source, row.answer, row.extra) == ("1+1?", "d.jsonl", 2, {"level": 3})
 
 
+def test_a_conversation_is_a_prompt_up_to_its_last_user_turn(tmp_path: Path) -> None:
+    turns = [("system", "add"), ("human", "1+1?"), ("gpt", "2"), ("human", "2+2?"), ("gpt", "4")]
+    row = one(tmp_path, {"conversations": [{"from": who, "value": text} for who, text in turns], "level": 3})
+    assert isinstance(row.prompt, list)
+    assert [message["content"] for message in row.prompt] == ["add", "1+1?", "2", "2+2?"]
+    assert (row.answer, row.extra) == ("4", {"level": 3})
+    asked = {"role": "user", "content": "2+2?"}
+    assert one(tmp_path, {"context_messages": [asked], "answer": "four"}).answer == "four"  # OpenRLHF
+    assert one(tmp_path, {"messages": [asked], "system": "add"}).answer is None
+    with pytest.raises(UserError, match=r"d.jsonl:2: messages has only turns of the assistant"):
+        one(tmp_path, {"messages": [{"role": "assistant", "content": "4"}]})
+
+
 def test_a_limit_takes_the_first_rows(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", [*RECORDS, {"bad": 1}])
     assert len(read_rows(Source(path="d.jsonl", limit=2), tmp_path)) == 2
