@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.config.yaml_text import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -134,7 +135,7 @@ def _search_report(manifest: dict[str, Any], out: Path) -> list[str]:
         numbers = [f"{files[f'{name}_{split}.jsonl']['rows']:,}" for split in ("train", "test")]
         lines.append(f"  {name + '_*.jsonl':<22} {numbers[0]} {what} to train on, {numbers[1]} to test")
     if recall is None:
-        return [*lines, "  recall                 not measured: pip install 'burnish[search]'"]
+        return [*lines, f"  recall                 not measured: {install_hint('search')}"]
     for key, what in (("question", "the question as the query"), ("query_per_hop", "a good query for each hop")):
         shown = ", ".join(f"{hops} hop{'s' if hops != '1' else ''} {value:.3f}" for hops, value in recall[key].items())
         lines.append(f"  BM25 recall@3          {what}: {shown} (test)")

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import burnish
 from burnish.config.errors import UserError
+from burnish.config.extras import EXTRAS, install_command
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.rewards.code_reward import check_sandbox
@@ -31,26 +32,6 @@ from burnish.rewards.code_reward import check_sandbox
 OK, ABSENT, WRONG = "ok", "--", "!!"
 GIB = 1024**3
 MATMUL_SECONDS = 1.0
-
-USES = {
-    "math": "the math reward (math-verify)",
-    "tasks": "reasoning-gym/<name> tasks",
-    "track": "TensorBoard and Weights & Biases",
-    "plot": "burnish view --png: the curves as an image (matplotlib)",
-    "ray": "placement=ray and burnish launch: several processes or machines",
-    "serve": "burnish serve: an OpenAI-compatible server",
-    "agents": "programs that call the model themselves (environment.agent)",
-    "search": "the tool search: BM25 over a local corpus",
-    "searchdata": "burnish data prepare search: the tables of its corpus",
-    "mcp": "tools of MCP servers",
-    "openenv": "environments of OpenEnv servers",
-    "gym": "environments of gymnasium",
-    "textarena": "games of TextArena",
-    "scienceworld": "the environment science_world, with its Java",
-    "vllm": "the vLLM engine",
-    "dev": "the tests and the linters",
-}
-"""What each extra is for."""
 
 # Runs in a child process, because a process cannot return to a namespace that it has left.
 LEAVE_NETWORK = "import sys; from burnish.rewards.worker_limits import leave_network; sys.exit(not leave_network())"
@@ -135,12 +116,10 @@ def machine() -> Iterator[ReportRow]:
 
 def extras() -> Iterator[ReportRow]:
     """Each extra of the package: its purpose, and how to install it if it is missing."""
-    for extra, use in USES.items():
+    for extra, use in EXTRAS.items():
         missing = [name for name in distributions(extra) if not installed(name)]
         if missing:
-            yield ReportRow(
-                ABSENT, f"[{extra}]", f"{use}: pip install -e '.[{extra}]' -c constraints.txt (no {', '.join(missing)})"
-            )
+            yield ReportRow(ABSENT, f"[{extra}]", f"{use}: {install_command(extra)} (no {', '.join(missing)})")
         else:
             yield ReportRow(OK, f"[{extra}]", use)
 
@@ -171,7 +150,7 @@ def isolation() -> Iterator[ReportRow]:
 def self_check() -> Iterator[ReportRow]:
     """Import every module whose extra is installed, and parse a configuration."""
     started, failed, count = time.perf_counter(), 0, 0
-    absent = {name.replace("-", "_") for extra in USES for name in distributions(extra) if not installed(name)}
+    absent = {name.replace("-", "_") for extra in EXTRAS for name in distributions(extra) if not installed(name)}
     absent |= {"triton"}  # only in torch's GPU builds; its kernels have other implementations elsewhere
     for module in pkgutil.walk_packages(burnish.__path__, "burnish."):
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.environment import AGENT, AGENT_DEFAULTS, AGENT_OPTIONS, GAME_TURNS
+from burnish.config.extras import install_hint
 from burnish.config.plugins import is_plugin
 from burnish.config.yaml_text import printable
 
@@ -20,7 +21,7 @@ AGENT_DETAILS = (
     "environment.command: [program, argument, ...], with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the row on standard input",
     f"environment.max_turns: the model calls of one episode, {AGENT_DEFAULTS['max_turns']} unless given",
     "the agent returns, or prints as its last line, a reward or {reward, success, metrics, answer}; nothing: the configured reward scores",
-    "its answer. It needs the extra [agents]: pip install 'burnish[agents]'",
+    f"its answer. It needs the extra [agents]: {install_hint('agents')}",
 )
 OWN_OPTIONS = "any other"
 NO_OPTIONS = ("self", "base", "prompt", "tokenizer")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 
 if TYPE_CHECKING:
     from burnish.run.checkpoint.checkpoints import Checkpoints
@@ -111,7 +112,7 @@ def run_merge(args: argparse.Namespace) -> int:
 def add_view_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish view RUN`."""
     parser.add_argument("path", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--png", action="store_true", help="also write curves.png (needs: pip install 'burnish[plot]')")
+    parser.add_argument("--png", action="store_true", help=f"also write curves.png (needs: {install_hint('plot')})")
 
 
 def run_view(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 from burnish.cli import train
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.config.placement import RayPlacement
 from burnish.config.schema import TrainConfig
 from burnish.distributed.ray_cluster import ClusterRequirement, Nodes, describe_nodes, wait_for_cluster
@@ -94,7 +95,7 @@ class _Cluster:
         try:
             import ray
         except ModuleNotFoundError as error:
-            raise UserError("burnish launch needs Ray: pip install 'burnish[ray]'") from error
+            raise UserError(f"burnish launch needs Ray: {install_hint('ray')}") from error
         self.ray: Any = ray
         self.address = _local_cluster_address() if address is None else address
         self._is_connected = False

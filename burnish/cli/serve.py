@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from burnish.cli.main import print_note
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
@@ -171,9 +172,7 @@ def require_extra() -> None:
     """Raise if packages of the extra `serve` are missing."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"burnish serve needs {' and '.join(missing)}: pip install -e '.[serve]' -c constraints.txt (or 'burnish[serve]')"
-        )
+        raise UserError(f"burnish serve needs {' and '.join(missing)}, which is not installed: {install_hint('serve')}")
 
 
 def check_options(args: argparse.Namespace) -> None:

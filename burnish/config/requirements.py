@@ -11,6 +11,7 @@ from typing import Any
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Source
 from burnish.config.errors import UserError, hub_hint
+from burnish.config.extras import install_hint
 from burnish.config.loading import Loaded
 from burnish.config.plugins import is_plugin_file, is_plugin_module, is_reference, plugin_source
 from burnish.config.records import Record
@@ -18,13 +19,13 @@ from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, Tr
 
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 GYM_PREFIX = "reasoning-gym/"
-TOOL_PACKAGES = {"search": ("bm25s", "'burnish[search]'"), "mcp": ("mcp", "'burnish[mcp]'")}
+TOOL_PACKAGES = {"search": ("bm25s", "search"), "mcp": ("mcp", "mcp")}
 ENVIRONMENT_PACKAGES = {
-    "agent": ("uvicorn", "'burnish[agents]'"),
-    "deep_retrieval": ("bm25s", "'burnish[search]'"),
-    "science_world": ("scienceworld", "'burnish[scienceworld]'"),
+    "agent": ("uvicorn", "agents"),
+    "deep_retrieval": ("bm25s", "search"),
+    "science_world": ("scienceworld", "scienceworld"),
 }
-"""The module to import and what to install, by the name of the tool or environment."""
+"""The module to import and its extra, by the name of the tool or environment."""
 
 
 def check_files(loaded: Loaded[Any]) -> None:
@@ -137,32 +138,33 @@ def matching_paths(path: str, base: Path, is_valid: Callable[[Path], bool]) -> l
 
 def missing_extras(config: AnyConfig) -> Iterator[str]:
     """An error text for each package that is needed and not installed, with the command that installs it."""
-    for key, module, install in dict.fromkeys(_required_packages(config)):
+    for key, module, extra in dict.fromkeys(_required_packages(config)):
         if not _is_installed(module):
-            yield f"{key} needs {module}, which is not installed: pip install {install}"
+            hint = "pip install vllm (docs/engines.md)" if extra == "vllm" else install_hint(extra)
+            yield f"{key} needs {module}, which is not installed: {hint}"
 
 
 def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
-    """The key that needs a package, the module to import, and what to install."""
+    """The key that needs a package, the module to import, and the extra."""
     for name in config.run.trackers:
-        yield f"run.trackers={name}", name, "'burnish[track]'"
+        yield f"run.trackers={name}", name, "track"
     for source in data_sources(config):
         if source.task is not None and source.task.startswith(GYM_PREFIX):
-            yield f"task {source.task}", "reasoning_gym", "'burnish[tasks]'"
+            yield f"task {source.task}", "reasoning_gym", "tasks"
     if not isinstance(config, TrainConfig):
         return
     for part in config.reward.parts:
         if "math" in (part.name, part.options.get("checker")):
-            yield f"reward {part.name}", "math_verify", "'burnish[math]'"
+            yield f"reward {part.name}", "math_verify", "math"
     for tool in config.environment.tools:
         if tool.name in TOOL_PACKAGES:
             yield f"tool {tool.name}", *TOOL_PACKAGES[tool.name]
     if config.environment.name in ENVIRONMENT_PACKAGES:
         yield f"environment {config.environment.name}", *ENVIRONMENT_PACKAGES[config.environment.name]
     if config.placement.name == "ray":
-        yield "placement=ray", "ray", "'burnish[ray]'"
+        yield "placement=ray", "ray", "ray"
     if config.rollout.engine == "vllm" and (config.rollout.vllm is None or config.rollout.vllm.url is None):
-        yield "rollout.engine=vllm", "vllm", "vllm (docs/engines.md)"
+        yield "rollout.engine=vllm", "vllm", "vllm"
 
 
 def _is_installed(module: str) -> bool:

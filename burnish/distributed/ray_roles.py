@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, RayPlacement
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine, Request
@@ -70,7 +71,7 @@ def open_cluster(config: TrainConfig) -> Iterator[Cluster | None]:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise UserError("placement=ray needs Ray: pip install 'burnish[ray]'") from error
+        raise UserError(f"placement=ray needs Ray: {install_hint('ray')}") from error
     on_gpu = {"auto": None, "cpu": False}.get(config.model.device, True)
     with Cluster(config.placement, on_gpu) as cluster:
         yield cluster

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.config.plugins import load_plugin
 from burnish.environments.base import AgentProgram, AgentTask, End, Episode
 
@@ -114,7 +115,7 @@ class AgentFunction(AgentProgram):
             import openai
         except ImportError as error:
             raise UserError(
-                f"environment.agent={self.target} asks for a client, which needs the package openai: pip install 'burnish[agents]'"
+                f"environment.agent={self.target} asks for a client, which needs the package openai: {install_hint('agents')}"
             ) from error
         kind: Any = openai.AsyncOpenAI if is_async else openai.OpenAI
         http: Any = openai.DefaultAsyncHttpxClient if is_async else openai.DefaultHttpxClient

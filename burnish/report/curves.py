@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.run import metrics
 from burnish.run.durable_files import atomic_write
 
@@ -183,7 +184,7 @@ def write_curves_png(run: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
-            f"curves.png needs matplotlib, which is not installed ({error}): pip install 'burnish[plot]'; "
+            f"curves.png needs matplotlib, which is not installed ({error}): {install_hint('plot')}; "
             "report.html shows the same curves without it"
         ) from error
     rows = metrics.read_metrics(run / "metrics.jsonl")

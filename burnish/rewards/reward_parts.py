@@ -17,6 +17,7 @@ from typing import Any
 from burnish.config.consistency import gives_verdict, may_give_verdict
 from burnish.config.data import RewardPart
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.extras import install_hint
 from burnish.config.plugins import check_options, is_plugin
 from burnish.data.row import VERL_MODEL_STYLE, Row, likely_answer
 from burnish.rewards import verifiers
@@ -55,7 +56,7 @@ def check_row(row: Row, parts: Sequence[tuple[str, RewardPart]], answer_key: str
         verifier = row.extra.get("verifier") if part.name == "row" else part.name
         if part.name == "row" and verifier == "math" and importlib.util.find_spec("math_verify") is None:
             raise UserError(
-                f"{row.place}: the row's verifier is math, which needs math-verify; install it with pip install 'burnish[math]'"
+                f"{row.place}: the row's verifier is math, which needs math-verify; install it with {install_hint('math')}"
             )
         if part_needs_answer(part, verifier, where) and is_missing(row.answer):
             raise UserError(

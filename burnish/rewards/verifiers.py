@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
+from burnish.config.extras import install_hint
 from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, normalized_words, token_f1
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
 from burnish.rewards.instruction_checks import MODES, ifeval
@@ -374,7 +375,7 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
                 f"{where}: pattern {options['pattern']!r} is not a valid regular expression: {error}"
             ) from error
     if "math" in (name, options.get("checker")) and importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"{where}: the math verifier needs math-verify; install it with pip install 'burnish[math]'")
+        raise UserError(f"{where}: the math verifier needs math-verify; install it with {install_hint('math')}")
 
 
 def warm_up(name: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.extras import install_hint
 from burnish.run.durable_files import append_durably, atomic_write, truncate
 
 MetricValue = float | int | str
@@ -259,5 +260,5 @@ def _import_tracker(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"run.trackers names {package}, which is not installed ({error}): pip install 'burnish[track]', or leave it out"
+            f"run.trackers names {package}, which is not installed ({error}): {install_hint('track')}, or leave it out"
         ) from error

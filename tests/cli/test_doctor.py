@@ -1,6 +1,7 @@
 """`burnish doctor`."""
 
 import importlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from burnish.cli import doctor
 from burnish.cli.main import main
+from burnish.config.extras import EXTRAS, install_hint
 
 
 def test_every_extra_of_the_package_has_a_use_and_distributions() -> None:
@@ -15,16 +17,28 @@ def test_every_extra_of_the_package_has_a_use_and_distributions() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert set(rows) == {f"[{extra}]" for extra in project["optional-dependencies"]}
     assert rows["[dev]"].mark == doctor.OK  # these tests run, so it is there
-    for extra in doctor.USES:
+    for extra in EXTRAS:
         assert doctor.distributions(extra)
 
 
-def test_an_absent_extra_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_extra_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(doctor, "installed", lambda name: name != "math-verify")
     marks = {row.name: (row.mark, row.text) for row in doctor.extras()}
     assert marks["[math]"][0] == doctor.ABSENT
     assert "pip install -e '.[math]'" in marks["[math]"][1]
     assert marks["[tasks]"][0] == doctor.OK
+    monkeypatch.chdir(tmp_path)  # pip knows the package by its name, wherever it is installed from
+    assert {row.name: row.text for row in doctor.extras()}["[math]"] == (
+        "the math reward (math-verify): pip install 'burnish[math]' (no math-verify)"
+    )
+
+
+def test_every_error_about_an_extra_says_what_it_brings() -> None:
+    assert install_hint("mcp") == "pip install 'burnish[mcp]' (brings tools of MCP servers)"
+    root = Path(doctor.__file__).parents[1]
+    written = [p.name for p in root.rglob("*.py") if re.search(r"pip install (-e )?'(burnish|\.)\[", p.read_text())]
+    assert written == ["extras.py"]
 
 
 def test_an_old_torch_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:

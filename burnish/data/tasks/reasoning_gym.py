@@ -15,6 +15,7 @@ import random
 from typing import Any
 
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.extras import install_hint
 from burnish.core.random_keys import fold
 from burnish.data.row import Row
 from burnish.data.tasks.task import final_answer, first_on_split
@@ -103,7 +104,7 @@ def _make(name: str, options: dict[str, Any], seed: int) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise UserError(f"{name} needs the reasoning-gym library: pip install 'burnish[tasks]'") from error
+        raise UserError(f"{name} needs the reasoning-gym library: {install_hint('tasks')}") from error
     short = name.removeprefix(PREFIX)
     if short not in DATASETS:
         raise unknown_name_error("reasoning-gym task", short, DATASETS)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.config.plugins import load_plugin
 from burnish.data.row import Message
 from burnish.environments.base import Episode
@@ -40,7 +41,7 @@ def load_target(target: str, base: str | None, packages: Mapping[str, str]) -> A
 
 def missing_package(what: str, package: str, extra: str | None = None) -> UserError:
     """The error for an adapter whose package is not installed."""
-    command = f"pip install 'burnish[{extra}]'" if extra else f"pip install {package}"
+    command = install_hint(extra) if extra else f"pip install {package}"
     return UserError(f"{what} needs the package {package!r}, which is not installed: {command}")
 
 

@@ -24,6 +24,7 @@ from typing import IO, Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.extras import install_hint
 from burnish.core.http import is_server_url
 from burnish.environments.base import Episode, RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
@@ -44,7 +45,7 @@ def import_mcp() -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise UserError(f"MCP tools need the package mcp: pip install 'burnish[mcp]' ({error})") from error
+        raise UserError(f"MCP tools need the package mcp: {install_hint('mcp')} ({error})") from error
     return mcp
 
 
