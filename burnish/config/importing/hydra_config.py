@@ -26,8 +26,10 @@ class HydraConfig(NamedTuple):
 
 
 def read_yaml_config(path: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The leaves of a YAML file. The entry `defaults` stays a leaf: it names verl's own files."""
+    """The leaves of a YAML file, or of a list of overrides. The entry `defaults` stays a leaf: it names verl's own files."""
     tree = parse_yaml(read_text(path), str(path))
+    if isinstance(tree, list) and all(isinstance(word, str) for word in tree):  # Hydra's .hydra/overrides.yaml
+        return apply_overrides({}, tree).values
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected a verl config with sections such as data and actor_rollout_ref")
     values = dict(leaves(tree))

@@ -49,6 +49,9 @@ class Block:
     is_active: bool
     is_decided: bool = False
     """Whether a branch was taken, or may have been, so that later branches are not."""
+    test: bool | None = None
+    """The value of the test so far, between `if` and `then`."""
+    is_testing: bool = False
     subject: str = ""
     """The text that the patterns of a case are compared with."""
     is_pattern: bool = False
@@ -82,12 +85,17 @@ class _Reader:
         if self.blocks and self.blocks[-1].is_pattern and not (words and words[0].literal == "esac"):
             self._read_pattern(words, end)
             return
+        if self.blocks and self.blocks[-1].is_testing and words and words[0].literal not in ("then", "if"):
+            self._continue_test(words, statement)
+            words = []
         while words and words[0].literal in ("then", "do", "else", "{", "elif", "!", "time", "nohup", "exec"):
             keyword = words.pop(0).literal
-            if keyword == "else":
-                self._open_else(None)
+            if keyword == "then" and self.blocks and self.blocks[-1].is_testing:
+                self._end_test(self.blocks[-1])
+            elif keyword == "else":
+                self._open_else(None, 0)
             elif keyword == "elif":
-                self._open_else(words)
+                self._open_else(words, statement.line)
                 words = []
         if words:
             self._read_words(words, statement)
@@ -103,7 +111,7 @@ class _Reader:
                 self.blocks.pop()
         elif first == "if":
             value = self._test(words[1:], statement.line) if self.is_active else False
-            self.blocks.append(Block("if", value is True, value is not False))
+            self.blocks.append(Block("if", False, test=value, is_testing=True))
         elif first in ("while", "until"):
             if self.is_active:
                 self.variables.note(f"line {statement.line}: the {first} loop is left out")
@@ -119,16 +127,28 @@ class _Reader:
         elif self.is_active and self._follows():
             self._run(words, statement.line)
 
-    def _open_else(self, test: list[Word] | None) -> None:
+    def _continue_test(self, words: list[Word], statement: Statement) -> None:
+        """The next part of `if a && b`, joined to the test so far by the operator before it."""
+        block = self.blocks[-1]
+        outer = all(other.is_active for other in self.blocks[:-1])
+        value = self._test(words, statement.line) if outer and not block.is_decided else False
+        block.test = _joined(block.test, self.joined, value)
+
+    def _end_test(self, block: Block) -> None:
+        block.is_testing = False
+        block.is_active, block.is_decided = block.test is True, block.is_decided or block.test is not False
+
+    def _open_else(self, test: list[Word] | None, line: int) -> None:
         if not self.blocks or self.blocks[-1].kind != "if":
             return
         block = self.blocks[-1]
-        if block.is_decided:
-            block.is_active = False
-            return
+        block.is_active = False
         outer = all(other.is_active for other in self.blocks[:-1])
-        value = True if test is None else self._test(test, 0) if outer else False
-        block.is_active, block.is_decided = value is True, value is not False
+        if test is not None:
+            block.test = self._test(test, line) if outer and not block.is_decided else False
+            block.is_testing = True
+        elif not block.is_decided:
+            block.is_active = block.is_decided = True
 
     def _open_loop(self, words: list[Word], line: int) -> None:
         names = [word.literal for word in words]
@@ -209,7 +229,22 @@ class _Reader:
         return value != is_negated
 
 
+def _joined(first: bool | None, operator: str, second: bool | None) -> bool | None:
+    """`first && second` or `first || second`, where None is not known."""
+    decisive = operator == "||"
+    if decisive in (first, second):
+        return decisive
+    return None if None in (first, second) else not decisive
+
+
 def _test_value(texts: list[str]) -> bool | None:
+    for operator in ("||", "&&"):  # && binds tighter
+        if operator in texts:
+            at = texts.index(operator)
+            return _joined(_test_value(texts[:at]), operator, _test_value(texts[at + 1 :]))
+    if texts[:1] == ["!"]:
+        value = _test_value(texts[1:])
+        return None if value is None else not value
     if texts in (["true"], ["false"]):
         return texts == ["true"]
     if len(texts) == 2 and texts[0] in ("-z", "-n"):

@@ -27,7 +27,7 @@ class Variables:
     """The variables of a script: its own assignments, else those of the environment. Notes say what could not be known."""
 
     def __init__(self, environment: dict[str, str], folder: str) -> None:
-        self.own: dict[str, list[str]] = {}
+        self.own: dict[str, list[str]] = {"#": ["0"], "?": ["0"]}  # a script without arguments
         self.environment, self.folder = environment, folder
         self.notes: list[str] = []
 

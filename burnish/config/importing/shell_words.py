@@ -89,6 +89,9 @@ class Lexer:
         while True:
             self._skip_blanks()
             end = self._operator()
+            if end is not None and end != "\n" and _is_open_test(words):  # `[[ a && b ]]`: an operator of the test
+                words.append(Word([Segment(end)]))
+                continue
             if end in HERE_DOCUMENTS:
                 self._skip_blanks()
                 delimiters.append("".join(s.text for s in self.word().segments))
@@ -246,3 +249,9 @@ class Lexer:
                     return self.text[start : at + 1 - len(closing)]
             at += 1
         raise UserError(f"{self.where}, line {line}: ${opening} is never closed")
+
+
+def _is_open_test(words: list[Word]) -> bool:
+    """Whether the words are inside `[[ ... ]]`."""
+    names = [word.literal for word in words]
+    return "[[" in names and "]]" not in names

@@ -159,7 +159,7 @@ def _training(draft: Draft, facts: DataFacts) -> None:
     mini_batches = num_mini_batches(draft)
     remark = f"{prompts} prompts in mini-batches of {size}"
     draft.set("training.mini_batches", mini_batches)
-    if prompts % max(1, size):
+    if size < prompts and prompts % max(1, size):
         draft.differs(
             f"{ACTOR}.ppo_mini_batch_size", f"training.mini_batches={mini_batches}: {remark} do not divide evenly"
         )

@@ -44,6 +44,10 @@ def test_words_are_expanded_as_bash_does(text: str, expected: list[str]) -> None
     [
         ('if [ "$x" = vllm ]; then y=1; else y=2; fi\nrun $y', ["2"]),
         ("x=3\nif [[ $x -gt 5 ]]; then\n  y=1\nelif [[ $x == 3 ]]\nthen\n  y=2\nelse\n  y=3\nfi\nrun $y", ["2"]),
+        ('if [ -z "$x" ] && [[ $# -eq 0 && 2 > 1 || a == b ]]; then y=1; fi\nrun n$y', ["n"]),
+        ('if [ -z "$x" ] && [[ $# -eq 0 && a != b ]]\nthen\n y=1\nelse y=2\nfi\nrun n$y', ["n1"]),
+        ('if [ -f x ] || [ a = a ]; then y=1; fi\nif ! [ a = a ]; then y=2; fi\nrun n$y', ["n1"]),
+        ('if [ a = b ]; then if [ c = c ]; then y=1; else y=2; fi; elif [ d = d ]; then y=3; else y=4; fi\nrun n$y', ["n3"]),
         ('[ -z "$x" ] && y=1\n[ -n "$x" ] && y=2\nrun $y', ["1"]),
         ("x=b\ncase \"$x\" in\n a) y=1 ;;\n b|c) y=2 ;;\n *) y=3 ;;\nesac\nrun $y", ["2"]),
         ("x=q\ncase $x in a) y=1 ;; *) y=3 ;; esac\nrun $y", ["3"]),

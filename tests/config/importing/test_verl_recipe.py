@@ -216,3 +216,8 @@ def test_a_named_config_beside_the_script_is_read(tmp_path: Path) -> None:
     found = read_launch_script(script, {})
     assert found.values == {"algorithm.lam": 0.9}
     assert "absent.yaml is not here" in found.notes[0]
+
+
+def test_hydra_s_list_of_overrides_is_read(tmp_path: Path) -> None:
+    (tmp_path / "overrides.yaml").write_text("- data.train_batch_size=32\n- '+a.b={c: 1}'\n")
+    assert read_yaml_config(tmp_path / "overrides.yaml", {}) == {"data.train_batch_size": 32, "a.b.c": 1}
