@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise UserError("the API key must be of printable ASCII characters without spaces, and not empty")
+    from burnish.gateway.http_guards import bind_socket, is_loopback
     from burnish.models.policy import resolve_device
-    from burnish.serve.http_server import bind_socket, is_loopback
 
     is_gpu = resolve_device(args.device).type == "cuda"
     args.max_rows = args.max_rows or (1024 if is_gpu else 256)

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from burnish.gateway.calls import CallAnswer, ModelCall
-from burnish.gateway.connections import limited_protocol, process_limits, raise_file_limit
+from burnish.gateway.http_guards import limited_protocol, process_limits, raise_file_limit
 from burnish.gateway.openai_schema import ApiError, internal_error, json_object
 from burnish.gateway.protocols import KEEP_ALIVE, PROTOCOLS, CallProtocol, api_key
 from burnish.gateway.request_bodies import BodyReader

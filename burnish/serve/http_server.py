@@ -11,14 +11,8 @@ from typing import Any
 
 import uvicorn
 
-from burnish.config.errors import UserError
-from burnish.gateway.connections import (
-    ACCEPTED_AT_ONCE,
-    AccessMiddleware,
-    ConnectionLimits,
-    limited_protocol,
-    process_limits,
-)
+from burnish.gateway.connections import AccessMiddleware
+from burnish.gateway.http_guards import ACCEPTED_AT_ONCE, ConnectionLimits, limited_protocol, process_limits
 from burnish.serve.app import Api, make_app
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -86,34 +80,10 @@ class ApiServer(uvicorn.Server):
             timer.cancel()
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket before the model is loaded. Port 0 takes a free one."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UserError(f"--host {host}: {error}") from error
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise UserError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}; choose another --port (0 takes a free one)"
-        ) from error
-    return bound
-
-
 def server_url(bound: socket.socket) -> str:
     """The URL at which clients reach a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-
-def is_loopback(bound: socket.socket) -> bool:
-    """Whether only this machine can reach the socket."""
-    host = bound.getsockname()[0]
-    return host == "::1" or host.startswith("127.")
 
 
 def run_server(

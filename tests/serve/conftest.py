@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from burnish.gateway.http_guards import bind_socket
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
@@ -22,7 +23,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.serve.app import Api
 from burnish.serve.async_engine import AsyncEngine
 from burnish.serve.engine_worker import EngineThread
-from burnish.serve.http_server import ApiServer, bind_socket, server_url
+from burnish.serve.http_server import ApiServer, server_url
 from burnish.serve.request_to_engine import ServedModel, TokenScorer
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<pad>"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from burnish.gateway.connections import ConnectionLimits, process_limits
+from burnish.gateway.http_guards import ConnectionLimits, process_limits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SHORT = {"model": "tiny", "prompt": [65], "max_tokens": 2}

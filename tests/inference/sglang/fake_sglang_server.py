@@ -29,12 +29,12 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.gateway.http_guards import bind_socket
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
 from burnish.models.weight_files import load_tensors, stored_tensors
 from burnish.serve.async_engine import AsyncEngine, Generation
 from burnish.serve.engine_worker import EngineThread, Listener
-from burnish.serve.http_server import bind_socket
 
 SHAPES = (
     ("temperature", 1.0), ("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("frequency_penalty", 0.0),

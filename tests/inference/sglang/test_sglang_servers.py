@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.gateway.http_guards import bind_socket
 from burnish.inference.server_client import ServerError
 from burnish.inference.sglang.sglang_servers import SGLANG, inspect_server
-from burnish.serve.http_server import bind_socket
 from tests.inference.sglang.fake_sglang_server import SglangServer
 
 Serve = Callable[..., SglangServer]
