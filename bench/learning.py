@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common import save, table
+from svg_chart import svg_chart
 
-from burnish.report.curves import NUM_COLOURS, Chart, draw_svg
 from burnish.run.metrics import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
@@ -32,7 +32,6 @@ SETTINGS: dict[str, list[str]] = {
     "reinforce_plus_plus": [],
     "vapo": [*CRITIC, "algorithm.critic.warmup_steps=10", "algorithm.advantage.length_adaptive=1.0"],
 }
-PALETTE = ("#1f6feb", "#d1495b", "#2a9d4a", "#8957e5", "#e08b00", "#0a8f8f", "#6b7280")
 
 
 def main() -> None:
@@ -48,7 +47,9 @@ def main() -> None:
     print(table(rows, ["system", "seed", "wall_s", "greedy_before", "greedy_after", "greedy_best"]))
     print(f"saved {save('learning', rows, args.out)}")
     if args.chart is not None:
-        args.chart.write_text(chart({row["system"]: row["curve"] for row in rows}))
+        args.chart.write_text(
+            svg_chart({row["system"]: row["curve"] for row in rows}, "Held-out accuracy (greedy) by step")
+        )
         print(f"drawn {args.chart}")
 
 
@@ -73,27 +74,6 @@ def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "greedy_best": max(accuracies),
         "curve": curve,
     }
-
-
-def chart(curves: dict[str, list[list[float]]], title: str = "Held-out accuracy (greedy) by step") -> str:
-    """The curves as one SVG that stands alone: style and legend inside."""
-    lines = {name: [(int(step), value) for step, value in curve] for name, curve in curves.items()}
-    svg, _ = draw_svg(Chart(title, lines), 1000)
-    assert len(PALETTE) >= len(lines)
-    style = (
-        "text{font:11px sans-serif;fill:#555}.grid{stroke:#ddd}.line{fill:none;stroke-width:1.6}.cursor{display:none}"
-    )
-    parts = svg.split("<polyline")
-    for index in range(1, len(parts)):  # the page has fewer colours than this chart has lines
-        colour, old = PALETTE[index - 1], f"c{(index - 1) % NUM_COLOURS}"
-        parts[index] = parts[index].replace(f'class="line {old}"', f'class="line" stroke="{colour}"')
-        parts[index] = parts[index].replace(f'class="dot {old}"', f'fill="{colour}"')
-    body = "<polyline".join(parts).removesuffix("</svg>").replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
-    legend = "".join(
-        f'<rect x="330" y="{128 + 13 * k}" width="9" height="9" fill="{PALETTE[k]}"/><text x="344" y="{136 + 13 * k}">{name}</text>'
-        for k, name in enumerate(lines)
-    )
-    return body.replace(">", f"><style>{style}</style>", 1) + legend + "</svg>\n"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from learning import chart
+from svg_chart import svg_chart
 
 from burnish.evaluation.statistics import wilson_interval
 from burnish.run.metrics import read_metrics
@@ -66,7 +66,7 @@ def main() -> None:
         curves = {
             path.stem: json.loads(path.read_text())["curve"] for path in sorted(RESULTS.glob(f"{args.recipe}*.json"))
         }
-        args.chart.write_text(chart(curves, "Held-out accuracy (greedy) by seconds since the start"))
+        args.chart.write_text(svg_chart(curves, "Held-out accuracy (greedy) by seconds since the start"))
         print(f"drawn {args.chart}: {', '.join(curves)}")
 
 

@@ -1,4 +1,4 @@
-"""`burnish export`, `burnish merge` and `burnish view`: results of finished runs as model directories and reports.
+"""`burnish export` and `burnish merge`: results of finished runs as model directories.
 
 Export writes the files of a model as a plain Hugging Face directory, without optimizer and trainer state. They are checked against the
 checksums of the checkpoint before anything is written, and the directory appears complete or not at all. A model with adapters becomes a
@@ -6,9 +6,6 @@ PEFT directory, or with --merged a full model.
 
 Merge averages the weights of several models without training. Kimi k1.5 (2501.12599) merges a model with long answers and one with short
 answers (long2short).
-
-View writes the HTML report of a run. A run writes its report when it ends; this also works for a run that is training or was stopped. It
-only reads the files of the run and takes no lock. `--png` also draws the main curves as an image.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.config.errors import UserError
-from burnish.config.extras import install_hint
 
 if TYPE_CHECKING:
     from burnish.run.checkpoint.checkpoints import Checkpoints
@@ -106,25 +102,6 @@ def run_merge(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot merge into {args.out}: {error.strerror} ({error.filename})") from error
     _print_files(args.out)
-    return 0
-
-
-def add_view_arguments(parser: argparse.ArgumentParser) -> None:
-    """`burnish view RUN`."""
-    parser.add_argument("path", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--png", action="store_true", help=f"also write curves.png (needs: {install_hint('plot')})")
-
-
-def run_view(args: argparse.Namespace) -> int:
-    """Write report.html, and curves.png on request, and print their paths."""
-    from burnish.report.curves import write_curves_png
-    from burnish.report.html_report import write_report
-    from burnish.run.run_directory import RunDirectory
-
-    directory = RunDirectory.open(args.path)
-    print(f"report: {write_report(directory.path)}")
-    if args.png:
-        print(f"curves: {write_curves_png(directory.path)}")
     return 0
 
 

@@ -31,7 +31,7 @@ COMMANDS: Commands = {
     "sample": ("burnish.cli.sample", "stream text from a model"),
     "export": ("burnish.cli.export:export", "write the model of a run as a plain Hugging Face directory"),
     "merge": ("burnish.cli.export:merge", "average the weights of several models"),
-    "view": ("burnish.cli.export:view", "write the report of a run, finished or not"),
+    "view": ("burnish.cli.view", "show runs in a browser while they train, or write the report of one"),
     "data": ("burnish.cli.data_commands", "make, clean and select files to train on"),
     "import": ("burnish.cli.import_recipe", "make a recipe from a verl or TRL script or config"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
@@ -50,7 +50,7 @@ EXAMPLES = {
     "sample": ("a model or a run and a prompt", "runs/sort_digits-0 '31524>'"),
     "export": ("a run and a folder to write", "runs/sort_digits-0 sorted"),
     "merge": ("a folder to write and the models", "merged runs/first runs/second"),
-    "view": ("a run", "runs/sort_digits-0"),
+    "view": ("a run or a folder of runs", "runs"),
     "serve": ("a model or a run", "runs/sort_digits-0"),
     "launch": ("a recipe", "recipes/sort_digits.yaml --address HEAD:6379 --nodes 2"),
 }

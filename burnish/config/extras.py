@@ -13,7 +13,7 @@ EXTRAS = {
     "track": "TensorBoard and Weights & Biases",
     "plot": "burnish view --png: the curves as an image (matplotlib)",
     "ray": "placement=ray and burnish launch: several processes or machines",
-    "serve": "burnish serve: an OpenAI-compatible server",
+    "serve": "burnish serve: an OpenAI-compatible server; burnish view: the live page of runs",
     "agents": "programs that call the model themselves (environment.agent)",
     "search": "the tool search: BM25 over a local corpus",
     "searchdata": "burnish data prepare search: the tables of its corpus",

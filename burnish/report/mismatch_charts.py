@@ -1,19 +1,16 @@
-"""Where sampler and trainer disagree: charts of the log-prob gap by position and by probability, and a table of the worst tokens.
+"""Where sampler and trainer disagree: profiles of the log-prob gap by position and by probability.
 
-The profiles are metrics such as `mismatch/by_position/3/abs`; a bucket is named by its lower bound. The tokens come from
-samples/worst_tokens.jsonl. A run without both has no such section in its report.
+The profiles are metrics such as `mismatch/by_position/3/abs`; a bucket is named by its lower bound. A run without them has no
+such charts on its page.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from html import escape
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from burnish.report.curves import Chart
-from burnish.run.samples import read_worst_tokens
+from burnish.report.run_files import Series
 
 PROFILE_METRIC = r"mismatch/by_(position|probability)/([^/]+)/(abs|signed|tokens)"
 PROFILE_TITLES = {
@@ -21,14 +18,6 @@ PROFILE_TITLES = {
     "probability": "Mean log-prob gap by the sampler's probability",
 }
 MAX_AXIS_LABELS = 10  # names that fit under an axis
-MAX_CONTEXT_CHARS = 120  # characters kept of what stands around a token
-TABLE_COLUMNS = "step|prompt|sample|position|in context|token id|sampler|trainer|gap|weight"
-TABLE_NOTE = (
-    "The tokens on which sampler and trainer disagree most, in the first step that has any, in that of the largest gap and "
-    "in the last: the log-prob each gave, and trainer less sampler. All steps are in samples/worst_tokens.jsonl."
-)
-
-Row = dict[str, Any]
 
 
 def is_profile(name: str) -> bool:
@@ -36,55 +25,42 @@ def is_profile(name: str) -> bool:
     return re.fullmatch(PROFILE_METRIC, name) is not None
 
 
-def profile_charts(rows: list[Row]) -> list[Chart]:
-    """Return one chart per profile: the mean |gap| of each bucket, at the first and the last step that have the profile."""
+def profile_charts(series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """Return one chart per profile: the mean |gap| of each bucket, at the first and the last step that have the profile.
+
+    A chart has a `title`, `series` of [place, value], the `places` under its axis, and a `hint` for each place.
+    """
     charts = []
     for kind, title in PROFILE_TITLES.items():
-        found = [(row["step"], buckets) for row in rows if (buckets := _buckets(row, kind))]
-        if not found:
+        buckets = _buckets(series, kind)
+        steps = [step for values in buckets.values() if "abs" in values for step in values["abs"]]
+        if not steps:
             continue
-        shown = dict((found[0], found[-1]))
-        ends = sorted({end for buckets in shown.values() for end in buckets}, key=float)
-        series = {
+        shown = dict.fromkeys((min(steps), max(steps)))
+        ends = sorted(
+            (end for end, values in buckets.items() if shown.keys() & values.get("abs", {}).keys()), key=float
+        )
+        lines = {
             f"step {step}": [
-                (ends.index(end), values["abs"]) for end, values in sorted(buckets.items(), key=_bucket_start)
+                [place, buckets[end]["abs"][step]] for place, end in enumerate(ends) if step in buckets[end]["abs"]
             ]
-            for step, buckets in shown.items()
+            for step in shown
         }
-        last = found[-1][1]
-        hints = [f"{_bucket_text(kind, end)}: {last.get(end, {}).get('tokens', 0):,.0f} tokens" for end in ends]
-        charts.append(Chart(title, series, places=_axis_labels(ends), hints=hints))
+        last = max(steps)
+        hints = [
+            f"{_bucket_text(kind, end)}: {buckets[end].get('tokens', {}).get(last, 0):,.0f} tokens" for end in ends
+        ]
+        charts.append({"title": title, "series": lines, "places": _axis_labels(ends), "hints": hints})
     return charts
 
 
-def worst_tokens_table(path: Path) -> str:
-    """Return a table of the worst tokens of the first step, the step with the largest gap, and the last; empty if there are none."""
-    rows = read_worst_tokens(path)
-    if not rows:
-        return ""
-    worst = max(rows, key=lambda row: abs(row["gap"]))
-    chosen = {row["step"] for row in (rows[0], worst, rows[-1])}
-    lines = "".join(_table_row(row) for row in rows if row["step"] in chosen)
-    head = "".join(f"<th>{name}</th>" for name in TABLE_COLUMNS.split("|"))
-    return f'<p class="dim">{TABLE_NOTE}</p><div class="scroll"><table><tr>{head}</tr>{lines}</table></div>'
-
-
-def visible_text(text: str) -> str:
-    """Return text on one line, with line breaks and control characters as escape sequences."""
-    return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"')
-
-
-def _buckets(row: Row, kind: str) -> dict[str, dict[str, float]]:
-    """Return the buckets of one profile in one step's metrics, by their lower bound."""
-    found: dict[str, dict[str, float]] = {}
-    for name, value in row.items():
+def _buckets(series: Mapping[str, Series], kind: str) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the values of one profile by bucket, figure (abs, signed, tokens) and step."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for name, line in series.items():
         if (match := re.fullmatch(PROFILE_METRIC, name)) and match[1] == kind:
-            found.setdefault(match[2], {})[match[3]] = value
+            found.setdefault(match[2], {})[match[3]] = dict(zip(line.steps, line.values, strict=True))
     return found
-
-
-def _bucket_start(item: tuple[str, Any]) -> float:
-    return float(item[0])
 
 
 def _axis_labels(ends: list[str]) -> list[str]:
@@ -98,18 +74,3 @@ def _bucket_text(kind: str, end: str) -> str:
     if kind == "position":
         return f"position {end}" if low == 0 else f"positions {end} to {2 * int(end)}"
     return f"probability {low:g} to {10 * low:g}" if low else "probability below 1e-06"
-
-
-def _table_row(row: Row) -> str:
-    """Return one row of the table. Text that the model wrote is escaped."""
-    before, text, after = (visible_text(row[name] or "") for name in ("before", "text", "after"))
-    context = f"<code>{escape(before[-MAX_CONTEXT_CHARS:])}<mark>{escape(text[:MAX_CONTEXT_CHARS])}</mark>{escape(after[:MAX_CONTEXT_CHARS])}</code>"
-    weight = "" if row["weight"] is None else f"{row['weight']:.3g}"
-    cells = [
-        *(escape(str(row[name])) for name in ("step", "group", "sample", "position")),
-        context,
-        str(row["token"]),
-        *(f"{row[name]:.4g}" for name in ("behaviour_logp", "trainer_logp", "gap")),
-        weight,
-    ]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

@@ -1,8 +1,8 @@
 """Tables of samples (parquet), the file of the tokens on which sampler and trainer disagree most, and examples of events.
 
 There is one parquet file per step and kind (`train-000010.parquet`, `validation-greedy-000050.parquet`). All have the same
-columns, so that any tool can read them together. `pieces`, `logp`, `advantages` and `gap` are lists with a value for each
-token the model wrote, in the order of the branches if an agent's context was rewritten. `turns` is JSON of an environment's dialogue:
+columns, so that any tool can read them together. `pieces`, `logp`, `advantages`, `gap`, `entropy` and `mask` are lists with a value for each
+token the model wrote, in the order of the branches if an agent's context was rewritten. `mask` is 1 if the token was in the loss, else 0. `turns` is JSON of an environment's dialogue:
 speaker, text, state, reward, and where a branch begins (`trainers/episode_rows.py`). `events` is JSON of what went wrong in it, and
 `last_words` is what the environment said at the end. `role` is the player in a game of several. `extra` is JSON of what reward functions log beside a sample, by part and column. A missing
 value is null, never a number: the advantage of a validation sample, advantages of tokens that equal their sample's, the
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,6 +52,8 @@ SAMPLE_COLUMNS = {
     "logp": "floats",
     "advantages": "floats",
     "gap": "floats",
+    "entropy": "floats",
+    "mask": "floats",
     "turns": "string",
     "role": "string",
     "last_words": "string",
@@ -105,16 +107,17 @@ def sample_files(folder: Path) -> list[tuple[int, str, Path]]:
     return sorted(found)
 
 
-def read_columns(path: Path) -> pa.Table:
-    """Read one table. A column that the file lacks, because it is older, is null."""
+def read_columns(path: Path, names: Sequence[str] = tuple(SAMPLE_COLUMNS)) -> pa.Table:
+    """Read some columns of one table. A column that the file lacks, because it is older, is null."""
     import pyarrow as pa
 
+    schema = pa.schema([field for field in _schema() if field.name in names])
     with _open_table(path) as file:
-        table = file.read()
-    for field in _schema():
+        table = file.read(columns=[name for name in schema.names if name in file.schema_arrow.names])
+    for field in schema:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
-    return table.select(list(SAMPLE_COLUMNS)).cast(_schema())
+    return table.select(schema.names).cast(schema)
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,9 @@
-"""`burnish export` writes a directory that transformers loads, with the exact weights of the checkpoint; `burnish view` writes a report."""
+"""`burnish export` writes a directory that transformers loads, with the exact weights of the checkpoint."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from burnish.config.model import Model
 from burnish.models.lora.peft_files import is_adapter
 from burnish.models.policy import load_policy
 from burnish.run.checkpoint.checkpoints import MANIFEST_FILE, Checkpoints
-from burnish.run.metrics import MetricsFile
-from burnish.run.run_directory import RunDirectory
 from tests.trainers.tiny import TINY, run_of
 
 OPTIONS = [
@@ -178,36 +175,3 @@ def test_adapters_are_exported_alone_or_merged_into_their_base(
     assert (found - expected).abs().max() < 1e-5
     assert (found - logits(base)[0]).abs().max() > 1e-3, "the adapters do nothing"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype="auto").dtype == torch.bfloat16
-
-
-def test_view_writes_the_report_of_a_run_that_is_being_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with RunDirectory.create(tmp_path, "it", "seed: 0\n") as run:
-        MetricsFile(run.metrics).append(1, {"reward/mean": 0.5})
-        assert main(["view", str(tmp_path / "it")]) == 0
-    assert capsys.readouterr().out == f"report: {tmp_path / 'it' / 'report.html'}\n"
-    assert "mean reward" in (tmp_path / "it" / "report.html").read_text()
-
-
-def test_view_refuses_a_folder_that_is_not_a_run_with_the_nearest_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with RunDirectory.create(tmp_path, "digits", "seed: 0\n"):
-        pass
-    assert main(["view", str(tmp_path / "digit")]) == 2
-    assert "did you mean 'digits'" in capsys.readouterr().err
-
-
-def test_view_draws_the_png_on_request_if_matplotlib_is_installed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RunDirectory.create(tmp_path, "it", "seed: 0\n") as run:
-        MetricsFile(run.metrics).append(1, {"reward/mean": 0.5})
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["view", str(run.path), "--png"]) == 2
-    assert "pip install 'burnish[plot]'" in capsys.readouterr().err
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
-    assert main(["view", str(run.path), "--png"]) == 0
-    assert f"curves: {run.path / 'curves.png'}" in capsys.readouterr().out

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 
 from burnish.report.embedded_samples import (
-    PageSample,
-    SampleGroup,
     choose_groups,
     choose_tables,
     collect_groups,
     compress_base64,
     embed_samples,
     evenly_spaced,
+)
+from burnish.report.sample_blocks import (
+    PageSample,
+    SampleGroup,
     log_prob_codes,
+    mask_codes,
     read_groups,
     signed_codes,
     token_block,
@@ -114,14 +117,17 @@ def test_a_table_made_before_a_column_existed_is_shown(tmp_path: Path) -> None:
 
 
 def test_token_blocks_hold_each_samples_columns_in_turn() -> None:
-    some = PageSample(
-        {}, np.array([1, 300, 2]), {"logp": np.array([0.0, -1.0, -50.0]), "gap": np.array([0.0, np.nan, -1.0])}
-    )
-    other = PageSample({}, np.array([4]), {"advantages": np.array([2.0])})
+    values = {"logp": [0.0, -1.0, -50.0], "gap": [0.0, np.nan, -1.0], "entropy": [0.0, 1.0, np.nan]}
+    some = PageSample({}, np.array([1, 300, 2]), {name: np.array(column) for name, column in values.items()})
+    other = PageSample({}, np.array([4]), {"advantages": np.array([2.0]), "mask": np.array([1.0])})
     data = token_block([some, other, PageSample({}, np.array([], dtype=int))])
-    sizes = np.frombuffer(data[:48], "<u4").reshape(3, 4)
-    assert sizes.tolist() == [[4, 3, 0, 3], [1, 0, 1, 0], [0, 0, 0, 0]]
-    assert list(data[48:]) == [1, 255, 45, 2, 4, 0, 82, 254, 224, 128, 0, 37]
+    sizes = np.frombuffer(data[:72], "<u4").reshape(3, 6)
+    assert sizes.tolist() == [[4, 3, 0, 3, 3, 0], [1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]]
+    assert list(data[72:]) == [1, 255, 45, 2, 4, 0, 82, 254, 224, 128, 0, 37, 0, 82, 255, 1]
+
+
+def test_a_mask_says_in_the_loss_not_or_unknown() -> None:
+    assert mask_codes(np.array([0.0, 1.0, 0.5, np.nan])).tolist() == [0, 1, 1, 255]
 
 
 def test_bytes_of_pieces_of_any_size_are_said_exactly() -> None:

@@ -88,7 +88,7 @@ def browser() -> Iterator[Browser]:
 
 def opened(browser: Browser, page: Path, **options: Any) -> None:
     browser.open(page, **options)
-    browser.wait("document.body.dataset.settled === '1' && byId('detail').dataset.sample")
+    browser.wait("document.body.dataset.loaded === '1' && byId('detail').dataset.sample")
 
 
 def enter(browser: Browser, **fields: str) -> str:

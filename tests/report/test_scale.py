@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from burnish.report import curves
 from burnish.report.html_report import static_file
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node on this machine")
@@ -43,14 +42,24 @@ def test_the_nearest_point_and_those_in_sight_with_one_more_at_each_side() -> No
     assert [x for x, _ in beyond] == [90]
 
 
-def test_ticks_are_those_of_the_drawn_page_and_powers_on_a_logarithmic_scale() -> None:
-    spans = [(0.0, 1.0), (0.0, 150.0), (-2.0, 2.0), (0.017, 0.93)]
-    for (low, high), found in zip(spans, computed(*(f"ticks({a}, {b}, 4)" for a, b in spans)), strict=True):
-        assert found == pytest.approx(curves.axis_ticks(low, high))
+def test_ticks_are_round_and_inside_and_powers_on_a_logarithmic_scale() -> None:
+    spans = {(0, 1): [0, 0.5, 1], (0, 150): [0, 50, 100, 150], (-2, 2): [-2, -1, 0, 1, 2], (0.017, 0.93): [0.5]}
+    for expected, found in zip(spans.values(), computed(*(f"ticks({a}, {b}, 4)" for a, b in spans)), strict=True):
+        assert found == pytest.approx(expected)
     few, many, narrow = computed("logTicks(0.5, 30)", "logTicks(1e-9, 10)", "logTicks(2.1, 3.9)")
     assert few == pytest.approx([1, 10])
     assert many == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
-    assert narrow == pytest.approx(curves.axis_ticks(2.1, 3.9))
+    assert narrow == pytest.approx([2.5, 3, 3.5])
+
+
+def test_a_long_line_is_drawn_with_its_spikes_and_its_end() -> None:
+    script = "Array.from({ length: 5000 }, (_, k) => [k, k === 3333 ? 99 : k === 1234 ? -99 : Math.sin(k)])"
+    kept, few = computed(f"thinned({script}, 200)", "thinned([[1, 2], [3, 4]], 200)")
+    steps = [x for x, _ in kept]
+    assert len(kept) <= 202
+    assert steps == sorted(set(steps))
+    assert {1234, 3333, 4999} <= set(steps)
+    assert few == [[1, 2], [3, 4]]
 
 
 def test_a_logarithmic_scale_has_only_what_is_above_zero() -> None:

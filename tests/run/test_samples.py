@@ -38,6 +38,8 @@ def row(**changes: object) -> dict[str, object]:
         "finish": None,
         "advantages": None,
         "gap": None,
+        "entropy": None,
+        "mask": None,
         "turns": None,
         "role": None,
         "last_words": None,

@@ -37,6 +37,22 @@ function unfold(place) {
 for (const link of document.querySelectorAll("nav a")) link.addEventListener("click", () => unfold(link.hash));
 if (/^#[a-z]+$/.test(location.hash)) unfold(location.hash);
 
+function table(names, rows) {
+  const node = make("table"), head = make("tr");
+  head.append(...names.map((name) => make("th", name)));
+  node.append(head);
+  for (const cells of rows) {
+    const row = make("tr");
+    for (const cell of cells) {
+      const box = make("td");
+      box.append(cell);
+      row.append(box);
+    }
+    node.append(row);
+  }
+  return node;
+}
+
 // Calls that come faster than they can be answered: only the last one is, after a moment of quiet.
 function settled(delay, action) {
   let timer = 0;

@@ -1,18 +1,43 @@
-// Curves: one cursor over all charts of steps, zoom by dragging, smoothing, a logarithmic scale. The page comes with each chart drawn
-// plainly; a control draws them anew. Charts of places (buckets, not steps) have a cursor of their own and no zoom.
+// A chart of lines over steps, drawn as SVG: one cursor over all charts of steps, zoom by dragging, smoothing, a logarithmic scale.
+// Charts of places (buckets, not steps) have a cursor of their own and no zoom.
 
 const FAR = 6; // pixels that a mouse moves before it selects steps instead of clicking
+const NUM_COLOURS = 6;
+const DRAWN_POINTS = 800; // about two a pixel
+const FEW_POINTS = 20; // a line of so few has dots
+const SIZES = { left: 62, right: 12, top: 12, bottom: 26, width: 460, height: 240 };
+const SVG = "http://www.w3.org/2000/svg";
 const plain = () => ({ low: -Infinity, high: Infinity, weight: 0, isLog: false });
 let look = plain(); // the steps in sight and how they are drawn, the same for all charts
 
+// A line has a label, points, a colour from 0 on, and a dash pattern from 0 on.
 class Chart {
-  constructor(figure, data) {
-    Object.assign(this, { figure, data, svg: figure.querySelector("svg"), at: null, output: figure.querySelector("output") });
-    this.isOfSteps = !data.places.length;
-    figure.querySelector("figcaption").append(this.note = make("span", "", "dim"));
-    this.lines = Object.entries(data.series);
-    const all = this.lines.flatMap(([, points]) => points.map((point) => point[0]));
-    this.steps = [...new Set(all)].sort((a, b) => a - b);
+  constructor(title, options = {}) {
+    this.figure = make("figure", null, "chart");
+    this.figure.tabIndex = 0;
+    this.svg = this.node("svg", { viewBox: [0, 0, SIZES.width, SIZES.height].join(" "), role: "img", "aria-label": visible(title) });
+    const caption = make("figcaption", visible(title));
+    this.output = make("output");
+    this.legend = make("div", null, "legend");
+    caption.append(this.note = make("span", "", "dim"));
+    this.figure.append(caption, this.svg, this.legend, this.output);
+    Object.assign(this, { data: { ...SIZES, places: options.places || [], hints: options.hints || [], x: [0, 1] }, lines: [], steps: [], at: null, isNear: true });
+    this.isOfSteps = !this.data.places.length;
+    listen(this);
+  }
+
+  setLines(lines, hasLegend) {
+    this.lines = lines;
+    this.steps = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
+    const [low, high] = this.steps.length ? bounds([this.steps[0], this.steps[this.steps.length - 1]], false) : [0, 1];
+    this.data.x = [low, high];
+    this.figure.classList.toggle("several", lines.length > 1);
+    this.legend.replaceChildren(...(hasLegend ? lines : []).map((line) => {
+      const entry = make("span"), swatch = make("i", null, "swatch c" + line.colour % NUM_COLOURS + (line.dash ? " dashed" : ""));
+      entry.append(swatch, visible(line.label));
+      return entry;
+    }));
+    if (this.isNear) this.draw();
   }
 
   get range() {
@@ -21,7 +46,7 @@ class Chart {
   }
 
   node(tag, attributes, name, text) {
-    const node = document.createElementNS(this.svg.namespaceURI, tag);
+    const node = document.createElementNS(SVG, tag);
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
     if (name) node.setAttribute("class", name);
     if (text !== undefined) node.textContent = text;
@@ -30,9 +55,10 @@ class Chart {
 
   draw() {
     const { width, height, left, right, top, bottom, places } = this.data, [low, high] = this.range;
-    const raw = this.lines.map(([, points]) => (this.isOfSteps ? inSight(points, low, high) : points));
+    const cut = (points) => thinned(this.isOfSteps ? inSight(points, low, high) : points, DRAWN_POINTS);
+    const raw = this.lines.map((line) => cut(line.points));
     const weight = this.isOfSteps ? look.weight : 0; // smoothed over all points, then cut to those in sight
-    const soft = this.lines.map(([, points], k) => (weight ? inSight(smoothed(points, weight), low, high) : raw[k]));
+    const soft = this.lines.map((line, k) => (weight ? cut(smoothed(line.points, weight)) : raw[k]));
     const values = [...raw, ...(weight ? soft : [])].flat().map((point) => point[1]), hidden = look.isLog ? raw.flat().filter((p) => !(p[1] > 0)).length : 0;
     const span = high > low ? bounds(values, look.isLog) : null;
     const cursor = this.node("line", { y1: top, y2: height - bottom, x1: -9, x2: -9 }, "cursor");
@@ -55,10 +81,10 @@ class Chart {
     const shown = (points) => (look.isLog ? points.filter((point) => point[1] > 0) : points);
     const line = (points, name) => inner.append(this.node("polyline", { points: shown(points).map((p) => x(p[0]) + "," + y(p[1])).join(" ") }, name));
     raw.forEach((points, k) => {
-      const colour = "c" + k % 6;
-      line(points, "line " + colour + (weight ? " faint" : ""));
-      if (weight) line(soft[k], "line " + colour);
-      if (20 >= points.length) for (const p of shown(points)) inner.append(this.node("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.5 }, "dot " + colour + (weight ? " faint" : "")));
+      const { colour, dash } = this.lines[k], name = "c" + colour % NUM_COLOURS + (dash ? " d" + Math.min(3, dash) : "");
+      line(points, "line " + name + (weight ? " faint" : ""));
+      if (weight) line(soft[k], "line " + name);
+      if (FEW_POINTS >= points.length) for (const p of shown(points)) inner.append(this.node("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.5 }, "dot " + name + (weight ? " faint" : "")));
     });
     this.note.textContent = hidden ? " " + count(hidden) + (hidden === 1 ? " point" : " points") + " at or below 0 not shown" : "";
     this.svg.replaceChildren(...nodes, inner, cursor);
@@ -88,21 +114,26 @@ class Chart {
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
     const several = this.lines.length > 1;
-    const texts = this.lines.map(([name, points]) => {
+    const texts = this.lines.map(({ label, points }) => {
       const [at, value] = nearest(points, step), soft = look.weight && this.isOfSteps ? smoothed(points, look.weight) : null;
       const more = soft ? " (smoothed " + short(nearest(soft, step)[1]) + ")" : "";
-      return (several ? name + " " : "") + short(value) + more + (at === step || hints.length ? "" : " (step " + at + ")");
+      return (several ? visible(label) + " " : "") + short(value) + more + (at === step || hints.length ? "" : " (step " + at + ")");
     });
     this.output.textContent = (hints.length ? hints[step] : "step " + step) + ": " + texts.join(", ");
   }
 }
 
-const drawn = JSON.parse(byId("charts").textContent);
-const allCharts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure, drawn[Number(figure.dataset.chart)]));
-const ofSteps = allCharts.filter((chart) => chart.isOfSteps);
+let allCharts = []; // those on the page
+let ofSteps = [];
+
+function setCharts(charts) {
+  allCharts = charts;
+  ofSteps = charts.filter((chart) => chart.isOfSteps);
+}
 
 function point(chart, step) {
   for (const one of chart.isOfSteps ? ofSteps : [chart]) {
+    if (!one.isNear || !one.lines.length) continue;
     one.output.setAttribute("aria-live", one === chart ? "polite" : "off"); // one voice, not that of every chart
     one.read(step);
   }
@@ -110,6 +141,7 @@ function point(chart, step) {
 
 const redraw = settled(0, () => {
   for (const chart of allCharts) {
+    if (!chart.isNear) continue;
     chart.draw();
     if (chart.at !== null) chart.read(chart.at);
   }
@@ -130,6 +162,7 @@ function zoom(from, to) {
 
 // In or out by a factor, around the cursor where there is one.
 function zoomBy(factor, chart = ofSteps[0]) {
+  if (!chart) return;
   const [low, high] = chart.range, middle = chart.at !== null && chart.at >= low && high >= chart.at ? chart.at : (low + high) / 2;
   if (1 / factor > (high - low) / 2) return; // fewer than two steps are no curve
   zoom(middle - (middle - low) / factor, middle + (high - middle) / factor);
@@ -175,10 +208,8 @@ function listen(chart) {
   });
 }
 
-allCharts.forEach(listen);
-if (ofSteps.length) {
+function listenToControls() {
   const field = (name) => Number(byId(name).value), bound = (name, none) => (byId(name).value === "" ? none : field(name));
-  byId("controls").hidden = false;
   byId("smoothing").addEventListener("input", () => { look.weight = field("smoothing"); redraw(); });
   byId("log-scale").addEventListener("input", () => { look.isLog = byId("log-scale").checked; redraw(); });
   for (const name of ["zoom-low", "zoom-high"]) byId(name).addEventListener("change", () => zoom(bound("zoom-low", -Infinity), bound("zoom-high", Infinity)));

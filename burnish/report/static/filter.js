@@ -12,6 +12,7 @@ function wanted() {
     rewards: [bound("reward-low", -Infinity), bound("reward-high", Infinity)],
     order: value("order"),
     unit: value("unit"),
+    words: words.trim() ? words : "",
     pattern: words.trim() ? new RegExp(words.replace(/[.*+?^${}()|[\]\\/-]/g, "\\$&"), "iu") : null,
   };
 }
@@ -34,15 +35,14 @@ function byIndex(store, want) {
 }
 
 // Those of the samples that have the words. Another search that began meanwhile ends this one (null).
-async function byWords(store, samples, pattern, isCurrent, progress) {
-  const blocks = [...new Set(samples.map((sample) => store.blockOf(sample)))];
-  const among = new Set(samples), found = new Set();
-  let shown = performance.now();
-  for (let k = 0; k < blocks.length; k++) {
-    for (const sample of await store.search(blocks[k], pattern)) if (among.has(sample)) found.add(sample);
+async function byWords(store, samples, want, isCurrent, progress) {
+  const blocks = [...new Set(samples.map((sample) => store.blockOf(sample)))].sort((a, b) => a - b), each = store.source.blocksPerSearch;
+  let found = new Set(), shown = performance.now();
+  for (let k = 0; k < blocks.length; k += each) {
+    found = await store.search(blocks.slice(k, k + each), want.words, want.pattern);
     if (!isCurrent()) return null;
     if (performance.now() - shown > 50) {
-      progress((k + 1) / blocks.length);
+      progress(Math.min(1, (k + each) / blocks.length));
       await new Promise((resolve) => setTimeout(resolve));
       shown = performance.now();
     }
@@ -50,12 +50,13 @@ async function byWords(store, samples, pattern, isCurrent, progress) {
   return samples.filter((sample) => found.has(sample));
 }
 
+// Samples are numbered as they were found, so that age is sorted by the step, too.
 function ordered(store, samples, order) {
   const { reward, advantage, length } = store.samples;
   const step = (s) => store.groups.step[store.groupOf[s]];
   const last = (value) => (value === null ? -Infinity : value);
-  const keys = {
-    oldest: null,
+  const key = {
+    oldest: (s) => step(s),
     newest: (s) => -step(s),
     best: (s) => -last(reward[s]),
     worst: (s) => (reward[s] === null ? Infinity : reward[s]),
@@ -63,11 +64,10 @@ function ordered(store, samples, order) {
     shortest: (s) => length[s],
     up: (s) => -last(advantage[s]),
     down: (s) => (advantage[s] === null ? Infinity : advantage[s]),
-  };
-  const key = keys[order];
-  if (!key) return samples;
-  const of = new Map(samples.map((s) => [s, key(s)]));
-  return samples.sort((a, b) => of.get(a) - of.get(b) || a - b || 0);
+  }[order];
+  const keys = new Float64Array(store.numSamples);
+  for (const sample of samples) keys[sample] = key(sample);
+  return samples.sort((a, b) => keys[a] - keys[b] || a - b || 0);
 }
 
 function summary(store, samples, want) {

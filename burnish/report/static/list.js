@@ -17,13 +17,16 @@ class VirtualList {
     new ResizeObserver(() => this.paint()).observe(box);
   }
 
-  set(items, chosen) {
+  // With `stays`, what is in sight stays in sight, although rows are added above it; a list at its top stays at its top.
+  set(items, chosen, stays) {
+    const top = this.box.scrollTop, anchor = this.items[Math.floor(top / this.rowHeight)];
     this.items = items;
     this.inner.style.height = items.length * this.rowHeight + "px";
-    this.box.scrollTop = 0;
+    const place = stays && top > 0 ? items.indexOf(anchor) : -1;
+    this.box.scrollTop = place >= 0 ? place * this.rowHeight + top % this.rowHeight : 0;
     this.chosen = chosen;
     this.redraw();
-    if (chosen > 0) this.reveal(chosen);
+    if (chosen > 0 && !stays) this.reveal(chosen);
   }
 
   redraw() {

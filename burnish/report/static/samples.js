@@ -13,57 +13,81 @@ function rewardClass(store, reward) {
   return "r" + Math.round(4 * Math.min(1, Math.max(0, share))); // the reward of one turn may be beyond those of episodes
 }
 
+function option(value, text) {
+  const node = make("option", text);
+  node.value = value;
+  return node;
+}
+
 class Explorer {
-  constructor(store) {
-    this.store = store;
+  constructor() {
+    this.store = null;
     this.searches = 0;
     this.want = wanted();
     this.sample = null;
     this.asGroup = false;
-    const rewards = store.samples.reward.filter(isNumber);
-    store.range = [rewards.reduce((a, b) => Math.min(a, b), Infinity), rewards.reduce((a, b) => Math.max(a, b), -Infinity)];
+    this.matching = new Set();
     this.list = new VirtualList(byId("list"), ROW, (row, item) => this.drawRow(row, item), (item) => this.choose(item));
-    this.fill();
     const again = settled(120, () => this.refresh());
     for (const field of byId("filters").elements) field.addEventListener("input", again);
+    for (const [name, colouring] of Object.entries(COLOURINGS)) byId("colour").append(option(name, colouring.label));
+    byId("colour").value = "logp";
     byId("colour").addEventListener("input", () => this.showDetail());
     byId("filters").addEventListener("reset", () => setTimeout(() => this.refresh()));
     byId("filters").addEventListener("submit", (event) => event.preventDefault());
   }
 
-  fill() {
-    const option = (id, value, text) => { const node = make("option", text); node.value = value; byId(id).append(node); };
-    this.store.kinds.forEach((kind, k) => option("kind", k, visible(kind)));
-    this.store.finishes.forEach((finish, k) => option("finish", k, visible(finish)));
-    for (const [name, colouring] of Object.entries(COLOURINGS)) option("colour", name, colouring.label);
-    byId("colour").value = "logp";
-    byId("right").parentElement.hidden = !this.store.samples.accuracy.some(isNumber); // graded rewards are neither right nor wrong
+  // Show the samples of another run.
+  open(store) {
+    Object.assign(this, { store, sample: null, asGroup: false });
+    this.searches++;
+    for (const name of ["kind", "finish"]) byId(name).value = "";
+    this.list.set([], -1);
+    byId("detail").replaceChildren();
   }
 
-  async refresh() {
-    const search = ++this.searches, want = wanted(), isCurrent = () => search === this.searches;
-    let found = byIndex(this.store, want);
+  // The names that can be chosen may grow with the run.
+  fill() {
+    for (const [name, texts] of [["kind", this.store.kinds], ["finish", this.store.finishes]]) {
+      const field = byId(name), chosen = field.value;
+      field.replaceChildren(field.options[0], ...texts.map((text, k) => option(k, visible(text))));
+      field.value = chosen;
+    }
+    byId("right").parentElement.hidden = !this.store.hasAccuracy; // graded rewards are neither right nor wrong
+    byId("samples-note").textContent = this.store.leftOut;
+  }
+
+  // Find what the fields ask for. `stays`: new samples came, and the reader has not asked for anything else.
+  async refresh(stays = false) {
+    const { store } = this, search = ++this.searches, want = wanted(), isCurrent = () => search === this.searches;
+    this.fill();
+    if (!store.numSamples) {
+      byId("count").textContent = store.waiting ? "reading the samples of this run" : "This run has written no samples yet.";
+      document.body.dataset.settled = search;
+      return;
+    }
+    let found = byIndex(store, want);
     if (want.pattern) {
       byId("explorer").setAttribute("aria-busy", "true");
       const progress = (share) => { byId("count").textContent = "searching: " + Math.round(100 * share) + "%"; };
-      found = await byWords(this.store, found, want.pattern, isCurrent, progress);
+      found = await byWords(store, found, want, isCurrent, progress);
       if (found === null) return;
     }
     byId("explorer").removeAttribute("aria-busy");
     if (want.order !== this.want.order) this.sample = null; // who asks for the best wants to see it
     this.want = want;
-    found = ordered(this.store, found, want.order);
-    const [text, rewards] = summary(this.store, found, want);
-    byId("count").textContent = text;
+    found = ordered(store, found, want.order);
+    const [text, rewards] = summary(store, found, want);
+    byId("count").textContent = text + (store.waiting ? " \u00b7 " + count(store.waiting) + " older tables are being read" : "");
     histogram(byId("histogram"), rewards);
     this.isUnitGroup = want.unit === "groups";
     this.matching = new Set(found);
-    const items = this.isUnitGroup ? [...new Set(found.map((s) => this.store.groupOf[s]))] : found;
-    const chosen = this.sample === null ? -1 : items.indexOf(this.isUnitGroup ? this.store.groupOf[this.sample] : this.sample);
+    const items = this.isUnitGroup ? [...new Set(found.map((s) => store.groupOf[s]))] : found;
+    const chosen = this.sample === null ? -1 : items.indexOf(this.isUnitGroup ? store.groupOf[this.sample] : this.sample);
     this.asGroup = this.isUnitGroup || (this.asGroup && chosen >= 0);
-    this.list.set(items, Math.max(0, chosen));
-    if (items.length) this.choose(items[this.list.chosen]);
-    else {
+    this.list.set(items, Math.max(0, chosen), stays);
+    if (items.length && !(stays && chosen >= 0)) this.choose(items[this.list.chosen]);
+    else if (!items.length) {
       this.sample = null;
       byId("detail").replaceChildren(make("p", "No sample is like that.", "dim"));
     }
@@ -114,7 +138,7 @@ class Explorer {
     const group = store.groupOf[sample], members = store.members(group);
     const chosen = this.asGroup ? members : [sample];
     const [texts, tokens] = await Promise.all([Promise.all(chosen.map((s) => store.texts(s))), Promise.all(chosen.map((s) => store.tokens(s)))]);
-    if (this.sample !== sample || byId("colour").value !== colour) return;
+    if (this.store !== store || this.sample !== sample || byId("colour").value !== colour) return;
     const readout = make("output", "Point at a token, or move to the text and use the arrow keys.", "readout");
     const box = make("div", null, this.asGroup ? "cards" : "single");
     chosen.forEach((s, k) => box.append(this.card(s, texts[k], tokens[k], colour, readout)));
@@ -154,7 +178,7 @@ class Explorer {
     const box = make("p", null, "scale");
     const { ends, signs, label } = COLOURINGS[colour];
     if (colour === "none") return box;
-    const column = { logp: "logp", gap: "gap" }[colour];
+    const column = { logp: "logp", gap: "gap", entropy: "entropy", mask: "mask" }[colour];
     if (column && tokens.every((one) => !one[column].length)) {
       box.append(make("span", "No " + label + " was recorded for these tokens.", "dim"));
       return box;
@@ -184,16 +208,5 @@ class Explorer {
     if (texts.error) node.append(make("div", failed, "bad"), marked(texts.error, pattern));
     if (this.asGroup && sample === this.sample) node.classList.add("chosen");
     return node;
-  }
-}
-
-if (byId("samples-index")) {
-  if (typeof DecompressionStream === "undefined") {
-    byId("count").textContent = "This browser is too old to unpack the samples (it has no DecompressionStream); the parquet files in samples/ have them.";
-  } else {
-    Store.open().then((store) => new Explorer(store).refresh()).catch((error) => {
-      byId("count").textContent = "The samples could not be unpacked: " + error;
-      throw error;
-    });
   }
 }

@@ -43,6 +43,23 @@ function inSight(points, low, high) {
   return points.slice(Math.max(0, begin - 1), end + 1);
 }
 
+// About `limit` of the points: the lowest and the highest of each window, so that no spike is lost, and the last one.
+function thinned(points, limit) {
+  if (points.length <= limit) return points;
+  const width = Math.ceil(points.length / (limit / 2)), kept = [];
+  for (let start = 0; start < points.length; start += width) {
+    let low = start, high = start;
+    for (let k = start; k < Math.min(points.length, start + width); k++) {
+      if (points[k][1] < points[low][1]) low = k;
+      if (points[k][1] > points[high][1]) high = k;
+    }
+    kept.push(points[Math.min(low, high)]);
+    if (low !== high) kept.push(points[Math.max(low, high)]);
+  }
+  const last = points[points.length - 1];
+  return kept[kept.length - 1] === last ? kept : [...kept, last];
+}
+
 // The range to draw: that of the values, widened where they are all the same. A logarithmic scale has only those above zero.
 function bounds(values, isLog) {
   const shown = isLog ? values.filter((value) => value > 0) : values;

@@ -1,32 +1,52 @@
-// The samples: an index that is read at once, and blocks that are inflated when they are looked at. burnish/report/embedded_samples.py
-// says how they are written.
+// The samples of one run: an index that grows, and blocks of texts and tokens that are loaded when they are looked at.
+// burnish/report/sample_blocks.py says how they are written.
 
-const CACHED = 96; // inflated blocks kept; about 300,000 characters each
-
-async function inflate(id) {
-  const letters = atob(byId(id).textContent);
-  const bytes = new Uint8Array(letters.length);
-  for (let k = 0; k < letters.length; k++) bytes[k] = letters.charCodeAt(k);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
+const CACHED = 96; // blocks kept
+const COLUMNS = ["widths", "logp", "advantages", "gap", "entropy", "mask"];
 
 class Store {
-  constructor(index) {
-    Object.assign(this, index);
-    this.numGroups = this.groups.first.length;
-    this.numSamples = this.samples.number.length;
-    this.groupOf = new Uint32Array(this.numSamples);
-    this.firstOfBlock = []; // group and sample that a block begins with
-    for (let g = 0; g < this.numGroups; g++) {
-      this.groupOf.fill(g, this.groups.first[g], this.end(g));
-      if (this.firstOfBlock.length <= this.groups.block[g]) this.firstOfBlock.push([g, this.groups.first[g]]);
-    }
-    this.cache = new Map();
+  constructor(source, run) {
+    Object.assign(this, { source, path: "runs/" + run, generation: 0, leftOut: "" });
+    this.begin();
   }
 
-  static async open() {
-    return new Store(JSON.parse(new TextDecoder().decode(await inflate("samples-index"))));
+  begin() {
+    Object.assign(this, { kinds: [], sources: [], finishes: [], groups: null, samples: null, groupOf: [], firstOfBlock: [], waiting: 0 });
+    this.range = [Infinity, -Infinity]; // of rewards
+    this.hasAccuracy = false;
+    this.cache = new Map();
+    this.searched = { words: null, found: new Set(), blocks: new Set() };
+  }
+
+  get numGroups() { return this.groups ? this.groups.first.length : 0; }
+  get numSamples() { return this.groupOf.length; }
+
+  // Load the next part of the index; whether anything changed. `isComplete` says whether more is to come.
+  async update() {
+    const answer = await this.source.json(this.path + "/samples", { since: this.numGroups, generation: this.generation });
+    const isAnew = answer.generation !== this.generation || answer.since < this.numGroups;
+    if (isAnew) this.begin();
+    this.generation = answer.generation;
+    const { kinds, sources, finishes } = answer;
+    Object.assign(this, { kinds, sources, finishes, leftOut: answer.left_out, waiting: answer.waiting });
+    this.append(answer.groups, answer.samples);
+    this.isComplete = !answer.waiting && this.numGroups >= answer.num_groups;
+    return isAnew || answer.groups.first.length > 0;
+  }
+
+  append(groups, samples) {
+    const before = this.numGroups;
+    if (!this.groups) Object.assign(this, { groups, samples });
+    else {
+      for (const [name, column] of Object.entries(groups)) for (const value of column) this.groups[name].push(value);
+      for (const [name, column] of Object.entries(samples)) for (const value of column) this.samples[name].push(value);
+    }
+    for (let g = before; g < this.numGroups; g++) {
+      for (let s = this.groups.first[g]; s < this.end(g); s++) this.groupOf.push(g);
+      if (this.firstOfBlock.length <= this.groups.block[g]) this.firstOfBlock.push([g, this.groups.first[g]]);
+    }
+    for (const reward of samples.reward) if (isNumber(reward)) this.range = [Math.min(this.range[0], reward), Math.max(this.range[1], reward)];
+    this.hasAccuracy = this.hasAccuracy || samples.accuracy.some(isNumber);
   }
 
   end(group) {
@@ -52,8 +72,9 @@ class Store {
 
   load(key) {
     if (this.cache.has(key)) return Promise.resolve(this.ready(key) || this.cache.get(key));
-    const loading = inflate("block-" + key).then((bytes) => {
-      const block = key[0] === "x" ? JSON.parse(new TextDecoder().decode(bytes)) : tokenBlock(bytes, this, Number(key.slice(1)));
+    const isText = key[0] === "x", number = Number(key.slice(1));
+    const loading = this.source.bytes(this.path + (isText ? "/texts/" : "/tokens/") + number).then((bytes) => {
+      const block = isText ? parsed(bytes) : tokenBlock(bytes, this, number);
       this.cache.delete(key);
       this.cache.set(key, block);
       for (const old of this.cache.keys()) {
@@ -86,8 +107,25 @@ class Store {
     return (await this.load("t" + block))[sample - this.firstOfBlock[block][1]];
   }
 
-  // Which samples of a block have the words in their text, prompt, answer, conversation or error.
-  async search(block, pattern) {
+  // The samples of some blocks that have the words in a text, prompt, answer, conversation or error. What was searched is remembered.
+  async search(blocks, words, pattern) {
+    if (this.searched.words !== words) this.searched = { words, found: new Set(), blocks: new Set() };
+    const { searched } = this, open = blocks.filter((block) => !searched.blocks.has(block));
+    if (this.source.isLive && open.length) {
+      const last = open[open.length - 1] + 1;
+      const answer = await this.source.json(this.path + "/search", { words, first: open[0], last });
+      for (const sample of answer.found) searched.found.add(sample);
+      for (let block = open[0]; block < last; block++) searched.blocks.add(block);
+    } else {
+      for (const block of open) {
+        for (const sample of await this.searchBlock(block, pattern)) searched.found.add(sample);
+        searched.blocks.add(block);
+      }
+    }
+    return searched.found;
+  }
+
+  async searchBlock(block, pattern) {
     const texts = await this.load("x" + block), [group, first] = this.firstOfBlock[block], found = [];
     const about = texts.prompt.map((prompt, g) => pattern.test(prompt) || pattern.test(texts.answer[g] || ""));
     for (let k = 0; k < texts.text.length; k++) {
@@ -103,20 +141,22 @@ class Store {
 function tokenBlock(bytes, store, block) {
   const next = store.firstOfBlock[block + 1];
   const num = (next ? next[1] : store.numSamples) - store.firstOfBlock[block][1];
-  const sizes = new DataView(bytes.buffer);
-  const parts = Array.from({ length: num }, () => []);
-  let at = 16 * num;
-  for (let column = 0; column < 4; column++) {
+  const sizes = new DataView(bytes.buffer, bytes.byteOffset);
+  const parts = Array.from({ length: num }, () => ({}));
+  let at = 4 * COLUMNS.length * num;
+  COLUMNS.forEach((name, column) => {
     for (let k = 0; k < num; k++) {
-      const size = sizes.getUint32(16 * k + 4 * column, true);
-      parts[k].push(bytes.subarray(at, at + size));
+      const size = sizes.getUint32(4 * (COLUMNS.length * k + column), true);
+      parts[k][name] = bytes.subarray(at, at + size);
       at += size;
     }
-  }
-  return parts.map(([widths, logp, advantages, gap]) => ({ widths, logp, advantages, gap }));
+  });
+  return parts;
 }
 
 const logProb = (code) => (code === 255 ? null : -30 * (code / 254) ** 3);
+const entropyValue = (code) => (code === 255 ? null : 30 * (code / 254) ** 3);
+const maskValue = (code) => (code === 255 ? null : code === 1);
 function signedValue(code) {
   if (code === 0) return null;
   if (code === 128) return 0;

@@ -3,14 +3,18 @@
 const COLOURINGS = {
   none: { label: "no colour" },
   logp: { label: "log-prob", ends: ["p = 1", "p = 0.01"], signs: false },
+  entropy: { label: "entropy", ends: ["0", "3 nats"], signs: false },
   advantage: { label: "advantage", ends: ["\u2212" + "3", "+3"], signs: true },
   gap: { label: "mismatch", ends: ["trainer less sure", "trainer surer"], signs: true },
+  mask: { label: "loss mask", ends: ["not in the loss", "in the loss"], signs: true },
 };
 const LONG = 6000; // tokens drawn at once
 
 function shadeOf(kind, value) {
   if (value === null || value === undefined) return 0;
-  if (kind === "logp") return Math.min(1, -value / 4.6);
+  if (kind === "logp") return -Math.min(1, -value / 4.6);
+  if (kind === "entropy") return -Math.min(1, value / 3);
+  if (kind === "mask") return value ? 0.35 : -0.6;
   if (kind === "advantage") return Math.max(-1, Math.min(1, value / 3));
   const size = Math.min(1, Math.max(0, (Math.log10(Math.abs(value) || 1e-9) + 4) / 4)); // 0.0001 to 1, by decades
   return value < 0 ? -size : size;
@@ -19,7 +23,7 @@ function shadeOf(kind, value) {
 function paint(span, kind, value) {
   const shade = shadeOf(kind, value);
   if (Math.abs(shade) < 0.02) return;
-  const colour = kind === "logp" || shade < 0 ? "--hot" : "--cool";
+  const colour = shade < 0 ? "--hot" : "--cool";
   span.style.backgroundColor = "rgba(var(" + colour + "), " + (0.1 + 0.7 * Math.abs(shade)).toFixed(2) + ")";
 }
 
@@ -38,6 +42,8 @@ function tokenList(text, tokens) {
       logp: k < tokens.logp.length ? logProb(tokens.logp[k]) : null,
       advantage: k < tokens.advantages.length ? signedValue(tokens.advantages[k]) : null,
       gap: k < tokens.gap.length ? signedValue(tokens.gap[k]) : null,
+      entropy: k < tokens.entropy.length ? entropyValue(tokens.entropy[k]) : null,
+      mask: k < tokens.mask.length ? maskValue(tokens.mask[k]) : null,
     });
     at += width;
     width = 0;
@@ -49,8 +55,10 @@ function describe(token, place) {
   const about = (value) => "\u2248" + signed(value);
   const parts = ["token " + (place + 1), JSON.stringify(visible(token.text))];
   if (token.logp !== null) parts.push("log-prob " + about(token.logp), "probability \u2248" + show(Math.exp(token.logp)));
+  if (token.entropy !== null) parts.push("entropy \u2248" + show(token.entropy));
   if (token.advantage !== null) parts.push("advantage " + about(token.advantage));
   if (token.gap !== null) parts.push("trainer less sampler " + (token.gap === 0 ? "below 0.00001" : about(token.gap)));
+  if (token.mask !== null) parts.push(token.mask ? "in the loss" : "not in the loss");
   return parts.join(" \u00b7 ");
 }
 

@@ -1,0 +1,84 @@
+"""The runs that a page shows: those that were named, and those below named folders, which may be added while the page is open."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError, did_you_mean
+from burnish.report.page_data import RunData
+
+MAX_DEPTH = 3
+"""Folders between a named folder and its runs: those of a user, of a group of runs, of the stages of a run."""
+
+
+class RunList:
+    """The runs of some paths, each by an id that stays the same."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        self._runs: dict[str, RunData] = {}
+        self._ids: dict[Path, str] = {}
+        self._lock = threading.Lock()
+        for path in paths:
+            check_path(path)
+        self.update()
+        if not self._runs:
+            raise UserError(
+                f"no run in {', '.join(map(str, paths))}: a run is a folder with a config.yaml, as burnish train writes it"
+            )
+
+    def update(self) -> None:
+        """Look for new runs. A run whose folder is gone leaves the list."""
+        with self._lock:
+            found = {path.resolve(): base for base in self.paths for path in find_runs(base)}
+            for path, base in found.items():
+                if path not in self._ids:
+                    self._ids[path] = self._new_id(path, base)
+                    self._runs[self._ids[path]] = RunData(self._ids[path], path)
+            for path in [path for path in self._ids if path not in found]:
+                del self._runs[self._ids.pop(path)]
+
+    def _new_id(self, path: Path, base: Path) -> str:
+        """Return the path below the folder that was named; with a number if another run has it."""
+        base = base.resolve()
+        name = path.name if path == base else str(path.relative_to(base))
+        taken, number = name, 2
+        while taken in self._runs:
+            taken, number = f"{name} ({number})", number + 1
+        return taken
+
+    def get(self, run_id: str) -> RunData | None:
+        """Return a run by its id."""
+        return self._runs.get(run_id)
+
+    def summaries(self) -> dict[str, Any]:
+        """Return the line of each run, by id."""
+        self.update()
+        return {"runs": [self._runs[run_id].summary() for run_id in sorted(self._runs)]}
+
+
+def check_path(path: Path) -> None:
+    """Raise a `UserError` for a path that is no folder."""
+    if path.is_dir():
+        return
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    raise UserError(f"{path} is neither a run nor a folder of runs{did_you_mean(path.name, names)}")
+
+
+def find_runs(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """Yield the runs at and below a path. Folders inside a run, and hidden ones, are not searched."""
+    if (path / "config.yaml").is_file():
+        yield path
+        return
+    if depth == 0:
+        return
+    try:
+        entries = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:  # a folder that this user may not read, or that was removed meanwhile
+        return
+    for name in entries:
+        yield from find_runs(path / name, depth - 1)

@@ -1,0 +1,117 @@
+// What a run is and how it fares: its state, headline numbers, health, memory, the tokens on which sampler and trainer disagree, events, notes.
+
+function duration(seconds) {
+  const whole = Math.max(0, Math.round(seconds)), two = (number) => String(number).padStart(2, "0");
+  if (whole < 60) return whole + "s";
+  return whole < 3600 ? Math.floor(whole / 60) + "m" + two(whole % 60) + "s" : Math.floor(whole / 3600) + "h" + two(Math.floor(whole % 3600 / 60)) + "m";
+}
+
+const SILENT = 30; // seconds after which the page says how long nothing was heard of a run
+
+// The present step: what is being done, how fast, and how much is left.
+function drawStatus(run) {
+  const box = byId("status"), { numbers } = run, bar = make("progress");
+  const parts = [chip(run.state, "state " + run.state.replace(" ", "-"))];
+  if (run.total) {
+    Object.assign(bar, { max: run.total, value: run.step });
+    bar.setAttribute("aria-label", "steps done");
+    parts.push(bar);
+  }
+  const say = (text, name) => parts.push(make("span", text, name));
+  say("step " + count(run.step) + (run.total ? " of " + count(run.total) : ""));
+  if (run.phase) say((run.phase_step > run.step ? "now step " + count(run.phase_step) + ": " : "now: ") + visible(run.phase), "phase");
+  if (isNumber(numbers["s/step"])) say(show(numbers["s/step"]) + " s a step");
+  if (isNumber(numbers["tokens/s"])) say(count(Math.round(numbers["tokens/s"])) + " tokens/s");
+  if (isNumber(run.left_s)) say(duration(run.left_s) + " left");
+  if (run.state === "running" && run.silent_s > SILENT) say("last heard of " + duration(run.silent_s) + " ago", "bad");
+  box.hidden = false;
+  box.replaceChildren(...parts);
+}
+
+function drawOverview(overview) {
+  byId("name").textContent = visible(overview.name);
+  byId("headline").replaceChildren(...overview.headline.map(([label, value, hint]) => {
+    const box = make("div", visible(label));
+    box.append(make("b", value), make("span", visible(hint), "dim"));
+    return box;
+  }));
+  byId("damaged").replaceChildren(...overview.damaged.map((text) => make("p", visible(text), "bad")));
+  byId("health").replaceChildren(healthBox(overview.health));
+  byId("breakdown").replaceChildren(...(overview.breakdown ? [make("h2", overview.breakdown.title), scroll(table(["mode", "rows", "before", "after"], overview.breakdown.rows.map((row) => row.map(visible))))] : []));
+  byId("memory").replaceChildren(...memoryLine(overview.memory));
+  drawMismatch(overview);
+  drawEvents(overview.events);
+  const { lines, total } = overview.notes, left = total - lines.length;
+  byId("note-lines").textContent = (left > 0 ? "[" + count(left) + " earlier lines are in log.txt]\n" : "") + lines.map(visible).join("\n");
+}
+
+function scroll(node) {
+  const box = make("div", null, "scroll");
+  box.append(node);
+  return box;
+}
+
+function healthBox({ items, total }) {
+  const box = make("div", null, total ? "health ill" : "health");
+  if (!total) box.textContent = "Health: nothing left its healthy range.";
+  else {
+    const list = make("ul");
+    list.append(...items.map(({ cause, seen, remedy }) => {
+      const item = make("li");
+      item.append(make("b", visible(cause)), make("div", visible(seen), "dim"), make("div", "Try: " + visible(remedy)));
+      return item;
+    }));
+    box.append("Health: " + total + " to look at", list);
+    if (total > items.length) box.append(make("p", "The last " + items.length + " of " + total + "; all are in log.txt.", "dim"));
+  }
+  return box;
+}
+
+function memoryLine(figures) {
+  if (!figures.length) return [];
+  const text = figures.map(([name, last, most]) => visible(name) + " " + show(last) + (most > last * 1.005 ? " (at most " + show(most) + ")" : ""));
+  return [make("p", "Memory in GiB: " + text.join(" \u00b7 "), "dim")];
+}
+
+// Text on one line, with line breaks and control characters as escape sequences.
+const oneLine = (text) => visible(JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"'));
+const CONTEXT = 120; // characters shown of what stands around a token
+
+function tokenInContext({ before, text, after }) {
+  const code = make("code");
+  code.append(oneLine(before || "").slice(-CONTEXT), make("mark", oneLine(text || "").slice(0, CONTEXT)), oneLine(after || "").slice(0, CONTEXT));
+  return code;
+}
+
+let profileCharts = [];
+
+function drawMismatch({ profiles, worst_tokens: worst }) {
+  reveal("mismatch", profiles.length || worst.length);
+  profileCharts = profiles.map((profile) => {
+    const chart = new Chart(profile.title, profile), lines = Object.entries(profile.series);
+    chart.setLines(lines.map(([label, points], k) => ({ label, points, colour: k, dash: 0 })), lines.length > 1);
+    return chart;
+  });
+  byId("profiles").replaceChildren(...profileCharts.map((chart) => chart.figure));
+  if (!worst.length) return byId("worst-tokens").replaceChildren();
+  const about = "The tokens on which sampler and trainer disagree most, in the first step that has any, in that of the largest gap and in the last: the log-prob each gave, "
+    + "and trainer less sampler. All steps are in samples/worst_tokens.jsonl.";
+  const rows = worst.map((row) => [String(row.step), visible(row.group), String(row.sample), String(row.position), tokenInContext(row), String(row.token),
+    short(row.behaviour_logp), short(row.trainer_logp), short(row.gap), row.weight === null ? "" : show(row.weight)]);
+  const names = ["step", "prompt", "sample", "position", "in context", "token id", "sampler", "trainer", "gap", "weight"];
+  byId("worst-tokens").replaceChildren(make("p", about, "dim"), scroll(table(names, rows)));
+}
+
+function drawEvents(events) {
+  reveal("events", events.length);
+  byId("event-table").replaceChildren(table(["kind", "number", "first in", "example"], events.map((event) => {
+    const example = make("div", visible(event.message));
+    if (event.traceback) example.append(folded("traceback", make("pre", visible(event.traceback), "text")));
+    return [visible(event.kind), show(event.number), visible("step " + event.step + ", " + event.sample + ", " + event.what), example];
+  })));
+}
+
+function reveal(part, isShown) {
+  byId(part).hidden = !isShown;
+  document.querySelector('nav a[href="#' + part + '"]').hidden = !isShown;
+}
