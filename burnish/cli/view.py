@@ -11,6 +11,7 @@ from pathlib import Path
 
 from burnish.cli.main import print_note
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 
 LOOPBACK = "127.0.0.1"
 EXTRA = ("starlette", "uvicorn")
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("paths", type=Path, nargs="+", metavar="RUN", help="runs, or folders of runs")
     add("--port", type=int, default=8100, help="port of the page on this machine; 0 takes a free one (default 8100)")
     add("--report", action="store_true", help="write report.html of each run instead: the page as one file")
-    add("--png", action="store_true", help="write curves.png of each run instead (needs: pip install 'burnish[plot]')")
+    add("--png", action="store_true", help=f"write curves.png of each run instead (needs: {install_hint('plot')})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +61,6 @@ def require_extra() -> None:
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"the live page needs {' and '.join(missing)}: pip install -e '.[serve]' -c constraints.txt (or 'burnish[serve]'); "
+            f"the live page needs {' and '.join(missing)}: {install_hint('serve')}; "
             "burnish view RUN --report writes the page as a file without them"
         )
