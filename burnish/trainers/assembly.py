@@ -62,7 +62,7 @@ from burnish.run.durable_files import START_OVER_HINT, atomic_directory, atomic_
 from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
-from burnish.trainers.context import ImitationBatch, TrainContext, Validate
+from burnish.trainers.context import ImitationBatch, StepResult, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
 from burnish.trainers.input_checks import (
     check_players,
@@ -440,7 +440,7 @@ def build_validation(
             if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, rollouts)):
                 run.display.note(hint)
             values |= {f"validation/{name}/{k}": v for k, v in found.items()}
-            run.samples(step, f"{kind}{name}", step_metrics.sample_rows(rollouts, None, policy.tokenizer))
+            run.samples(step, f"{kind}{name}", step_metrics.sample_rows(rollouts, StepResult(), policy.tokenizer))
         return values
 
     return validate

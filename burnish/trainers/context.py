@@ -106,6 +106,8 @@ class StepResult:
     """The gap between sampler and trainer."""
     trainer_logp: Tensor | None = None
     """[N] the trainer's log-probs of the batch before the first update, nan if unknown; None if all are unknown."""
+    entropy: Tensor | None = None
+    """[N] the policy's entropies before the first update, nan where they were not computed; None if nowhere."""
     num_sampled: int = 0
     """Sequences that the policy sampled, before the sample filters."""
     reward_mean: float | None = None

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences
 from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
@@ -28,12 +31,27 @@ def mini_batches(batch: Batch, algorithm: Algorithm, num: int, epochs: int, hori
 
     `horizon` is the divisor of the aggregation seq-mean-token-sum-norm if the config sets none.
     """
+    parts = _parts(batch, num)
+    for _ in range(epochs):
+        for part in parts:
+            yield with_loss_weights(batch.select(part.nonzero().squeeze(1)), algorithm, horizon)
+
+
+def in_whole_batch(column: Tensor, batch: Batch, num: int) -> Tensor:
+    """Return a column of the first of `num` mini-batches as one [N] of the whole batch, nan elsewhere."""
+    if len(column) == batch.num_tokens:
+        return column
+    of_token = torch.repeat_interleave(_parts(batch, num)[0], batch.lengths)
+    whole = torch.full_like(of_token, torch.nan, dtype=column.dtype)
+    whole[of_token] = column
+    return whole
+
+
+def _parts(batch: Batch, num: int) -> list[Tensor]:
+    """[S] the sequences of each mini-batch."""
     groups, num_groups = compact_ids(batch.sequence["group_ids"])
     num = min(num, num_groups)
-    for _ in range(epochs):
-        for k in range(num):
-            part = (groups >= k * num_groups // num) & (groups < (k + 1) * num_groups // num)
-            yield with_loss_weights(batch.select(part.nonzero().squeeze(1)), algorithm, horizon)
+    return [(groups >= k * num_groups // num) & (groups < (k + 1) * num_groups // num) for k in range(num)]
 
 
 def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
 from torch.autograd.profiler import record_function
 
 from burnish.algorithms.batch_columns import (
@@ -40,7 +41,7 @@ from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.assembly import rollout_plan
 from burnish.trainers.context import StepResult, TrainContext
-from burnish.trainers.minibatches import mini_batches
+from burnish.trainers.minibatches import in_whole_batch, mini_batches
 from burnish.trainers.performance import learner_metrics, rollout_throughput
 from burnish.trainers.pipeline import StepContext
 from burnish.trainers.state import advance, entropy_coefficient
@@ -180,6 +181,9 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
         update = learner.update(mini, loss, pipeline.lr_scale(step), imitation, columns=is_first)
         if is_first and update.logp is not None:
             result.metrics |= surprise_metrics(mini, update.logp, update.entropy) | replay_drift(mini, update.logp)
+        if is_first and update.entropy is not None:
+            known = torch.where(mini.loss_mask, update.entropy, torch.nan)
+            result.entropy = in_whole_batch(known, batch, training.mini_batches)
         result.updates.append(update)
         if update.skipped:
             note(context, step, f"no update, {update.skipped}")

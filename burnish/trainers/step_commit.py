@@ -62,8 +62,7 @@ def commit_step(
         if measured and score is None:
             note(context, step, f"this checkpoint has no score: {missing_score_text(context, measured)}")
     if is_last or step == 1 or step % config.run.samples_every == 0:
-        tokenizer = context.policy.tokenizer
-        run.samples(step, "train", step_metrics.sample_rows(rollouts, result.batch, tokenizer, result.trainer_logp))
+        run.samples(step, "train", step_metrics.sample_rows(rollouts, result, context.policy.tokenizer))
     worst = step_metrics.worst_token_rows(rollouts, result.mismatch.worst, context.policy.tokenizer)
     run.worst_tokens.append(step, worst)
     note_failed_rewards(context, step, rollouts)

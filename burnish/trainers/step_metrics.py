@@ -194,17 +194,13 @@ def demonstration_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def sample_rows(
-    rollouts: RolloutBatch,
-    batch: Batch | None,
-    tokenizer: Tokenizer,
-    trainer_logp: Tensor | None = None,
-    limit: int = MAX_SAMPLE_ROWS,
+    rollouts: RolloutBatch, result: StepResult, tokenizer: Tokenizer, limit: int = MAX_SAMPLE_ROWS
 ) -> list[dict[str, Any]]:
-    """The first trajectories as rows of the samples table. `trainer_logp` [N] are log-probs of the batch."""
-    advantages = _mean_advantages(rollouts, batch)
+    """The first trajectories as rows of the samples table, with what the step found about them. A validation has an empty result."""
+    advantages = _mean_advantages(rollouts, result.batch)
     trajectories = rollouts.grouped[:limit]
     shown = {t.id for t in trajectories}
-    of_tokens = token_values(rollouts.usable, shown, batch, trainer_logp)
+    of_tokens = token_values(rollouts.usable, shown, result)
     rows = {(d.prompt.row.id, d.visit): d.prompt for d in rollouts.draws}
     table = []
     for t in trajectories:
@@ -226,6 +222,7 @@ def sample_rows(
                 "length": t.num_actions,
                 "pieces": tokenizer.pieces([token for token, _ in sampled]),
                 "logp": [logp for _, logp in sampled] if t.has_logp else None,
+                "mask": None if result.batch is None else [0.0] * len(sampled),  # unless the batch has the sample
                 **(of_tokens[t.id]._asdict() if t.id in of_tokens else {}),
                 **episode_columns(t, tokenizer),
                 "details": t.metadata.get("details"),
@@ -251,26 +248,27 @@ class TokenValues(NamedTuple):
     """None if all tokens of a sample share its advantage."""
     gap: OptionalFloats | None
     """Trainer log-prob minus engine log-prob; None for a demonstration."""
+    entropy: OptionalFloats | None
+    """Entropy of the policy before its first update on the batch."""
+    mask: OptionalFloats
+    """1 if the token was in the loss, else 0."""
 
 
-def token_values(
-    usable: Sequence[Trajectory], shown: set[str], batch: Batch | None, trainer_logp: Tensor | None
-) -> dict[str, TokenValues]:
-    """Token values of the trajectories whose ids are in `shown` and that are in the batch.
+def token_values(usable: Sequence[Trajectory], shown: set[str], result: StepResult) -> dict[str, TokenValues]:
+    """Token values of the trajectories whose ids are in `shown` and that are in the batch of a step.
 
     Only shown samples are read, so that the cost does not grow with the batch. The batch's `trajectory_ids` index `usable`.
-    `trainer_logp` [N] are the trainer's log-probs before its first update, nan where unknown.
     """
+    batch = result.batch
     if batch is None:
-        return {}
-    per_token = batch.token.get("advantages")
-    if per_token is None and trainer_logp is None:
         return {}
     owners = batch.sequence["trajectory_ids"].tolist()
     chosen = [k for k, owner in enumerate(owners) if usable[owner].id in shown]
-    part = batch.with_token(**({} if trainer_logp is None else {"trainer_logp": trainer_logp}))
+    columns = {"trainer_logp": result.trainer_logp, "policy_entropy": result.entropy}
+    part = batch.with_token(**{name: column for name, column in columns.items() if column is not None})
     part = part.select(torch.tensor(chosen, dtype=torch.int64)).to(torch.device("cpu"))
-    gap = None if trainer_logp is None else part.token["trainer_logp"] - part.token["behaviour_logp"]
+    per_token, entropy = part.token.get("advantages"), part.token.get("policy_entropy")
+    gap = None if result.trainer_logp is None else part.token["trainer_logp"] - part.token["behaviour_logp"]
     of_trajectory: dict[int, list[slice]] = {}
     for k, index in enumerate(chosen):
         of_trajectory.setdefault(owners[index], []).append(slice(int(part.offsets[k]), int(part.offsets[k + 1])))
@@ -278,9 +276,14 @@ def token_values(
     for owner, spans in of_trajectory.items():
         t = usable[owner]
         places = [_place_in_batch(sequence, part, spans) for sequence in t.sequences]
-        advantages = None if per_token is None else _sampled_values(t, part.token["advantages"], places)
         gaps = None if gap is None or t.is_demonstration else _sampled_values(t, gap, places)
-        found[t.id] = TokenValues(advantages, gaps)
+        in_loss = [value or 0.0 for value in _sampled_values(t, part.loss_mask.float(), places)]
+        found[t.id] = TokenValues(
+            None if per_token is None else _sampled_values(t, per_token, places),
+            gaps,
+            None if entropy is None else _sampled_values(t, entropy, places),
+            [*in_loss],
+        )
     return found
 
 

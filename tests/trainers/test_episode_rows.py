@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from burnish.algorithms.spec import Algorithm
 from burnish.core.trajectory import TokenNode, Trajectory, TurnSpan, pack
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
@@ -19,7 +20,9 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scoring import RolloutBatch
 from burnish.run.run import Run
 from burnish.run.samples import EventExamplesFile, read_samples, write_samples
+from burnish.trainers.context import StepResult
 from burnish.trainers.episode_rows import episode_entries, record_new_events, turns_json
+from burnish.trainers.minibatches import in_whole_batch, mini_batches
 from burnish.trainers.step_metrics import sample_rows
 
 
@@ -88,13 +91,24 @@ def test_a_row_has_the_values_of_all_branches_and_the_episode(tokenizer: Tokeniz
     assert batch.num_sequences == 4
     advantages = torch.arange(len(batch.tokens), dtype=torch.float64)
     batch = batch.with_token(advantages=advantages).select(torch.tensor([0, 1, 3]))  # a filter removed the third branch
-    (row,) = sample_rows(RolloutBatch([draw], [one], 0.0, 0.0), batch, tokenizer, -torch.ones(len(batch.tokens)))
+    batch = batch.with_token(
+        loss_mask=batch.loss_mask & (batch.tokens != tokenizer.encode("5")[0])
+    )  # rejection took a token
+    entropy = torch.where(batch.loss_mask, 0.5, torch.nan)
+    result = StepResult(batch, trainer_logp=-torch.ones(len(batch.tokens)), entropy=entropy)
+    rollouts = RolloutBatch([draw], [one], 0.0, 0.0)
+    (row,) = sample_rows(rollouts, result, tokenizer)
     assert row["pieces"] == list("225780")
     assert row["logp"] == [-1, -1, -4, -6, -7, -9]
     kept = advantages[pack([one]).action_mask].tolist()
     assert row["advantages"] == [*kept[:4], None, kept[5]]
     assert row["gap"] == [0, 0, 3, 5, None, 8]
-    assert row["advantage"] == pytest.approx((sum(kept) - kept[4]) / 5)
+    assert row["mask"] == [1, 1, 0, 1, 0, 1]
+    assert row["entropy"] == [0.5, 0.5, None, 0.5, None, 0.5]
+    nothing = batch.select(torch.tensor([], dtype=torch.int64))
+    assert sample_rows(rollouts, StepResult(nothing), tokenizer)[0]["mask"] == [0] * 6, "a filter took it all"
+    assert sample_rows(rollouts, StepResult(), tokenizer)[0]["mask"] is None, "a validation has no loss"
+    assert row["advantage"] == pytest.approx((sum(kept) - kept[2] - kept[4]) / 4)
     assert (row["group"], row["length"]) == ("rows/7#0/white", 6)
     write_samples(tmp_path, 1, "train", [row])
     (again,) = read_samples(tmp_path)
@@ -125,3 +139,16 @@ def test_a_kind_of_event_is_told_once_in_a_run(tokenizer: Tokenizer, tmp_path: P
         (2, "rows/7#0.3", "step_failed"),
     ]
     assert {len(row["traceback"]) for row in rows} == {4000}
+
+
+def test_a_column_of_the_first_mini_batch_has_its_place_in_the_whole_batch(tokenizer: Tokenizer) -> None:
+    samples = [episode(tokenizer, (-1, "1>", False), (0, "23", True), sample=k) for k in range(4)]
+    for k, sample in enumerate(samples):
+        sample.visit = 1 - k % 2  # two groups, interleaved
+    batch = pack(samples)
+    first = next(iter(mini_batches(batch, Algorithm(), 2, 1, horizon=8)))
+    column = torch.arange(first.num_tokens, dtype=torch.float32)
+    whole = in_whole_batch(column, batch, 2)
+    assert whole[~whole.isnan()].tolist() == column.tolist()
+    assert torch.equal(batch.tokens[~whole.isnan()], first.tokens)
+    assert in_whole_batch(torch.zeros(batch.num_tokens), batch, 1).tolist() == [0] * batch.num_tokens
