@@ -35,6 +35,7 @@ SCRIPTS = (
     "filter.js",
     "episode.js",
     "samples.js",
+    "scored.js",
     "overview.js",
     "runs.js",
     "page.js",

@@ -107,6 +107,7 @@ def make_app(runs: RunList) -> ASGIApp:
         Route("/api/runs", all_runs),
         Route("/api/runs/{id:path}/metrics/{part}", of_run(_metrics)),
         Route("/api/runs/{id:path}/config", of_run(lambda run, _: json_response(run.config()))),
+        Route("/api/runs/{id:path}/scored", of_run(lambda run, _: json_response(run.scored()))),
         Route("/api/runs/{id:path}/samples", of_run(_samples)),
         Route("/api/runs/{id:path}/search", of_run(_search)),
         Route("/api/runs/{id:path}/{kind}/{block:int}", of_run(_block)),

@@ -7,6 +7,7 @@
     runs/ID                     the overview of a run: headline numbers, health, events, worst tokens, notes
     runs/ID/metrics/PART        the curves, PART is main or other; with `since` only lines of metrics.jsonl from that number on
     runs/ID/config              the config as text and as dotted keys, and earlier configs of the run
+    runs/ID/scored              the rollouts that were scored last, while a step is being sampled (live page only)
     runs/ID/samples             the index of samples; with `since` only groups from that number on
     runs/ID/texts/BLOCK         texts of a block of samples
     runs/ID/tokens/BLOCK        values of their tokens
@@ -15,6 +16,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Mapping
@@ -60,6 +62,7 @@ class RunData:
             "samples": run.samples,
             "config": run.config,
             "worst": run.worst_tokens,
+            "scored": run.scored,
         }
         with self.lock:
             stamps = {name: file_stamp(path) for name, path in files.items()}
@@ -130,6 +133,14 @@ class RunData:
                 "left_out": "",
                 **live.index.since(first, GROUPS_AT_ONCE),
             }
+
+    def scored(self) -> dict[str, Any]:
+        """Return the rollouts that were scored last, newest first; none if the run does not train."""
+        try:
+            rollouts = json.loads(self.directory.scored.read_bytes())["rollouts"]
+        except (FileNotFoundError, ValueError, LookupError):  # none yet, or left by a loss of power
+            rollouts = []
+        return {"rollouts": rollouts[::-1]}
 
     def block(self, kind: str, number: int) -> bytes:
         """Return a block of texts (JSON) or tokens (bytes)."""

@@ -149,7 +149,7 @@ class AheadSource(SyncSource):
             return
         resumed = self.rounds.read_partial(upcoming.key) if recorded is None else []
         builder = upcoming.builder = RoundBuilder(
-            self.runner, self.rewards, upcoming.draws, self._set_progress, resumed
+            self.runner, self.rewards, upcoming.draws, self._set_progress, resumed, on_scored=self.on_scored
         )
         self._work.start(lambda: self._generate(builder, plan, recorded), f"rollouts of step {upcoming.key.step}")
 

@@ -29,10 +29,12 @@ from burnish.rollout.pausable_thread import PausableThread
 from burnish.rollout.runner import RolloutRunner, RolloutStopped
 from burnish.rollout.scoring import (
     GREEDY_SAMPLE,
+    OnScored,
     Progress,
     RolloutBatch,
     apply_score,
     attach_greedy_baseline,
+    ignore_scored,
     score_request,
 )
 from burnish.rollout.sync_source import (
@@ -193,6 +195,7 @@ class AsyncSource:
         self._rewards_lock = threading.Lock()  # the sampling thread submits, the trainer's thread collects
         self._num_drawn = self._num_finished = self._num_reissued = 0
         self._waited_s = 0.0
+        self.on_scored: OnScored = ignore_scored
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
         self.thread.stop()
@@ -463,6 +466,8 @@ class AsyncSource:
         for t, group, waits in zip(trajectories, groups, unscored, strict=True):
             if waits:
                 self._submit(t, group.draw)
+            else:
+                self.on_scored(t, group.draw)
 
     def _submit(self, trajectory: Trajectory, draw: PromptSample) -> None:
         """Submit a sample for scoring."""
@@ -485,3 +490,4 @@ class AsyncSource:
             ended = [] if group is None else group.finished.get(self.runner.episode_index(trajectory.sample), [])
             if group is not None and any(t is trajectory for t in ended):
                 group.unscored.discard(trajectory.sample)
+                self.on_scored(trajectory, group.draw)

@@ -40,6 +40,8 @@ from burnish.rollout.runner import Branching, RolloutRunner, RolloutStopped
 from burnish.rollout.segment_rollouts import BORDER_STATE, ChainPlan, TreePlan, border_prefixes, cut_into_segments
 
 Progress = Callable[[str], None]
+OnScored = Callable[[Trajectory, PromptSample], None]
+"""Called with each trajectory that has got its score, and its draw. May be called from a background thread."""
 SUBMIT_CHUNK = 64
 """Trajectories per message to the reward workers."""
 POLL_INTERVAL_S = 0.2
@@ -121,6 +123,10 @@ def interleave_groups(fresh: Sequence[Trajectory], replayed: Sequence[Trajectory
     return [t for *_, group in sorted(placed, key=lambda one: one[:2]) for t in group]
 
 
+def ignore_scored(trajectory: Trajectory, draw: PromptSample) -> None:
+    """Do nothing with a scored trajectory."""
+
+
 @dataclass
 class RoundBuilder:
     """Generates and scores one round of rollouts: `generate`, then `collect`."""
@@ -133,6 +139,7 @@ class RoundBuilder:
     """Trajectories that ended before the run was interrupted. They are not sampled again, and are scored only if they have no score."""
     finished: list[Trajectory] = field(default_factory=list)
     """All trajectories that have ended so far, resumed ones included."""
+    on_scored: OnScored = ignore_scored
 
     def generate(
         self, n: int, sampling: SamplingOptions, stream: str, branching: Branching | None = None
@@ -166,20 +173,28 @@ class RoundBuilder:
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Send trajectories to the scorers, except those whose environment failed or gave the reward itself."""
-        draws = {(d.prompt.row.id, d.visit): d for d in self.draws}
+        draws = self._draws_by_prompt()
         unscored = [t for t in trajectories if t.reward is None and t.error is None]
         self.rewards.submit([score_request(t, draws[t.prompt_id, t.visit]) for t in unscored])
+        for t in trajectories:
+            if t.reward is not None or t.error is not None:
+                self.on_scored(t, draws[t.prompt_id, t.visit])
 
     def collect(self, trajectories: Sequence[Trajectory]) -> None:
         """Wait for the scores and write them into the trajectories. Raises `RolloutStopped` if a stop is requested meanwhile."""
-        by_id = {t.id: t for t in trajectories}
+        by_id, draws = {t.id: t for t in trajectories}, self._draws_by_prompt()
         while self.rewards.pending:
             if self.runner.stop_request.is_effective:
                 raise RolloutStopped
             if scores := self.rewards.poll(POLL_INTERVAL_S):
                 for score in scores:
-                    apply_score(by_id[score.id], score)
+                    t = by_id[score.id]
+                    apply_score(t, score)
+                    self.on_scored(t, draws[t.prompt_id, t.visit])
                 self.progress(f"scoring, {self.rewards.pending} left")
+
+    def _draws_by_prompt(self) -> dict[tuple[str, int], PromptSample]:
+        return {(d.prompt.row.id, d.visit): d for d in self.draws}
 
     def take_scores(self) -> None:
         """Write the scores that have arrived into the finished trajectories, without waiting for more."""

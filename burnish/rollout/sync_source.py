@@ -26,12 +26,14 @@ from burnish.rewards.scoring import Rewards
 from burnish.rollout.runner import Branching, RolloutRunner, RolloutStopped
 from burnish.rollout.scoring import (
     GREEDY_SAMPLE,
+    OnScored,
     Progress,
     RolloutBatch,
     RoundBuilder,
     attach_greedy_baseline,
     copy_score,
     from_arrays,
+    ignore_scored,
     restore_scores,
     scores_to_arrays,
     to_arrays,
@@ -249,13 +251,14 @@ class SyncSource:
     def __init__(self, stream: PromptStream, runner: RolloutRunner, rewards: Rewards, journal: Journal) -> None:
         self.stream, self.runner, self.rewards, self.journal = stream, runner, rewards, journal
         self.rounds = RolloutJournal(journal)
+        self.on_scored: OnScored = ignore_scored
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
         draws, key = self._draw(step, plan, round)
         started = time.perf_counter()
         recorded = self.rounds.read_round(key)
         resumed = self.rounds.read_partial(key) if recorded is None else []
-        builder = RoundBuilder(self.runner, self.rewards, draws, progress, resumed)
+        builder = RoundBuilder(self.runner, self.rewards, draws, progress, resumed, on_scored=self.on_scored)
         try:
             with self.runner.stop_request.allowed():
                 if recorded is None:

@@ -74,6 +74,17 @@ def atomic_write(path: Path, content: bytes | str, syncs_folder: bool = True) ->
         fsync_path(path.parent)
 
 
+def replace_quickly(path: Path, content: bytes) -> None:
+    """Replace a file's content without syncs. A reader sees the old content or the new; a loss of power may leave neither."""
+    temporary = _temporary_path(path)
+    try:
+        temporary.write_bytes(content)
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def append_durably(path: Path, data: bytes) -> None:
     """Append bytes to a file and sync them to disk. On an error the file keeps its old length."""
     created = not path.exists()

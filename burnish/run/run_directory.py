@@ -131,7 +131,7 @@ class RunDirectory:
         self.events = self.samples / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.html"
-
+        self.scored = path / "scored.json"
         self.log = path / "log.txt"
         self.environment_log = path / "environment_workers.log"
         self.changes: list[ConfigChange] = []

@@ -74,6 +74,7 @@ from burnish.trainers.input_checks import (
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
+from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import initial_state
 from burnish.training.learner import Learner
 
@@ -223,7 +224,8 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
     parts.policy, parts.engine, parts.runner.engine = built.policy, built.engine, built.engine
     policy = built.policy
     replay = build_replay(config)
-    source = build_source(config, run, parts.stream, parts.runner, parts.rewards)
+    scored = ScoredRollouts(run.directory.scored, parts.runner.tokenizer, run.display.note)
+    source = build_source(config, run, parts.stream, parts.runner, parts.rewards, scored)
     source = with_replay(config, source, replay)
     process = None
     if built.process is not None and config.algorithm.process is not None:
@@ -254,6 +256,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         engine=built.engine,
         stream=parts.stream,
         source=source,
+        scored=scored,
         replay=replay,
         pipeline=parts.pipeline,
         validate=validate,
@@ -333,20 +336,29 @@ def with_replay(config: TrainConfig, source: RolloutSource, store: ReplayStore |
 
 
 def build_source(
-    config: TrainConfig, run: Run, stream: PromptStream, runner: RolloutRunner, rewards: Rewards
+    config: TrainConfig,
+    run: Run,
+    stream: PromptStream,
+    runner: RolloutRunner,
+    rewards: Rewards,
+    scored: ScoredRollouts,
 ) -> RolloutSource:
-    """The source of new rollouts that the config names."""
+    """The source of new rollouts that the config names. `scored` gets each rollout when it has its score."""
     eos_ids, kind = runner.tokenizer.eos_ids, config.rollout.source
 
     def plans(step: int) -> RolloutPlan | None:
         return rollout_plan(config, eos_ids, step) if step <= config.training.steps else None
 
+    source: SyncSource | AsyncSource
     if isinstance(kind, Ahead):
-        return AheadSource(stream, runner, rewards, run.journal, plans, run.display.phase, run.display.note)
-    if isinstance(kind, Async):
+        source = AheadSource(stream, runner, rewards, run.journal, plans, run.display.phase, run.display.note)
+    elif isinstance(kind, Async):
         limits = kind.max_staleness, kind.deadline_s
-        return AsyncSource(stream, runner, rewards, run.journal, plans, *limits, run.display.note)
-    return SyncSource(stream, runner, rewards, run.journal)
+        source = AsyncSource(stream, runner, rewards, run.journal, plans, *limits, run.display.note)
+    else:
+        source = SyncSource(stream, runner, rewards, run.journal)
+    source.on_scored = scored.add
+    return source
 
 
 # --- Demonstrations -------------------------------------------------------------------------------------------------------

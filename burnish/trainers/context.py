@@ -28,6 +28,7 @@ from burnish.trainers.mismatch import GapReport
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
+from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import TrainerState, state_from_checkpoint
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcessRewardModel, AnyReference
 from burnish.training.learner import Update
@@ -52,6 +53,8 @@ class TrainContext:
     engine: Engine
     stream: PromptStream
     source: RolloutSource
+    scored: ScoredRollouts
+    """Shows rollouts on the live page as they are scored."""
     pipeline: AlgorithmPipeline
     validate: Validate
     state: TrainerState

@@ -117,6 +117,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
         if num_groups >= num_wanted:
             break
     assert rollouts is not None
+    context.scored.flush()
     if shaped is None:
         refuse_silent_agents(rollouts.trajectories, f"step {step}")
         # Environments may have failed by chance, so only failed rewards end the run.

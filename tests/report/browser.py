@@ -54,7 +54,7 @@ class Browser:
         )
         os.close(there)
         os.close(back)
-        self._number, self._buffer, self._session = 0, b"", ""
+        self._number, self._buffer, self._session, self._origin = 0, b"", "", "file:"
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -73,15 +73,19 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load a file, and wait until it is loaded."""
+    def open(self, place: Path | str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Load a file or an address, and wait until it is loaded. A page that asks for anything of another origin is a problem."""
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.problems.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while self._heed(self._receive()) != "Page.loadEventFired":
-            pass
+        url = place if isinstance(place, str) else place.resolve().as_uri()
+        self._origin = "file:" if isinstance(place, Path) else "/".join(url.split("/")[:3]) + "/"
+        # By way of an empty page, because an address that differs in its fragment alone would not be loaded again.
+        for each in ("about:blank", url):
+            self.call("Page.navigate", url=each)
+            while self._heed(self._receive()) != "Page.loadEventFired":
+                pass
 
     def resize(self, width: int, height: int) -> None:
         self.call(
@@ -120,7 +124,9 @@ class Browser:
             self.problems.append(parameters["entry"]["text"])
         elif name == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
             self.problems.append(str(parameters["args"]))
-        elif name == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith(("file:", "blob:")):
+        elif name == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith(
+            (self._origin, "blob:", "about:blank")
+        ):
             self.problems.append(f"asked for {parameters['request']['url']}")
         return name
 

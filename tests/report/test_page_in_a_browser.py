@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 from burnish.report.html_report import write_report
 from burnish.run.metrics import MetricsFile
 from burnish.run.samples import write_samples
-from tests.report.browser import Browser, find
+from tests.report.browser import Browser
 
-pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium or Chrome on this machine")
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u202egnp.exe \x1b[31m \u05e9\u05dc\u05d5\u05dd 你好 &lt;b&gt;"
 STEPS, GROUPS, SAMPLES = (10, 20, 30, 40, 50), 100, 4
 
@@ -76,14 +74,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [row(step, index, noise) for index in range(GROUPS * SAMPLES)]
         write_samples(run / "samples", step, "validation-greedy" if step == 30 else "train", rows)
     return write_report(run)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = find()
-    assert program is not None
-    with Browser(program) as opened:
-        yield opened
 
 
 def opened(browser: Browser, page: Path, **options: Any) -> None:

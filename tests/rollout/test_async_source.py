@@ -230,6 +230,9 @@ def test_with_no_staleness_it_gives_what_the_synchronous_source_gives(tmp_path: 
     close.append(life)
     other = Life(tmp_path / "sync", SlowEngine())
     sync = SyncSource(other.stream, other.source.runner, cast(Rewards, Judge()), other.journal)
+    told = [list[str](), list[str]()]
+    for source, names in zip((life.source, sync), told, strict=True):
+        source.on_scored = lambda t, draw, names=names: names.append(t.id)
     for step in range(1, 4):
         found, expected = life.step(step), sync.next(step, plan, lambda text: None)
         sync.load(step)
@@ -241,6 +244,8 @@ def test_with_no_staleness_it_gives_what_the_synchronous_source_gives(tmp_path: 
                 np.testing.assert_array_equal(a.sequences[0].tokens, b.sequences[0].tokens)
                 np.testing.assert_array_equal(a.sequences[0].version, b.sequences[0].version)
     assert {t.sample for t in found.greedy} == {GREEDY_SAMPLE}
+    assert len(set(told[0])) == len(told[0])
+    assert set(told[0]) >= set(told[1]), "each is told when it has its score; the asynchronous one is ahead"
     kinds = [[e["event"] for e in one.events] for one in (life.journal, other.journal)]
     assert [kind for kind in kinds[0] if kind != "used"] == kinds[1]
 

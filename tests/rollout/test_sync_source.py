@@ -117,6 +117,13 @@ def test_a_step_is_scored_and_in_the_order_of_its_draws(life: Any) -> None:
     assert [e["event"] for e in source.journal.events] == ["drawn", "completed", "scored"]
 
 
+def test_each_sample_is_told_once_when_it_has_its_score(life: Any) -> None:
+    source, told = life(), list[tuple[str, float | None, str, int]]()
+    source.on_scored = lambda t, draw: told.append((t.id, t.reward, draw.prompt.row.id, draw.step))
+    scored = source.next(1, PLAN, quiet)
+    assert sorted(told) == sorted((t.id, t.reward, t.prompt_id, 1) for t in scored.trajectories)
+
+
 def test_a_second_life_takes_finished_steps_from_the_journal(life: Any) -> None:
     first = life()
     expected = [first.next(step, PLAN, quiet).trajectories for step in (1, 2)]

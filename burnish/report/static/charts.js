@@ -21,7 +21,7 @@ class Chart {
     this.legend = make("div", null, "legend");
     caption.append(this.note = make("span", "", "dim"));
     this.figure.append(caption, this.svg, this.legend, this.output);
-    Object.assign(this, { data: { ...SIZES, places: options.places || [], hints: options.hints || [], x: [0, 1] }, lines: [], steps: [], at: null, isNear: true });
+    Object.assign(this, { title, data: { ...SIZES, places: options.places || [], hints: options.hints || [], x: [0, 1] }, lines: [], steps: [], at: null, isNear: true });
     this.isOfSteps = !this.data.places.length;
     listen(this);
   }

@@ -8,6 +8,23 @@ function branchText(branch, after) {
   return "branch " + branch + " continues after " + (after ? "turn " + after : "the prompt");
 }
 
+// Calls of tools and what they returned, as most chat templates mark them, stand out from the words around them.
+const MARKS = /\x3c(tool_call|tool_response)>([\s\S]*?)\x3c\/\1>/g;
+
+function spoken(text, pattern) {
+  const parts = [];
+  let at = 0;
+  for (const match of text.matchAll(MARKS)) {
+    if (text.slice(at, match.index).trim()) parts.push(marked(text.slice(at, match.index), pattern));
+    const box = make("div", null, "call");
+    box.append(make("div", match[1] === "tool_call" ? "tool call" : "tool result", "dim"), marked(match[2].trim(), pattern));
+    parts.push(box);
+    at = match.index + match[0].length;
+  }
+  if (!parts.length || text.slice(at).trim()) parts.push(marked(text.slice(at), pattern));
+  return parts;
+}
+
 function conversation(said, pattern, rewardName) {
   const box = make("div", null, "episode"), hasRewards = said.some(([, , , reward]) => reward);
   let turns = 0;
@@ -20,7 +37,7 @@ function conversation(said, pattern, rewardName) {
     if (isModel && hasRewards && isNumber(reward)) head.append(chip("reward " + show(reward), "reward " + rewardName(reward)));
     entry.append(head);
     if (state !== null && (state.length > LONG_STATE || state.includes("\n"))) entry.append(folded("state", marked(state, pattern)));
-    entry.append(marked(text, pattern));
+    entry.append(...spoken(text, pattern));
     box.append(entry);
   }
   return box;

@@ -28,20 +28,47 @@ function drawStatus(run) {
   box.replaceChildren(...parts);
 }
 
+let drawnParts = {}; // of the overview, so that a part that is the same stays as it is: opened, selected, pointed at
+
 function drawOverview(overview) {
+  const drawIf = (part, draw) => {
+    const value = JSON.stringify(overview[part]);
+    if (drawnParts[part] === value) return;
+    drawnParts[part] = value;
+    draw(overview[part]);
+  };
   byId("name").textContent = visible(overview.name);
-  byId("headline").replaceChildren(...overview.headline.map(([label, value, hint]) => {
+  drawIf("headline", drawHeadline);
+  drawIf("damaged", (texts) => byId("damaged").replaceChildren(...texts.map((text) => make("p", visible(text), "bad"))));
+  drawIf("health", (health) => byId("health").replaceChildren(healthBox(health)));
+  drawIf("breakdown", drawBreakdown);
+  drawIf("memory", (figures) => byId("memory").replaceChildren(...memoryLine(figures)));
+  drawIf("profiles", drawProfiles);
+  drawIf("worst_tokens", drawWorstTokens);
+  reveal("mismatch", overview.profiles.length || overview.worst_tokens.length);
+  drawIf("events", drawEvents);
+  drawIf("notes", drawNotes);
+}
+
+function drawHeadline(boxes) {
+  byId("headline").replaceChildren(...boxes.map(([label, value, hint]) => {
     const box = make("div", visible(label));
     box.append(make("b", value), make("span", visible(hint), "dim"));
     return box;
   }));
-  byId("damaged").replaceChildren(...overview.damaged.map((text) => make("p", visible(text), "bad")));
-  byId("health").replaceChildren(healthBox(overview.health));
-  byId("breakdown").replaceChildren(...(overview.breakdown ? [make("h2", overview.breakdown.title), scroll(table(["mode", "rows", "before", "after"], overview.breakdown.rows.map((row) => row.map(visible))))] : []));
-  byId("memory").replaceChildren(...memoryLine(overview.memory));
-  drawMismatch(overview);
-  drawEvents(overview.events);
-  const { lines, total } = overview.notes, left = total - lines.length;
+}
+
+function drawBreakdown(breakdown) {
+  const isOpen = byId("breakdown").querySelector("details")?.open || false;
+  byId("breakdown").replaceChildren();
+  if (!breakdown) return;
+  const box = folded(breakdown.title, scroll(table(["mode", "rows", "before", "after"], breakdown.rows.map((row) => row.map(visible)))));
+  box.open = isOpen;
+  byId("breakdown").append(box);
+}
+
+function drawNotes({ lines, total }) {
+  const left = total - lines.length;
   byId("note-lines").textContent = (left > 0 ? "[" + count(left) + " earlier lines are in log.txt]\n" : "") + lines.map(visible).join("\n");
 }
 
@@ -85,14 +112,18 @@ function tokenInContext({ before, text, after }) {
 
 let profileCharts = [];
 
-function drawMismatch({ profiles, worst_tokens: worst }) {
-  reveal("mismatch", profiles.length || worst.length);
+function drawProfiles(profiles) {
+  const known = new Map(profileCharts.map((chart) => [chart.title, chart]));
   profileCharts = profiles.map((profile) => {
-    const chart = new Chart(profile.title, profile), lines = Object.entries(profile.series);
+    const chart = known.get(profile.title) || new Chart(profile.title, profile), lines = Object.entries(profile.series);
+    Object.assign(chart.data, { places: profile.places, hints: profile.hints });
     chart.setLines(lines.map(([label, points], k) => ({ label, points, colour: k, dash: 0 })), lines.length > 1);
     return chart;
   });
-  byId("profiles").replaceChildren(...profileCharts.map((chart) => chart.figure));
+  if (profileCharts.some((chart) => known.get(chart.title) !== chart) || known.size !== profileCharts.length) byId("profiles").replaceChildren(...profileCharts.map((chart) => chart.figure));
+}
+
+function drawWorstTokens(worst) {
   if (!worst.length) return byId("worst-tokens").replaceChildren();
   const about = "The tokens on which sampler and trainer disagree most, in the first step that has any, in that of the largest gap and in the last: the log-prob each gave, "
     + "and trainer less sampler. All steps are in samples/worst_tokens.jsonl.";

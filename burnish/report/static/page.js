@@ -6,6 +6,7 @@ const HIDDEN_POLL_MS = 10000; // while nobody looks at the page
 class Page {
   constructor(source) {
     this.source = source;
+    this.pollMs = POLL_MS;
     this.focus = null; // id of the run that is shown
     this.compared = []; // ids of the runs whose curves are drawn; a run keeps its place, and so its colour
     this.runs = [];
@@ -59,6 +60,7 @@ class Page {
       this.explorer.open(this.store);
       this.stamps.delete("overview");
       this.stamps.delete("samples");
+      this.stamps.delete("scored");
     }
     this.focus = id;
     Object.assign(this.table, { focus: id, compared: this.compared });
@@ -100,7 +102,7 @@ class Page {
       drawStatus(run);
       document.title = visible(run.name) + " " + run.step + (run.total ? "/" + run.total : "");
     }
-    await Promise.all([this.loadOverview(run), this.loadCurves(), this.loadConfig(), this.loadSamples(run)]);
+    await Promise.all([this.loadOverview(run), this.loadCurves(), this.loadConfig(), this.loadScored(run), this.loadSamples(run)]);
     document.body.dataset.loaded = Number(document.body.dataset.loaded || 0) + 1;
   }
 
@@ -153,6 +155,14 @@ class Page {
     if (this.configs.has(this.focus)) drawConfig(known.map((run) => ({ name: run.id, keys: this.configs.get(run.id).keys })), this.configs.get(this.focus));
   }
 
+  // The rollouts of the present step, on the page of a run that trains.
+  async loadScored(run) {
+    byId("scored").hidden = run.state !== "running" || !run.stamps.scored || !this.source.isLive;
+    if (byId("scored").hidden || !this.isDue("scored", run.id + run.stamps.scored)) return;
+    const { rollouts } = await this.source.json("runs/" + run.id + "/scored");
+    if (run.id === this.focus) drawScored(byId("scored"), rollouts, this.store.range);
+  }
+
   // A large index comes in several parts: the first is shown at once, and the list is complete when the last has come.
   async loadSamples(run) {
     if (!this.isDue("samples", run.id + run.stamps.samples)) return;
@@ -180,7 +190,7 @@ class Page {
         if (!isChange) byId("connection").textContent = error instanceof TypeError ? "no answer: has burnish view ended?" : String(error.message || error);
         if (!(error instanceof RefusedError || error instanceof TypeError)) throw error;
       }
-      const pause = document.hidden ? HIDDEN_POLL_MS : POLL_MS;
+      const pause = document.hidden ? HIDDEN_POLL_MS : this.pollMs;
       await new Promise((resolve) => setTimeout(resolve, Math.max(100, pause - (performance.now() - started))));
     }
   }

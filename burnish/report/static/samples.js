@@ -7,9 +7,9 @@ function chip(text, name) {
 }
 
 // The place of a reward between the lowest and the highest of the run, as a colour class of five.
-function rewardClass(store, reward) {
+function rewardClass({ range }, reward) {
   if (reward === null) return "bad";
-  const [low, high] = store.range, share = high > low ? (reward - low) / (high - low) : 1;
+  const [low, high] = range, share = high > low ? (reward - low) / (high - low) : 1;
   return "r" + Math.round(4 * Math.min(1, Math.max(0, share))); // the reward of one turn may be beyond those of episodes
 }
 
