@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +90,9 @@ def thinned_indices(values: np.ndarray, limit: int) -> np.ndarray:
     return np.unique(np.concatenate([*extremes, [num - 1]]))
 
 
-def thinned_points(line: Series, limit: int, since_row: int = 0) -> list[list[float]]:
-    """Return [step, value] of about `limit` points of a metric, from a line of the file on, with six digits each."""
-    start = line.since(since_row)
+def thinned_points(line: Series, limit: int, since_step: int = -1) -> list[list[float]]:
+    """Return [step, value] of about `limit` points of a metric, from a step on, with six digits each."""
+    start = bisect_left(line.steps, since_step)
     values = np.array(line.values)[start:]
     kept = thinned_indices(values, limit)
     steps = np.array(line.steps)[start:][kept].tolist()

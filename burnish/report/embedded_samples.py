@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from burnish.report.sample_blocks import PageSample, SampleGroup, SampleIndex, read_groups, text_block, token_block
 from burnish.run.samples import sample_files, table_size
 
-MAX_PAGE_BYTES = 120_000_000
+MAX_PAGE_BYTES = 48_000_000
 """Text and token values in a page, before compression."""
 TABLE_OVERHEAD = 4
 """Upper bound of a table's size over its size in the page. A table has more columns, and numbers in full precision."""

@@ -62,14 +62,17 @@ def security_policy(connections: str) -> str:
     )
 
 
-def html_document(title: str, data: str, connections: str = "'none'") -> str:
-    """Return the whole document. `data` holds blocks from `data_block`; a page without any asks its server."""
+def html_document(title: str, data: str, blocks: str = "", connections: str = "'none'") -> str:
+    """Return the whole document. `data` and `blocks` hold elements from `data_block`; a page without any asks its server.
+
+    The blocks of samples, which may be many megabytes, come after the script. So curves are drawn before all is read.
+    """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{security_policy(connections)}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{static_file('style.css')}</style></head>\n"
-        f"<body>\n{static_file('page.html')}\n{data}\n<script>{page_script()}</script>\n</body></html>\n"
+        f"<body>\n{static_file('page.html')}\n{data}\n<script>{page_script()}</script>\n{blocks}\n</body></html>\n"
     )
 
 
@@ -81,7 +84,7 @@ def data_block(path: str, content: str) -> str:
 @cache
 def live_document() -> tuple[str, str]:
     """Return the live page and its content security policy."""
-    return html_document("burnish", "", "'self'"), security_policy("'self'")
+    return html_document("burnish", "", connections="'self'"), security_policy("'self'")
 
 
 def write_report(run: Path) -> Path:
@@ -105,7 +108,7 @@ def write_report(run: Path) -> Path:
     }
     elements = [data_block(path, compress_base64(json_bytes(answer))) for path, answer in answers.items()]
     path = run / "report.html"
-    atomic_write(path, html_document(run.resolve().name, "\n".join([*elements, *blocks])))
+    atomic_write(path, html_document(run.resolve().name, "\n".join(elements), "\n".join(blocks)))
     return path
 
 

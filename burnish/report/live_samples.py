@@ -119,16 +119,15 @@ class LiveSamples:
 
         A word in a prompt or an expected answer finds all samples of the group.
         """
-        wanted, found = words.casefold(), []
+        found = []
         for block in self.blocks[first:last]:
-            rows = _searched_rows(block.path, block.state)
-            groups = group_rows(rows)[block.first_group : block.first_group + block.num_groups]
+            rows = _matches(block.path, block.state, words)
+            if not any(row["is_about"] or row["is_hit"] for row in rows):
+                continue
             sample = block.first_sample
-            for members in groups:
-                head = members[0]
-                is_about = wanted in (head["prompt"] or "").casefold() or wanted in (head["answer"] or "").casefold()
+            for members in group_rows(rows)[block.first_group : block.first_group + block.num_groups]:
                 for row in members:
-                    if is_about or any(wanted in text.casefold() for text in _texts(row)):
+                    if members[0]["is_about"] or row["is_hit"]:
                         found.append(sample)
                     sample += 1
         return found
@@ -146,27 +145,38 @@ def _parts(groups: list[list[dict[str, Any]]]) -> Iterator[tuple[int, list[list[
         yield first, groups[first:]
 
 
-def _texts(row: dict[str, Any]) -> Iterator[str]:
-    """Yield what a search looks at besides prompt and answer."""
-    yield row["completion"] or ""
-    yield row["error"] or ""
-    yield row["last_words"] or ""
-    if row["turns"]:
-        yield from (str(entry[1]) for entry in dialogue_turns(row) or ())
-    if row["events"]:
-        yield from (text for event in episode_events(row) for text in event)
-
-
 @lru_cache(maxsize=16)
 def _cached_groups(path: Path, state: FileState) -> list[SampleGroup]:
     _check_state(path, state)
     return read_groups(path)
 
 
-def _searched_rows(path: Path, state: FileState) -> list[dict[str, Any]]:
+def _matches(path: Path, state: FileState, words: str) -> list[dict[str, Any]]:
+    """Return for each row of a table its group, and whether the words are in its prompt or answer, and in its other texts."""
+    import pyarrow.compute as pc
+
     _check_state(path, state)
-    rows: list[dict[str, Any]] = read_columns(path, SEARCHED_COLUMNS).to_pylist()
+    table = read_columns(path, SEARCHED_COLUMNS)
+    hits = {
+        name: pc.fill_null(pc.match_substring(table[name], words, ignore_case=True), False).to_pylist()
+        for name in ("prompt", "answer", "completion", "error", "last_words")
+    }
+    # In these columns texts are JSON, in which a line break or a quotation mark is another text.
+    encoded = {name: table[name].to_pylist() for name in ("turns", "events")}
+    wanted, rows = words.casefold(), []
+    for k, group in enumerate(table["group"].to_pylist()):
+        is_hit = any(hits[name][k] for name in ("completion", "error", "last_words"))
+        own = {name: column[k] for name, column in encoded.items()}
+        if not is_hit and any(own.values()):
+            is_hit = any(wanted in text.casefold() for text in _episode_texts(own))
+        rows.append({"group": group, "is_about": hits["prompt"][k] or hits["answer"][k], "is_hit": is_hit})
     return rows
+
+
+def _episode_texts(row: dict[str, Any]) -> Iterator[str]:
+    """Yield what was said in an episode, and what went wrong in it."""
+    yield from (str(entry[1]) for entry in dialogue_turns(row) or ())
+    yield from (text for event in episode_events(row) for text in event)
 
 
 def _check_state(path: Path, state: FileState) -> None:

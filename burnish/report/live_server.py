@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -201,9 +202,14 @@ def run_page_server(runs: RunList, bound: socket.socket, log: Callable[[str], No
 
     # uvicorn raises the signal again after it has stopped. This handler prevents a traceback on Ctrl-C.
     previous: dict[int, Any] = {one: signal.signal(one, handle) for one in SIGNALS}
+    is_over = threading.Event()
+    reader = threading.Thread(target=runs.read_ahead, args=(is_over,), name="read ahead")
+    reader.start()
     try:
         server.run([bound])
     finally:
+        is_over.set()
+        reader.join()
         bound.close()
         for one, handler in previous.items():
             signal.signal(one, handler)

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from burnish.report.curves import main_charts, other_charts, thinned_points
-from burnish.report.live_samples import LiveSamples
+from burnish.report.live_samples import TABLES_AT_ONCE, LiveSamples
 from burnish.report.mismatch_charts import is_profile, profile_charts
 from burnish.report.run_files import LogTail, MetricsTail, Series, WorstTokensTail
 from burnish.report.run_status import file_stamp, run_status
@@ -38,8 +38,10 @@ from burnish.run.samples import EventExamplesFile
 
 MAX_POINTS = {"main": 2000, "other": 400}
 """Points per line of each part that the page gets. It draws fewer, and uses the others when a user zooms in."""
-GROUPS_AT_ONCE = 4000
-"""Groups of samples in one answer: some hundred kilobytes."""
+FIRST_GROUPS, GROUPS_AT_ONCE = 400, 4000
+"""Groups of samples in the first answer, which is shown at once, and in each later one: some hundred kilobytes."""
+FIRST_TABLES = 16
+"""Tables to index before the first answer."""
 
 
 class RunData:
@@ -67,6 +69,11 @@ class RunData:
         with self.lock:
             stamps = {name: file_stamp(path) for name, path in files.items()}
             return {"id": self.id, "name": run.path.resolve().name, **run_status(run), "stamps": stamps}
+
+    def last_change(self) -> float:
+        """Return when metrics.jsonl was written last; 0 if there is none."""
+        path = self.directory.metrics
+        return path.stat().st_mtime if path.exists() else 0.0
 
     def overview(self) -> dict[str, Any]:
         """Return everything about the run that is neither a curve nor a sample."""
@@ -103,7 +110,8 @@ class RunData:
             if part == "other":
                 charts = [chart for chart in other_charts(tail.series, charts) if not is_profile(chart.title)]
             names = [name for chart in charts for name in chart.names]
-            points = {name: thinned_points(tail.series[name], MAX_POINTS[part], first) for name in names}
+            step = tail.step_of_row(first)
+            points = {name: thinned_points(tail.series[name], MAX_POINTS[part], step) for name in names}
             return {
                 "generation": tail.generation,
                 "since": first,
@@ -123,7 +131,7 @@ class RunData:
         """Index further tables, and return the groups of samples from `since` on, with the number of tables still to index."""
         with self.lock:
             live = self.live_samples
-            live.update()
+            live.update(TABLES_AT_ONCE if live.blocks else FIRST_TABLES)
             first = since if generation == live.generation else 0
             return {
                 "generation": live.generation,
@@ -131,7 +139,7 @@ class RunData:
                 "waiting": live.num_waiting,
                 "num_groups": len(live.index.groups["first"]),
                 "left_out": "",
-                **live.index.since(first, GROUPS_AT_ONCE),
+                **live.index.since(first, GROUPS_AT_ONCE if first else FIRST_GROUPS),
             }
 
     def scored(self) -> dict[str, Any]:

@@ -11,13 +11,11 @@ import math
 import os
 import re
 from array import array
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burnish.run.metrics import parse_line
 from burnish.run.samples import WORST_TOKEN_COLUMNS
 
 CHECKED_BYTES = 128
@@ -71,21 +69,14 @@ class LineTail:
 
 @dataclass
 class Series:
-    """The finite values of one metric."""
+    """The finite values of one metric. Steps rise."""
 
-    rows: array[int] = field(default_factory=lambda: array("q"))
-    """The number of the line that has the value."""
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, row: int, step: int, value: float) -> None:
-        self.rows.append(row)
+    def add(self, step: int, value: float) -> None:
         self.steps.append(step)
         self.values.append(value)
-
-    def since(self, row: int) -> int:
-        """Return the index of the first value in this line or a later one."""
-        return bisect_left(self.rows, row)
 
     def points(self) -> list[tuple[int, float]]:
         """Return all (step, value)."""
@@ -99,6 +90,7 @@ class MetricsTail:
         self._lines = LineTail(path)
         self.series: dict[str, Series] = {}
         self.num_rows = 0
+        self._row_steps = array("q")  # the step of each line; of a damaged one, that of the line before
         self.last_row: dict[str, Any] = {}
         self.damaged: list[int] = []
         """Numbers of the lines that cannot be read, counted from 1."""
@@ -112,18 +104,34 @@ class MetricsTail:
         is_new, lines = self._lines.read()
         if is_new:
             self.series, self.num_rows, self.last_row, self.damaged = {}, 0, {}, []
+            self._row_steps = array("q")
         for line in lines:
-            try:
-                row = parse_line(line)
-            except ValueError:
-                row = None
-                self.damaged.append(self.num_rows + 1)
-            if row is not None:
-                self.last_row = row
-                for name, value in row.items():
-                    if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                        self.series.setdefault(name, Series()).add(self.num_rows, row["step"], float(value))
             self.num_rows += 1
+            try:
+                row = json.loads(line)
+                step = row["step"]
+                self._row_steps.append(step)
+            except (ValueError, LookupError, TypeError):
+                self.damaged.append(self.num_rows)
+                self._row_steps.append(self._row_steps[-1] if self._row_steps else -1)
+                continue
+            self.last_row = row
+            self._add_row(step, row)
+
+    def _add_row(self, step: int, row: dict[str, Any]) -> None:
+        """Add the values of a line. A long run has millions, so that this loop is kept short."""
+        series, is_finite = self.series, math.isfinite
+        for name, value in row.items():
+            # NaN and infinities are text in the file.
+            if (value.__class__ is float or value.__class__ is int) and name != "step" and is_finite(value):
+                if (line := series.get(name)) is None:
+                    line = series[name] = Series()
+                line.steps.append(step)
+                line.values.append(value)
+
+    def step_of_row(self, row: int) -> int:
+        """Return the step of a line, or a later step than all if the line is not there yet."""
+        return self._row_steps[row] if row < self.num_rows else 2**62
 
 
 class LogTail:

@@ -15,6 +15,10 @@ MAX_DEPTH = 3
 """Folders between a named folder and its runs: those of a user, of a group of runs, of the stages of a run."""
 
 
+MAX_READ_AHEAD = 8
+"""Runs whose metrics are read before the page asks for them."""
+
+
 class RunList:
     """The runs of some paths, each by an id that stays the same."""
 
@@ -54,6 +58,16 @@ class RunList:
     def get(self, run_id: str) -> RunData | None:
         """Return a run by its id."""
         return self._runs.get(run_id)
+
+    def read_ahead(self, is_over: threading.Event) -> None:
+        """Read the metrics of the runs, the newest first, and the samples of the newest, so that the page finds them read."""
+        newest = sorted(self._runs.values(), key=lambda run: run.last_change(), reverse=True)
+        for run in newest[:MAX_READ_AHEAD]:
+            if not is_over.is_set():
+                run.metrics("main")
+        for run in newest[:1]:
+            while not is_over.is_set() and run.samples()["waiting"]:
+                pass
 
     def summaries(self) -> dict[str, Any]:
         """Return the line of each run, by id."""

@@ -20,6 +20,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
@@ -113,9 +114,11 @@ def read_columns(path: Path, names: Sequence[str] = tuple(SAMPLE_COLUMNS)) -> pa
 
     schema = pa.schema([field for field in _schema() if field.name in names])
     with _open_table(path) as file:
-        table = file.read(columns=[name for name in schema.names if name in file.schema_arrow.names])
+        present = set(file.schema_arrow.names)
+        # Tables are small: handing their columns to threads takes longer than reading them.
+        table = file.read(columns=[name for name in schema.names if name in present], use_threads=False)
     for field in schema:
-        if field.name not in table.column_names:
+        if field.name not in present:
             table = table.append_column(field, pa.nulls(len(table), field.type))
     return table.select(schema.names).cast(schema)
 
@@ -152,6 +155,7 @@ def _open_table(path: Path) -> Iterator[pq.ParquetFile]:
         ) from error
 
 
+@cache
 def _schema() -> pa.Schema:
     import pyarrow as pa
 

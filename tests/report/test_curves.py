@@ -70,7 +70,7 @@ def test_points_are_by_step_and_finite(tmp_path: Path) -> None:
     lines = series_of(tmp_path, ROWS)
     assert lines["validation/greedy/accuracy"].points() == [(0, 0.4), (2, 0.9)]
     assert lines["actor/entropy"].points() == [(2, 1.0)]
-    assert thinned_points(lines["reward/mean"], 100, since_row=2) == [[2, 0.75]]
+    assert thinned_points(lines["reward/mean"], 100, since_step=2) == [[2, 0.75]]
     assert "note" not in lines
 
 

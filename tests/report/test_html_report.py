@@ -149,9 +149,9 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
     (tmp_path / "other").mkdir()
     page = parse(make_run(tmp_path / "other", hostile))
     assert page.tags == plain.tags
-    assert page.scripts[-1] == page_script()
-    for block in page.scripts[:-1]:
-        assert re.fullmatch(r"[A-Za-z0-9+/=]+", block)
+    assert page.scripts.count(page_script()) == 1
+    for block in page.scripts:
+        assert block == page_script() or re.fullmatch(r"[A-Za-z0-9+/=]+", block)
     assert hostile not in write_report(tmp_path / "other" / "run-1").read_text().replace(page_script(), "")
 
 
@@ -178,7 +178,8 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_live", [True, False])
 def test_the_policy_names_the_hash_of_the_script(tmp_path: Path, is_live: bool) -> None:
     content = live_document()[0] if is_live else write_report(make_run(tmp_path)).read_text()
-    script = content[content.rindex("<script>") + 8 : content.rindex("</script>")]
+    start = content.index("<script>") + 8
+    script = content[start : content.index("</script>", start)]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'; connect-src {chr(39)}{'self' if is_live else 'none'}{chr(39)}" in content
 

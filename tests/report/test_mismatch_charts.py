@@ -15,10 +15,10 @@ from burnish.run.samples import WorstTokensFile
 
 def series_of(rows: list[dict[str, Any]]) -> dict[str, Series]:
     found: dict[str, Series] = {}
-    for number, row in enumerate(rows):
+    for row in rows:
         for name, value in row.items():
             if name != "step":
-                found.setdefault(name, Series()).add(number, row["step"], value)
+                found.setdefault(name, Series()).add(row["step"], value)
     return found
 
 

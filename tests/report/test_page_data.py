@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,19 @@ def test_runs_are_found_below_folders_and_while_the_page_is_open(tmp_path: Path)
     assert runs.get("b") is kept
     with pytest.raises(UserError, match="did you mean 'stages'"):
         RunList([tmp_path / "stage"])
+
+
+def test_reading_ahead_reads_what_the_page_will_ask_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a")
+    append(run, 1, reward__mean=0.5)
+    for step in range(40):
+        write_samples(run.directory.samples, step, "train", [sample_row(0)])
+    make_run(tmp_path, "b")
+    runs = RunList([tmp_path])
+    runs.read_ahead(threading.Event())
+    read = runs.get("a")
+    assert read is not None
+    assert (read.metrics_tail.num_rows, len(read.live_samples.blocks)) == (1, 40)
 
 
 def test_two_runs_of_one_name_have_ids_of_their_own(tmp_path: Path) -> None:

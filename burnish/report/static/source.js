@@ -11,13 +11,24 @@ async function inflate(letters) {
 const parsed = (bytes) => JSON.parse(new TextDecoder().decode(bytes));
 
 class FrozenSource {
-  constructor(elements) {
+  constructor() {
     this.isLive = false;
     this.blocksPerSearch = 1;
-    this.elements = new Map([...elements].map((element) => [element.dataset.path, element]));
+    this.elements = new Map();
+    this.isRead = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
+    this.find();
   }
 
+  find() {
+    for (const element of document.querySelectorAll("script[data-path]")) this.elements.set(element.dataset.path, element);
+  }
+
+  // Blocks of samples stand behind the script, and are there when the whole page has been read.
   async bytes(path) {
+    if (!this.elements.has(path)) {
+      await this.isRead;
+      this.find();
+    }
     return inflate(this.elements.get(path).textContent);
   }
 
@@ -53,6 +64,5 @@ class LiveSource {
 }
 
 function findSource() {
-  const elements = document.querySelectorAll("script[data-path]");
-  return elements.length ? new FrozenSource(elements) : new LiveSource();
+  return document.querySelector("script[data-path]") ? new FrozenSource() : new LiveSource();
 }
