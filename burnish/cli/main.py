@@ -36,6 +36,7 @@ COMMANDS: Commands = {
     "import": ("burnish.cli.import_recipe", "make a recipe from a verl or TRL script or config"),
     "eval": ("burnish.cli.eval", "measure accuracy, pass@k and length on a data set"),
     "serve": ("burnish.cli.serve", "serve a model with an OpenAI-compatible API"),
+    "tinker": ("burnish.cli.tinker", "serve a model to the stock tinker client, for training and sampling"),
     "launch": ("burnish.cli.launch", "train on a Ray cluster, once its machines have joined"),
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),
     "environments": ("burnish.cli.environments", "list environments and tools, or print one of them"),
@@ -52,6 +53,7 @@ EXAMPLES = {
     "merge": ("a folder to write and the models", "merged runs/first runs/second"),
     "view": ("a run or a folder of runs", "runs"),
     "serve": ("a model or a run", "runs/sort_digits-0"),
+    "tinker": ("a model", "path/to/model --name Qwen/Qwen3-8B"),
     "launch": ("a recipe", "recipes/sort_digits.yaml --address HEAD:6379 --nodes 2"),
 }
 """What a command without arguments needs, and an example. `eval` reports it itself, because some of its options need no model."""

@@ -168,11 +168,13 @@ def policy_engine(args: argparse.Namespace, policy: PolicyModel, note: str) -> L
     )
 
 
-def require_extra() -> None:
+def require_extra(command: str = "serve") -> None:
     """Raise if packages of the extra `serve` are missing."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
-        raise UserError(f"burnish serve needs {' and '.join(missing)}, which is not installed: {install_hint('serve')}")
+        raise UserError(
+            f"burnish {command} needs {' and '.join(missing)}, which is not installed: {install_hint('serve')}"
+        )
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -73,6 +73,8 @@ class BodyReader:
     clock: Callable[[], float] = time.monotonic
     inline_bytes: int = SMALL_BODY
     """Bodies of at most this size are prepared at once, in the event loop. Only for a `prepare` that takes less time than a thread."""
+    content_types: tuple[str, ...] = ("application/json",)
+    """Types of bodies. A page in a browser must not be able to send one without a CORS preflight."""
     num_bytes: int = 0
     """Bytes of all bodies that are being read or processed."""
     _large: set[_Body] = field(default_factory=set)
@@ -96,8 +98,8 @@ class BodyReader:
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[bytearray]:
-        """Read a JSON body within the limits. Its bytes count until the block ends."""
-        _check_content_type(request)
+        """Read a body within the limits. Its bytes count until the block ends."""
+        _check_content_type(request, self.content_types)
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self.max_body:  # before any of it is read
             raise self._too_large()
@@ -166,12 +168,12 @@ def _too_slow() -> ApiError:
     return ApiError(408, message, code="body_too_slow", headers=CLOSE_HEADER)
 
 
-def _check_content_type(request: Request) -> None:
+def _check_content_type(request: Request, known: tuple[str, ...]) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A page in a browser may send some other types to a server on loopback without a CORS preflight, but not this one.
+    if kind not in known:
+        # A page in a browser may send some other types to a server on loopback without a CORS preflight, but not these.
         raise ApiError(
-            415, f"expected Content-Type: application/json, got {kind or 'none'}", code="unsupported_media_type"
+            415, f"expected Content-Type: {' or '.join(known)}, got {kind or 'none'}", code="unsupported_media_type"
         )
 
 

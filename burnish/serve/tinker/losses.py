@@ -116,7 +116,7 @@ LOSSES: dict[str, LossSpec] = {
     "gspo": LossSpec(gspo, (*POLICY_NEEDS, "sequence_ratio_mask"), CLIP_NAMES, CLIP_NAMES),
 }
 NOT_SERVED = {
-    "stable_reinforce": "its definition is not published, and it reads information that the sampler records on Tinker's servers",
+    "stable_reinforce": "it reads what Tinker's own sampler records of a sequence (record_stability_info), in no documented form",
     "custom": "this server runs no uploaded losses; `forward_backward_custom` with a function runs on the client and works",
 }
 """Losses that the client names and this server refuses, with the reason."""
@@ -129,7 +129,7 @@ def find_loss(name: str, options: Options) -> LossSpec:
     if name in NOT_SERVED:
         raise BadRequest(f"the loss {name} is not served here: {NOT_SERVED[name]}")
     if name not in LOSSES:
-        raise BadRequest(f"there is no loss {name!r}{did_you_mean(name, LOSSES)}; there are {', '.join(LOSSES)}")
+        raise BadRequest(f"there is no loss {name!r}, but {', '.join(LOSSES)}{did_you_mean(name, LOSSES)}")
     spec = LOSSES[name]
     if unknown := [key for key in options if key not in spec.options]:
         known = f"; it has {', '.join(spec.options)}" if spec.options else "; it has none"
@@ -153,7 +153,7 @@ def read_names(name: str, given: Mapping[str, object]) -> list[str]:
     known = (TARGETS, *spec.needs, *spec.optional, *extra, *IGNORED_INPUTS)
     if unknown := [key for key in given if key not in known]:
         raise BadRequest(
-            f"loss_fn_inputs.{unknown[0]} is not read by {name}{did_you_mean(unknown[0], known)}; remove it, or use another loss"
+            f"loss_fn_inputs.{unknown[0]} is not read by {name}: remove it, or use another loss{did_you_mean(unknown[0], known)}"
         )
     return [key for key in (*spec.needs, *spec.optional, *extra) if key in given]
 
