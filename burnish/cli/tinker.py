@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from burnish.cli.main import print_note
-from burnish.cli.serve import MIB, require_extra
+from burnish.cli.serve import KEY_VARIABLE, MIB, require_extra
 from burnish.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--api-key",
         metavar="KEY",
-        help=f"key that clients must send, which begins with {KEY_PREFIX} (default: none is required)",
+        help=f"key that clients must send, which begins with {KEY_PREFIX} (default: ${KEY_VARIABLE}, else none is required)",
     )
     add(
         "--name",
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     require_extra("tinker")
+    args.api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     check_options(args)
     from burnish.gateway.connections import process_limits, raise_file_limit
     from burnish.serve.http_server import bind_socket, is_loopback
@@ -147,5 +149,5 @@ def check_options(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected more than 0")
     if args.api_key is not None and not re.fullmatch(f"{KEY_PREFIX}[!-~]+", args.api_key):
         raise UserError(
-            f"--api-key must begin with {KEY_PREFIX}, which the client checks, and be of printable ASCII characters without spaces"
+            f"the API key must begin with {KEY_PREFIX}, which the client checks, and be of printable ASCII characters without spaces"
         )

@@ -171,7 +171,7 @@ class SamplingParams(Open):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
-    """None stops at the model's end tokens. A list replaces them; an empty one stops nowhere."""
+    """Where a sample stops besides the model's end tokens. An empty list stops nowhere, not even there."""
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = -1
     top_p: float = Field(1.0, gt=0, le=1)

@@ -214,13 +214,11 @@ def engine_requests(job: SampleJob) -> list[Request]:
 
 def sampling_options(params: SamplingParams, room: int, eos_ids: tuple[int, ...]) -> SamplingOptions:
     """The engine's options. Without `max_tokens` a sample may fill the model's positions."""
-    stop, stop_tokens = list[str](), list[int]()
-    if params.stop is None:
-        stop_tokens = list(eos_ids)
-    else:
-        given = [params.stop] if isinstance(params.stop, str) else params.stop
-        for one in given:
-            stop.append(one) if isinstance(one, str) else stop_tokens.append(one)
+    given: list[str] | list[int] = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    stop = [one for one in given if isinstance(one, str)]
+    stop_tokens = [one for one in given if isinstance(one, int)]
+    if params.stop != []:
+        stop_tokens += eos_ids
     if "" in stop:
         raise BadRequest("stop has an empty string, which every text contains")
     return SamplingOptions(

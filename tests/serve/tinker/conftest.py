@@ -35,7 +35,7 @@ from tests.serve.conftest import architecture, byte_tokenizer
 T = TypeVar("T")
 NAME = "org/tiny"
 MAX_POSITIONS = 256
-TOKEN_BUDGET = 64
+TOKEN_BUDGET = 1024
 
 
 @dataclass
