@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -138,32 +139,26 @@ class TrainingModel:
         tokens = self._send(np.concatenate([data[index].tokens for index in members]))
         offsets = self._send(np.cumsum([0, *lengths], dtype=np.int64))
         hidden = self.module.hidden(tokens, offsets)
-        losses = []
-        for index, rows, target in self._targets(data, members, lengths, hidden):
-            logp = target_logprobs(rows, self.module.head_weight, target)
-            for k, one in enumerate(logp.split([len(data[i].tokens) for i in index])):
-                datum = data[index[k]]
-                inputs = {name: self._send(datum.inputs[name]).to(one.dtype) for name in names[index[k]]}
+        losses, start = [], 0
+        # Neighbours with the same columns are computed together: each transfer and each head pass costs time of its own.
+        for (_, own), group in groupby(members, key=lambda i: (data[i].inputs[TARGETS].shape[1:], tuple(names[i]))):
+            run = list(group)
+            sizes = [len(data[index].tokens) for index in run]
+            rows = hidden[start : start + sum(sizes)]
+            start += sum(sizes)
+            targets = self._column(data, run, TARGETS).long()
+            logp = target_logprobs(rows, self.module.head_weight, targets)
+            found = np.split(logp.detach().float().cpu().numpy(), np.cumsum(sizes)[:-1])
+            columns = {name: self._column(data, run, name).to(logp.dtype).split(sizes) for name in own}
+            for k, (index, one) in enumerate(zip(run, logp.split(sizes), strict=True)):
+                inputs = {name: column[k] for name, column in columns.items()}
                 losses.append(sequence_loss(spec, one, inputs, options))
-                logprobs[index[k]] = one.detach().float().cpu().numpy()
+                logprobs[index] = found[k]
         return torch.stack(losses).sum(dtype=torch.float64)
 
-    def _targets(
-        self, data: Sequence[Datum], members: Sequence[int], lengths: Sequence[int], hidden: Tensor
-    ) -> list[tuple[list[int], Tensor, Tensor]]:
-        """(sequences, their hidden states, their targets) for each run of neighbours whose targets have the same width."""
-        found: list[tuple[list[int], Tensor, Tensor]] = []
-        start = first = 0
-        for k, index in enumerate(members):
-            width = data[index].inputs[TARGETS].shape[1:]
-            is_last = k + 1 == len(members)
-            if is_last or data[members[k + 1]].inputs[TARGETS].shape[1:] != width:
-                run = list(members[first : k + 1])
-                stop = start + sum(lengths[first : k + 1])
-                targets = np.concatenate([data[i].inputs[TARGETS].astype(np.int64) for i in run])
-                found.append((run, hidden[start:stop], self._send(targets)))
-                start, first = stop, k + 1
-        return found
+    def _column(self, data: Sequence[Datum], members: Sequence[int], name: str) -> Tensor:
+        """A column of several sequences, one after the other, on the device."""
+        return self._send(np.concatenate([data[index].inputs[name] for index in members]))
 
     def _check(self, index: int, datum: Datum, loss_fn: str) -> list[str]:
         """The names of the tensors that the loss reads; BadRequest if the sequence cannot be trained on."""
