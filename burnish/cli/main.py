@@ -38,23 +38,24 @@ COMMANDS: Commands = {
     "serve": ("burnish.cli.serve", "serve a model with an OpenAI-compatible API"),
     "tinker": ("burnish.cli.tinker", "serve a model to the stock tinker client, for training and sampling"),
     "launch": ("burnish.cli.launch", "train on a Ray cluster, once its machines have joined"),
+    "recipes": ("burnish.cli.recipes", "list the recipes that come with burnish, or print one of them"),
     "algorithms": ("burnish.cli.algorithms", "print the table of algorithms, or one of them"),
     "environments": ("burnish.cli.environments", "list environments and tools, or print one of them"),
     "doctor": ("burnish.cli.doctor", "report what this machine can run and what is missing"),
 }
 EXAMPLES = {
-    "train": ("a recipe", "recipes/sort_digits.yaml rollout.n=8"),
-    "sft": ("a recipe", "recipes/sft.yaml --shrink"),
-    "prefer": ("a recipe", "recipes/dpo.yaml --shrink"),
-    "reward-model": ("a recipe", "recipes/reward_model.yaml --shrink"),
-    "stages": ("a recipe with stages", "recipes/r1_toy.yaml"),
+    "train": ("a recipe", "sort_digits rollout.n=8"),
+    "sft": ("a recipe", "sft --shrink"),
+    "prefer": ("a recipe", "dpo --shrink"),
+    "reward-model": ("a recipe", "reward_model --shrink"),
+    "stages": ("a recipe with stages", "r1_toy"),
     "sample": ("a model or a run and a prompt", "runs/sort_digits-0 '31524>'"),
     "export": ("a run and a folder to write", "runs/sort_digits-0 sorted"),
     "merge": ("a folder to write and the models", "merged runs/first runs/second"),
     "view": ("a run or a folder of runs", "runs"),
     "serve": ("a model or a run", "runs/sort_digits-0"),
     "tinker": ("a model", "path/to/model --name Qwen/Qwen3-8B"),
-    "launch": ("a recipe", "recipes/sort_digits.yaml --address HEAD:6379 --nodes 2"),
+    "launch": ("a recipe", "sort_digits --address HEAD:6379 --nodes 2"),
 }
 """What a command without arguments needs, and an example. `eval` reports it itself, because some of its options need no model."""
 

@@ -21,6 +21,7 @@ from burnish.cli.train import (
     replaced_folder,
 )
 from burnish.config.loading import Loaded, add_missing_defaults, dump
+from burnish.config.recipe_names import RECIPE_HELP, recipe_path
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig
 from burnish.run.run_directory import RunDirectory, run_name
 
@@ -63,7 +64,7 @@ def run_reward_model(args: argparse.Namespace) -> int:
 def _add_arguments(parser: argparse.ArgumentParser, config_type: type[Any], example: str) -> None:
     from burnish.config.explain import help_text
 
-    parser.add_argument("recipe", type=Path, help="a YAML file")
+    parser.add_argument("recipe", type=recipe_path, help=RECIPE_HELP)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument("--shrink", action="store_true", help="two updates of a tiny model on a built-in task")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 from burnish.cli.stage_plan import MEASURED_SUFFIX, Plan, RunnableStage, make_plan
@@ -17,6 +16,7 @@ from burnish.config.errors import UserError
 from burnish.config.loading import Loaded, dump, load
 from burnish.config.model import Model
 from burnish.config.plugins import is_plugin, is_reference
+from burnish.config.recipe_names import RECIPE_HELP, recipe_path
 from burnish.config.requirements import data_sources
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE_STAGE, StagesConfig
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options. `--help` also lists all keys of the config."""
     from burnish.config.explain import help_text
 
-    parser.add_argument("recipe", type=Path, help="a YAML file with stages")
+    parser.add_argument("recipe", type=recipe_path, help=f"{RECIPE_HELP}, with stages")
     example = "stages.reasoning.config.training.steps=50"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"dotted overrides, such as {example}")
     parser.add_argument("--dry-run", action="store_true", help="check all stages, print them and their plans, and stop")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.loading import ConfigType, Loaded, dump, load, load_shrunk
+from burnish.config.recipe_names import RECIPE_HELP, recipe_path
 from burnish.config.schema import TrainConfig
 from burnish.config.yaml_text import parse_yaml, printable
 from burnish.core.dispatch import WorkerLost
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options. `--help` also lists all keys of the config."""
     from burnish.config.explain import help_text
 
-    parser.add_argument("recipe", type=Path, help="a YAML file")
+    parser.add_argument("recipe", type=recipe_path, help=RECIPE_HELP)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as rollout.n=16")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument(

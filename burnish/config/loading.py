@@ -1,7 +1,7 @@
 """Load a configuration from a YAML file and dotted overrides, and write it back as YAML.
 
-`extends: other.yaml` (relative to the file) starts from another recipe. Overrides are `a.b.c=value` with a YAML value. A longer key wins
-over a shorter one, so the order of overrides does not matter. `algorithm: dapo` names a preset whose slots can be overridden one by one.
+`extends: other.yaml` (relative to the file) or `extends: dapo` (a recipe that comes with burnish) starts from another recipe. Overrides are
+`a.b.c=value` with a YAML value. A longer key wins over a shorter one, so the order of overrides does not matter. `algorithm: dapo` names a preset whose slots can be overridden one by one.
 Precedence, lowest first: defaults, preset, extended file, file, `--shrink`, overrides.
 
 Trees are merged deeply, with one exception. When the `name` of a slot or the `preset` of an algorithm changes, the options of the old
@@ -22,6 +22,8 @@ from burnish.algorithms.presets import preset_slots
 from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.foreign_keys import translate_verl_keys
+from burnish.config.plugins import is_plugin_file
+from burnish.config.recipe_names import is_recipe_name, recipe_path, same_name_hint
 from burnish.config.records import Record, SchemaNode, Slot, default_of, explicit_values, field_node, root_node
 from burnish.config.shrink import shrink
 from burnish.config.validation_errors import to_user_error
@@ -125,10 +127,25 @@ def read_recipe(config_type: type[Record], path: Path, seen: tuple[Path, ...] = 
         return tree
     parent = tree.pop("extends")
     if not isinstance(parent, str):
-        raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file")
+        raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file or the name of a recipe")
+    parent_path = recipe_path(parent) if is_recipe_name(parent) else path.parent / parent
     # The extended file gets its defaults first: a slot without a name in it has the default choice, which this file may change.
-    extended = with_defaults(config_type, read_recipe(config_type, path.parent / parent, (*seen, resolved)))
+    extended = with_defaults(config_type, read_recipe(config_type, parent_path, (*seen, resolved)))
+    extended = with_plugin_folder(extended, parent_path.resolve().parent, resolved.parent)
     return merge_trees(root_node(config_type), extended, tree)
+
+
+def with_plugin_folder(tree: Tree, folder: Path, base: Path) -> Tree:
+    """A recipe of `folder` for use in a recipe of the folder `base`: the plug-in files beside it get absolute paths."""
+    if folder == base:
+        return tree
+    if isinstance(tree, dict):
+        return {key: with_plugin_folder(value, folder, base) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [with_plugin_folder(value, folder, base) for value in tree]
+    if isinstance(tree, str) and is_plugin_file(tree) and (folder / tree.rpartition(":")[0]).is_file():
+        return str(folder / tree)
+    return tree
 
 
 def _read_text(path: Path) -> str:
@@ -136,7 +153,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         siblings = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such file{did_you_mean(path.name, siblings)}") from error
+        raise UserError(f"{path}: no such file{same_name_hint(path) or did_you_mean(path.name, siblings)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a YAML file: byte {error.start} is not UTF-8 text") from error
     except OSError as error:

@@ -18,10 +18,11 @@ from pydantic import Field, model_validator
 
 from burnish.config.data import Template
 from burnish.config.errors import UserError, did_you_mean
-from burnish.config.loading import Loaded, load, load_tree, merge_trees, read_recipe, with_defaults
+from burnish.config.loading import Loaded, load, load_tree, merge_trees, read_recipe, with_defaults, with_plugin_folder
 from burnish.config.model import Model, check_trainable
 from burnish.config.placement import Parallel
 from burnish.config.plugins import find_references, is_reference
+from burnish.config.recipe_names import is_recipe_name, recipe_path
 from burnish.config.records import Record, root_node
 from burnish.config.requirements import AnyConfig
 from burnish.config.schema import PreferConfig, RewardModelConfig, Run, SftConfig, TrainConfig
@@ -78,7 +79,7 @@ class Stage(Record):
     take: Literal["best", "last"] = "best"
     """The checkpoint of a training stage that is its output: the best by run.best_by (the last if there was no validation), or the last."""
     recipe: str | None = None
-    """A recipe of the command to start the config from, relative to this file (training stages)."""
+    """A recipe of the command to start the config from: a file relative to this one, or a name of `burnish recipes` (training stages)."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keys of the command's config (training stages). seed, run, model and template default to the ones given for all stages."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -203,8 +204,8 @@ def stage_tree(whole: Loaded[StagesConfig], name: str, adapter_stages: set[str])
         raise UserError(f"config.model.{own[0]}: the model is selected by start, and by the model common to all stages")
     tree: dict[str, Any] = {}
     if stage.recipe is not None:
-        place = next((p for p in (whole.base / stage.recipe, Path(stage.recipe)) if p.is_file()), None)
-        tree = with_defaults(kind, read_recipe(kind, place or whole.base / stage.recipe))
+        path = _stage_recipe(stage.recipe, whole.base).resolve()
+        tree = with_plugin_folder(with_defaults(kind, read_recipe(kind, path)), path.parent, whole.base)
         tree["model"] = {key: value for key, value in tree.get("model", {}).items() if key not in MODEL_SOURCE_KEYS}
     common = {
         "seed": config.seed,
@@ -216,6 +217,12 @@ def stage_tree(whole: Loaded[StagesConfig], name: str, adapter_stages: set[str])
     shape = root_node(kind)
     merged: dict[str, Any] = merge_trees(shape, merge_trees(shape, tree, common), stage.config)
     return merged
+
+
+def _stage_recipe(text: str, base: Path) -> Path:
+    if is_recipe_name(text):
+        return recipe_path(text)
+    return next((path for path in (base / text, Path(text)) if path.is_file()), base / text)
 
 
 def _start_model(config: StagesConfig, start: str, adapter_stages: set[str]) -> dict[str, Any]:

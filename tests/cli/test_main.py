@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from burnish import __version__
 from burnish.cli import main as cli
 from burnish.config.errors import UserError
+from burnish.config.recipe_names import recipe_names
 from burnish.run.durable_files import name_file_in_errors
 
 
@@ -118,8 +118,8 @@ def test_a_command_without_arguments_says_what_it_needs_in_a_line(name: str, cap
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"burnish: error: burnish {name} needs a ")
         assert f": burnish {name} " in line
-    recipe = next((word for word in line.split() if word.startswith("recipes/")), "recipes")
-    assert (Path(cli.__file__).parents[2] / recipe).exists()
+    if name in cli.EXAMPLES and "recipe" in cli.EXAMPLES[name][0]:
+        assert cli.EXAMPLES[name][1].split()[0] in recipe_names()
 
 
 def test_what_would_steer_a_terminal_is_shown_in_an_error(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
