@@ -14,6 +14,9 @@ settings.register_profile(
 )
 settings.load_profile("burnish")
 
+# No test asks the network for a model. Those of the hub have a server of their own (tests/config/fake_hub.py).
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Runs take the GPU that they find, and there sums may come in any order: most tests of whole runs are of the CPU. `make test-gpu` has those that are not.
 if not os.environ.get("BURNISH_TESTS_ON_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="DIR DATA ... key=value",
-        help=f"a model directory or a run (its best checkpoint); \
+        help=f"a model directory, a run (its best checkpoint) or an id of the hub; \
 what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a glob, task:NAME; further settings",
     )
     add(
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     model, data, overrides = split_words(args.words)
     if args.environment is not None and args.environment.startswith("{"):  # a whole section
         overrides, args.environment = [f"environment={args.environment}", *overrides], None
-    subject = find_model(model)
+    subject = find_model(model, print_note)
     tests = make_tests(args, model, subject, data, overrides)
     printer = ResultPrinter(args, len(tests) > 1)
     for test in tests:

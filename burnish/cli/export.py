@@ -70,7 +70,7 @@ def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="MODEL",
-        help="two or more: Hugging Face directories, checkpoints, or runs (their best checkpoint)",
+        help="two or more: Hugging Face directories, ids of the hub, checkpoints, or runs (their best checkpoint)",
     )
     add("--weights", type=float, nargs="+", metavar="W", help="one for each model, with sum 1 (default: equal)")
     add(
@@ -107,8 +107,12 @@ def run_merge(args: argparse.Namespace) -> int:
 
 def model_of(path: Path) -> Path:
     """The model directory of a path: a plain directory itself, or the checkpoint of a run that `burnish export` would choose."""
+    from burnish.config.model_ids import fetch_model, parse_model_id
     from burnish.run.checkpoint.checkpoints import MANIFEST_FILE
 
+    model = parse_model_id(str(path)) if not path.exists() else None
+    if model is not None:
+        return fetch_model(model, say=_print_progress)
     if (path / "config.json").is_file() and not (path / MANIFEST_FILE).is_file():
         return path
     chosen, why = choose_checkpoint(path, None)

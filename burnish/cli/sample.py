@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
+    add(
+        "model",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face model directory, a run (its best checkpoint), or an id of the hub (org/name)",
+    )
     add(
         "words",
         nargs="*",
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     prompt, overrides = split_words(args.words)
     if args.environment is not None and args.environment.startswith("{"):  # a whole section
         overrides, args.environment = [f"environment={args.environment}", *overrides], None
-    subject = find_model(args.model)
+    subject = find_model(args.model, print_note)
     environment = args.environment or subject.config.get("environment", {}).get("name", SINGLE_TURN)
     if environment != SINGLE_TURN or overrides:
         return run_episodes(args, subject, prompt, overrides, values)

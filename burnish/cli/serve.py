@@ -32,7 +32,12 @@ MIB = 1024**2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=Path, metavar="DIR", help="a Hugging Face model directory, or a run (its best checkpoint)")
+    add(
+        "model",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face model directory, a run (its best checkpoint), or an id of the hub (org/name)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
     add(
@@ -92,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     check_options(args)
     from burnish.evaluation.model_source import find_model
 
-    subject = find_model(args.model)
+    subject = find_model(args.model, print_note)
     if subject.note is not None:
         print_note(subject.note)
     api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None

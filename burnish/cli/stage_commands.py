@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from burnish.cli.main import print_note
 from burnish.cli.stage_plan import Plan, RunnableStage, output_path
 from burnish.config.loading import Loaded, to_plain_values
 from burnish.config.plugins import resolve_references
+from burnish.config.requirements import pin_model_ids
 from burnish.config.yaml_text import printable
 from burnish.core.dispatch import WorkerLost
 from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints, read_manifest
@@ -36,7 +38,8 @@ def run_stage(plan: Plan, runnable: RunnableStage, outputs: dict[str, str]) -> i
     """Run a stage, or the rest of it, record its outcome in its folder, and return the exit status. `outputs` are paths by reference."""
     command, name = runnable.planned.command, runnable.planned.name
     if runnable.loaded is not None:
-        loaded = _with_stage_outputs(runnable.loaded, outputs)
+        record = RunDirectory(plan.folder / name).config
+        loaded = pin_model_ids(_with_stage_outputs(runnable.loaded, outputs), record, print_note)
         try:
             _train(command, loaded, name)
         except WorkerLost as error:

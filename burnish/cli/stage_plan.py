@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 from burnish.cli.data_commands import COMMANDS as DATA_COMMANDS
 from burnish.cli.main import COMMANDS, Command, load_command
 from burnish.config.data import RewardPart, Source
-from burnish.config.errors import UserError, hub_hint
+from burnish.config.errors import UserError
 from burnish.config.loading import Loaded
+from burnish.config.model_ids import model_directory
 from burnish.config.plugins import find_references, is_plugin, is_plugin_file, is_reference
 from burnish.config.requirements import check_files, data_sources, missing_extras
 from burnish.config.schema import TrainConfig
@@ -79,10 +80,9 @@ class Plan:
         given = model.adapter or model.path
         if given is None:
             return {}
-        path = next((p for p in (self.base / given, Path(given)) if p.is_dir()), None)
+        path = model_directory(given, self.base, with_weights=False)
         if path is None:
-            hint = hub_hint(given, roots=(self.base, Path()))
-            raise UserError(f"model: no directory {given} (looked in {self.base} and in the working directory){hint}")
+            raise UserError(f"model: no directory {given} (looked in {self.base} and in the working directory)")
         return {f"stage:{BASE_STAGE}": str(path)}
 
     def task_sources(self) -> list[Source]:
@@ -103,10 +103,15 @@ class Plan:
         return [Source(task=task) for task in dict.fromkeys(source.task for source in found if source.task)]
 
 
+def stages_folder(config: StagesConfig, name: str) -> Path:
+    """The folder that has a folder for each stage."""
+    return Path(config.run.directory) / run_name(config.run.name, name, config.seed)
+
+
 def make_plan(whole: Loaded[StagesConfig], path: Path, name: str) -> Plan:
     """Check every stage of a recipe; raise for the first that cannot run."""
     config = whole.config
-    folder = Path(config.run.directory) / run_name(config.run.name, name, config.seed)
+    folder = stages_folder(config, name)
     plan = Plan(config, whole.base, folder)
     plan.base_output()
     if config.model.new is not None:

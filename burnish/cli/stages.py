@@ -10,21 +10,22 @@ import argparse
 import os
 from typing import Any
 
-from burnish.cli.stage_plan import MEASURED_SUFFIX, Plan, RunnableStage, make_plan
+from burnish.cli.main import print_note
+from burnish.cli.stage_plan import MEASURED_SUFFIX, Plan, RunnableStage, make_plan, stages_folder
 from burnish.cli.train import add_supervisor_options, heartbeat_timeout_s, num_restarts
 from burnish.config.errors import UserError
 from burnish.config.loading import Loaded, dump, load
 from burnish.config.model import Model
 from burnish.config.plugins import is_plugin, is_reference
 from burnish.config.recipe_names import RECIPE_HELP, recipe_path
-from burnish.config.requirements import data_sources
+from burnish.config.requirements import data_sources, pin_model_ids
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE_STAGE, StagesConfig
 from burnish.config.yaml_text import printable
 from burnish.run.stage_index import StageIndex
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.run.supervisor.supervisor import Supervisor
-from burnish.trainers.stages import PlannedStage, Stages
+from burnish.trainers.stages import RECIPE_FILE, PlannedStage, Stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
 def load_plan(args: argparse.Namespace) -> Plan:
     """The checked plan of a command line. Prints what `--shrink` changed."""
     if not args.shrink:
-        return make_plan(load(StagesConfig, args.recipe, args.overrides), args.recipe, args.recipe.stem)
+        name, loaded = args.recipe.stem, load(StagesConfig, args.recipe, args.overrides)
+        record = stages_folder(loaded.config, name) / RECIPE_FILE
+        return make_plan(pin_model_ids(loaded, record, print_note, not args.dry_run), args.recipe, name)
     from burnish.config.stages import load_shrunk_stages
 
     loaded, changes = load_shrunk_stages(args.recipe, args.overrides)
@@ -187,7 +190,10 @@ def planned_model(plan: Plan, runnable: RunnableStage) -> Model:
         assert runnable.planned.start is not None
         own["lora"] = planned_model(plan, plan.stages[runnable.planned.start]).lora
     elif model.adapter is None and base.adapter is not None:  # an earlier stage has merged the adapters
-        own |= {"adapter": None, "path": base.path or str(base_model_of(find_directory(base.adapter, plan.base)))}
+        own |= {
+            "adapter": None,
+            "path": base.path or str(base_model_of(find_directory(base.adapter, plan.base, with_weights=False))),
+        }
     return base.model_copy(update=own)
 
 

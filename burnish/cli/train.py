@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.cli.main import print_note
 from burnish.config.errors import UserError
 from burnish.config.loading import ConfigType, Loaded, dump, load, load_shrunk
 from burnish.config.recipe_names import RECIPE_HELP, recipe_path
@@ -18,7 +19,7 @@ from burnish.config.schema import TrainConfig
 from burnish.config.yaml_text import parse_yaml, printable
 from burnish.core.dispatch import WorkerLost
 from burnish.run.durable_files import FolderId, folder_id
-from burnish.run.run_directory import run_name
+from burnish.run.run_directory import RunDirectory, run_name
 from burnish.run.supervisor.exit_status import WORKER_LOST_STATUS
 from burnish.run.supervisor.supervisor import is_supported, supervise
 
@@ -258,12 +259,30 @@ def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int
 
 
 def load_recipe(kind: type[ConfigType], args: argparse.Namespace) -> tuple[Loaded[ConfigType], str]:
-    """The configuration of a command line and the name of its run. Prints what `--shrink` changed."""
+    """The configuration of a command line and the name of its run. Prints what `--shrink` changed.
+
+    Models that are named by their hub id are fetched and replaced by their commits, without weights for a dry run.
+    """
     if not args.shrink:
-        return load(kind, args.recipe, args.overrides), args.recipe.stem
+        return with_pinned_models(load(kind, args.recipe, args.overrides), args.recipe.stem, args), args.recipe.stem
     loaded, changes = load_shrunk(kind, args.recipe, args.overrides)
     print("\n".join(f"shrunk: {change}" for change in changes))
-    return loaded, f"{args.recipe.stem}-shrunk"
+    name = f"{args.recipe.stem}-shrunk"
+    return with_pinned_models(loaded, name, args), name
+
+
+def with_pinned_models(loaded: Loaded[ConfigType], name: str, args: argparse.Namespace) -> Loaded[ConfigType]:
+    """The configuration with the commits of its hub ids: those that the run began with, if it goes on."""
+    from burnish.config.requirements import pin_model_ids
+
+    config: Any = loaded.config
+    record = None if args.fresh else RunDirectory(run_folder(config, name)).config
+    try:
+        return pin_model_ids(loaded, record, print_note, with_weights=not args.dry_run)
+    except UserError:
+        if args.dry_run:
+            return loaded  # the dry run lists it with its other problems
+        raise
 
 
 def print_results(run: Run) -> None:

@@ -48,22 +48,26 @@ LOCAL_FOLDERS = (
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".txt", ".yaml", ".py")
 
 
-def hub_hint(path: str, is_data: bool = False, roots: Iterable[Path] = (Path(),)) -> str:
-    """The command that downloads what looks like a Hugging Face hub id (`Qwen/Qwen2.5-0.5B`); empty for other paths.
+def is_hub_id(text: str, roots: Iterable[Path] = (Path(),)) -> bool:
+    """Whether a text looks like an id of the Hugging Face hub (`Qwen/Qwen2.5-0.5B`) and not like a local path.
 
-    `roots` are the folders of local paths. A path whose first part exists in one of them is local.
+    `roots` are the folders of local paths. A text whose first part exists in one of them is a local path.
     """
-    owner, _, name = path.partition("/")
-    if not HUB_ID.fullmatch(path) or owner in LOCAL_FOLDERS or name.endswith(LOCAL_SUFFIXES):
+    owner, _, name = text.partition("/")
+    if not HUB_ID.fullmatch(text) or owner in LOCAL_FOLDERS or name.endswith(LOCAL_SUFFIXES):
+        return False
+    return not any((root / owner).is_dir() for root in roots)
+
+
+def hub_dataset_hint(path: str, roots: Iterable[Path] = (Path(),)) -> str:
+    """The command that downloads what looks like the id of a data set on the hub (`openai/gsm8k`); empty for other paths."""
+    if not is_hub_id(path, roots):
         return ""
-    if any((root / owner).is_dir() for root in roots):
-        return ""
-    kind, reads = ("--repo-type dataset ", "files") if is_data else ("", "directories")
-    folder = f"{'data' if is_data else 'models'}/{name}"
-    then = f"path: {folder}/**/*.parquet" if is_data else folder
+    folder = f"data/{path.partition('/')[2]}"
     return (
-        f". It looks like an id of the Hugging Face hub, but burnish reads local {reads}: "
-        f"`hf download {path} {kind}--local-dir {folder}` fetches it (older versions: huggingface-cli download), then give {then}"
+        ". It looks like an id of the Hugging Face hub, but burnish reads local files of data: "
+        f"`hf download {path} --repo-type dataset --local-dir {folder}` fetches it (older versions: huggingface-cli download), then give "
+        f"path: {folder}/**/*.parquet"
     )
 
 

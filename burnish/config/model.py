@@ -74,7 +74,8 @@ class Model(Record):
     """The policy: a Hugging Face directory, or a new decoder."""
 
     path: str | None = None
-    """A Hugging Face model directory (config.json, safetensors, tokenizer)."""
+    """A Hugging Face model directory (config.json, safetensors, tokenizer), or an id of the hub: org/name or org/name@revision, which is read from
+    the Hugging Face cache or downloaded to it. A local directory of that name wins. The run records the commit."""
     new: NewModel | None = None
     """Make a new decoder with random weights instead. Its tokenizer has the characters of the task."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -10,13 +11,16 @@ from typing import Any
 
 from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Source
-from burnish.config.errors import UserError, hub_hint
+from burnish.config.errors import UserError, hub_dataset_hint
 from burnish.config.extras import install_hint
-from burnish.config.loading import Loaded
+from burnish.config.loading import ConfigType, Loaded, to_plain_values
+from burnish.config.model_ids import ModelId, fetch_model, local_directory, model_directory, parse_model_id
 from burnish.config.plugins import is_plugin_file, is_plugin_module, is_reference, plugin_source
 from burnish.config.records import Record
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
+from burnish.config.yaml_text import parse_yaml
 
+TreeKey = tuple[str | int, ...]
 AnyConfig = TrainConfig | SftConfig | PreferConfig | RewardModelConfig
 GYM_PREFIX = "reasoning-gym/"
 TOOL_PACKAGES = {"search": ("bm25s", "search"), "mcp": ("mcp", "mcp")}
@@ -44,8 +48,11 @@ def missing_models(loaded: Loaded[Any]) -> Iterator[str]:
     """The error texts for model directories."""
     looked = f"(looked in {loaded.base} and in the working directory)"
     for key, value in model_directories(loaded.config):
-        if not is_reference(value) and not matching_paths(value, loaded.base, Path.is_dir):
-            yield f"{key}: no directory {value} {looked}{hub_hint(value, roots=(loaded.base, Path()))}"
+        try:
+            if not is_reference(value) and model_directory(value, loaded.base, with_weights=False) is None:
+                yield f"{key}: no directory {value} {looked}"
+        except UserError as error:
+            yield f"{key}: {error}"
 
 
 def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
@@ -54,7 +61,7 @@ def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
     for source in data_sources(loaded.config):
         path = source.path
         if path is not None and not is_reference(path) and not matching_paths(path, loaded.base, Path.is_file):
-            yield f"no such file: {path} {looked}{hub_hint(path, is_data=True, roots=(loaded.base, Path()))}"
+            yield f"no such file: {path} {looked}{hub_dataset_hint(path, (loaded.base, Path()))}"
     for text in plugin_names(loaded.resolved):
         if plugin_source(text, loaded.base) is None:
             yield f"plug-in {text!r}: no such {'file' if is_plugin_file(text) else 'module'} {looked}"
@@ -62,17 +69,69 @@ def missing_inputs(loaded: Loaded[Any]) -> Iterator[str]:
 
 def model_directories(config: AnyConfig) -> Iterator[tuple[str, str]]:
     """The model directories of a config with their keys."""
-    found = {"model.path": config.model.path, "model.adapter": config.model.adapter}
+    return ((key, value) for key, _, value in _model_values(config))
+
+
+def _model_values(config: Any) -> Iterator[tuple[str, TreeKey, str]]:
+    """The name, the place in the tree and the value of each key that holds a model."""
+    found: list[tuple[str, TreeKey, Any]] = [
+        ("model.path", ("model", "path"), config.model.path),
+        ("model.adapter", ("model", "adapter"), config.model.adapter),
+    ]
     if isinstance(config, TrainConfig):
         algorithm = config.algorithm
         if isinstance(algorithm.kl.reference, TeacherReference):
-            found["algorithm.kl.reference.path"] = algorithm.kl.reference.path
+            key = ("algorithm", "kl", "reference", "path")
+            found.append((".".join(key), key, algorithm.kl.reference.path))
         if algorithm.process is not None:
-            found["algorithm.process.path"] = algorithm.process.path
+            found.append(("algorithm.process.path", ("algorithm", "process", "path"), algorithm.process.path))
         for index, part in enumerate(config.reward.parts):
             if part.name in ("model", "judge"):
-                found[f"reward.parts[{index}] ({part.name}): options.path"] = part.options.get("path")
-    return ((key, value) for key, value in found.items() if isinstance(value, str))
+                name = f"reward.parts[{index}] ({part.name}): options.path"
+                found.append((name, ("reward", "parts", index, "options", "path"), part.options.get("path")))
+    return ((name, key, value) for name, key, value in found if isinstance(value, str))
+
+
+def pin_model_ids(
+    loaded: Loaded[ConfigType], record: Path | None, say: Callable[[str], None], with_weights: bool = True
+) -> Loaded[ConfigType]:
+    """Replace every hub id by `org/name@commit` and fetch its files, so that a run that continues has the same weights.
+
+    `record` is the saved config of the run, if it exists: an id without a revision gets the commit that the run began with.
+    """
+    tree = copy.deepcopy(loaded.resolved)
+    recorded = (
+        parse_yaml(record.read_text(encoding="utf-8"), str(record)) if record is not None and record.is_file() else {}
+    )
+    for name, key, value in _model_values(loaded.config):
+        if is_reference(value) or local_directory(value, loaded.base) is not None:
+            continue
+        model = parse_model_id(value, (loaded.base, Path()))
+        if model is None:
+            continue  # `missing_models` reports it
+        begun = parse_model_id(str(_value_at(recorded, key)), ())
+        if model.revision is None and begun is not None and begun.repo == model.repo:
+            model = begun
+        try:
+            folder = fetch_model(model, with_weights, say)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        pinned = ModelId(model.repo, folder.name)
+        say(f"{name}={value}: commit {folder.name} in {folder.parent.parent}")
+        _value_at(tree, key[:-1])[key[-1]] = str(pinned)
+    if tree == loaded.resolved:
+        return loaded
+    config = type(loaded.config).model_validate(tree)
+    return Loaded(config, to_plain_values(config), loaded.base)
+
+
+def _value_at(tree: Any, key: TreeKey) -> Any:
+    for part in key:
+        try:
+            tree = tree[part]
+        except (LookupError, TypeError):  # an older config has another shape
+            return None
+    return tree
 
 
 def data_sources(config: AnyConfig) -> list[Source]:

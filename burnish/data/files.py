@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError, did_you_mean, hub_hint, unknown_name_error
+from burnish.config.errors import UserError, did_you_mean, hub_dataset_hint, unknown_name_error
 from burnish.config.yaml_text import check_file_name, parse_json, read_json_object
 
 Record = dict[str, Any]
@@ -57,7 +57,7 @@ def find_files(pattern: str, base: Path | None = None) -> list[Path]:
     neighbours = [p.name for p in parent.iterdir()] if parent.is_dir() else []
     near = did_you_mean(Path(pattern).name, neighbours)
     raise UserError(
-        f"no such file: {' or '.join(roots)}{near or hub_hint(pattern, is_data=True, roots=(base or Path(), Path()))}"
+        f"no such file: {' or '.join(roots)}{near or hub_dataset_hint(pattern, roots=(base or Path(), Path()))}"
     )
 
 

@@ -76,7 +76,7 @@ def build_scorers(
     for index, part in enumerate(reward.parts):
         if part.name == MODEL:
             options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
-            directory = find_directory(options.path, base)
+            directory = find_directory(options.path, base, with_weights=MODEL in kinds)
             if MODEL in kinds:
                 made[index] = ModelScorer(directory, options, tokenizer)
         elif part.name == JUDGE:
@@ -94,19 +94,21 @@ def build_reward_models(reward: Reward, tokenizer: Tokenizer, base: Path | None)
 
 def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
     """The policy that a run starts from: a model directory, with an adapter if configured, or a new decoder."""
-    path, adapter = _directories(config, base)
+    path, adapter = _directories(config, base, with_weights=True)
     return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
 
 
 def build_outline(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyOutline:
     """The same policy without weights. It raises the errors of `build_policy` that can be found without them."""
-    path, adapter = _directories(config, base)
+    path, adapter = _directories(config, base, with_weights=False)
     return outline_policy(config, path, alphabet_of(sources, seed), adapter)
 
 
-def _directories(config: Model, base: Path | None) -> tuple[Path | None, Path | None]:
+def _directories(config: Model, base: Path | None, with_weights: bool) -> tuple[Path | None, Path | None]:
     """The directories of the model and of its adapter."""
-    path, adapter = (None if p is None else find_directory(p, base) for p in (config.path, config.adapter))
+    path, adapter = (
+        None if p is None else find_directory(p, base, with_weights) for p in (config.path, config.adapter)
+    )
     if path is not None and is_adapter(path):
         raise UserError(
             f"model.path={config.path} is a PEFT adapter: set model.adapter={config.path} to train it further"
@@ -258,7 +260,7 @@ def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> 
     slot = config.algorithm.kl.reference
     if not isinstance(slot, TeacherReference) or slot.path is None:
         return
-    what, directory = f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base)
+    what, directory = f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base, False)
     if is_adapter(directory):
         raise UserError(f"{what} is a PEFT adapter: merge it into its base first (burnish export)")
     if difference := Tokenizer.load(directory).difference_to(policy.tokenizer):
@@ -386,7 +388,7 @@ def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Pat
     process = config.algorithm.process
     if process is None or process.path is None:
         return
-    directory = find_directory(process.path, base)
+    directory = find_directory(process.path, base, with_weights=False)
     if not Tokenizer.load(directory).has_same_vocabulary(policy.tokenizer):
         raise UserError(
             f"algorithm.process.path={process.path} has another tokenizer than the policy, whose tokens it is to reward one by one"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from burnish.config.environment import Environment
-from burnish.config.errors import UserError, did_you_mean, hub_hint
+from burnish.config.errors import UserError, did_you_mean
 from burnish.config.model import Model
+from burnish.config.model_ids import fetch_model, parse_model_id
 from burnish.config.yaml_text import parse_yaml, read_json_object
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.run_directory import RunDirectory
@@ -23,15 +25,23 @@ class ModelSource:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def find_model(path: Path) -> ModelSource:
-    """Return a Hugging Face or PEFT directory as it is; for a run, its best checkpoint, or the newest if none has a score."""
+def find_model(path: Path, say: Callable[[str], None] = lambda text: None) -> ModelSource:
+    """Return a Hugging Face or PEFT directory as it is; for a run, its best checkpoint, or the newest if none has a score.
+
+    A hub id (`org/name`) for which there is no directory is read from the Hugging Face cache, or downloaded; `say` reports that.
+    """
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return ModelSource(path)
     if (path / "config.yaml").is_file():
         return _best_of_run(RunDirectory.open(path))
+    model = parse_model_id(str(path)) if not path.exists() else None
+    if model is not None:
+        folder = fetch_model(model, say=say)
+        say(f"{model}: commit {folder.name} in {folder.parent.parent}")
+        return ModelSource(folder)
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        raise UserError(f"{path} is not a directory{did_you_mean(path.name, siblings) or hub_hint(str(path))}")
+        raise UserError(f"{path} is not a directory{did_you_mean(path.name, siblings)}")
     raise UserError(
         f"{path} is neither a Hugging Face model directory (it has no config.json or adapter_config.json) nor a run (it has no config.yaml)"
     )

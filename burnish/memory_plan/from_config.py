@@ -168,9 +168,9 @@ def _architecture(
     try:
         if model.path is None and model.adapter is None:
             return _new_architecture(model, sources, seed)
-        lora, path = model.lora, None if model.path is None else find_directory(model.path, base)
+        lora, path = model.lora, None if model.path is None else find_directory(model.path, base, with_weights=False)
         if model.adapter is not None:
-            adapter = find_directory(model.adapter, base)
+            adapter = find_directory(model.adapter, base, with_weights=False)
             lora, path = read_lora_config(adapter), path or base_model_of(adapter)
         elif path is not None and is_adapter(path):
             lora, path = read_lora_config(path), base_model_of(path)
@@ -373,7 +373,7 @@ def reward_models_bytes(config: TrainConfig, base: Path | None) -> int:
         if part.name == MODEL:
             options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
             if not is_reference(options.path) and _gpu_index(options.device) == _gpu_index(config.model.device):
-                directory = find_directory(options.path, base)
+                directory = find_directory(options.path, base, with_weights=False)
                 whole = base_model_of(directory) if is_adapter(directory) else directory
                 total += _model_bytes(whole, options.dtype, has_head=False)
     return total
@@ -393,7 +393,7 @@ def judges_bytes(config: TrainConfig, is_gpu: bool, base: Path | None) -> int:
             or _gpu_index(options.device) != _gpu_index(config.model.device)
         ):
             continue
-        directory = find_directory(options.path, base)
+        directory = find_directory(options.path, base, with_weights=False)
         cache = options.cache_gib if options.cache_gib is not None else (JUDGE_CACHE_GIB if is_gpu else 0.0)
         total += (
             _model_bytes(directory, options.dtype)

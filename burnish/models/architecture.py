@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.config.errors import UserError, hub_hint
+from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
 from burnish.models.model_families import FAMILIES
 
@@ -91,7 +91,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The directory's config.json as a dictionary."""
     path = directory / "config.json"
     if not directory.is_dir():
-        raise UserError(f"model directory {directory} does not exist{hub_hint(str(directory))}")
+        raise UserError(f"model directory {directory} does not exist")
     if not path.is_file():
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json")
     config = read_json_object(path)

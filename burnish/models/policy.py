@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from burnish.config.errors import UserError, hub_hint
+from burnish.config.errors import UserError
 from burnish.config.model import Lora, Model
+from burnish.config.model_ids import model_directory
 from burnish.core.sharded_tensors import full_tensor
 from burnish.models.architecture import (
     Architecture,
@@ -271,12 +272,13 @@ def _outline_new(config: Model, alphabet: str | None) -> PolicyOutline:
     return PolicyOutline(tokenizer, arch.max_positions, arch)
 
 
-def find_directory(path: str, base: Path | None) -> Path:
-    """Find a model directory, relative to the recipe's folder or the working directory."""
-    candidates = [Path(path)] if base is None else [base / path, Path(path)]
-    found = next((c for c in candidates if c.is_dir()), None)
+def find_directory(path: str, base: Path | None, with_weights: bool = True) -> Path:
+    """Find a model directory, relative to the recipe's folder or the working directory, or the model of a hub id.
+
+    Without `with_weights`, only the small files of an id are downloaded, which checks and plans read.
+    """
+    found = model_directory(path, base, with_weights)
     if found is None:
-        looked = ", ".join(str(c) for c in candidates)
-        hint = hub_hint(path, roots=(base or Path(), Path()))
-        raise UserError(f"model directory {path} does not exist (looked at {looked}){hint}")
+        looked = path if base is None else f"{base / path}, {path}"
+        raise UserError(f"model directory {path} does not exist (looked at {looked})")
     return found

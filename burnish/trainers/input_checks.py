@@ -12,7 +12,8 @@ from typing import Any
 from burnish.config.data import Source
 from burnish.config.environment import SINGLE_TURN
 from burnish.config.errors import UserError
-from burnish.config.requirements import AnyConfig, matching_paths, model_directories, plugin_files
+from burnish.config.model_ids import model_directory
+from burnish.config.requirements import AnyConfig, model_directories, plugin_files
 from burnish.config.schema import TrainConfig
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
@@ -198,7 +199,7 @@ def check_reader_positions(
     for key, path, prompts in readers:
         if path is None:
             continue
-        directory = find_directory(path, base)
+        directory = find_directory(path, base, with_weights=False)
         positions = max_positions_of(base_model_of(directory) if is_adapter(directory) else directory)
         check_positions(config, positions, longest, prompts, f"{key}={path}")
         if positions is not None and most is not None and turns > 1 and most > positions:
@@ -223,7 +224,7 @@ def record_inputs(
     Recorded scores stay as they are.
     """
     path, names = folder / INPUTS_FILE, dict(model_directories(config))
-    models = {key: found[0] for key, name in names.items() if (found := matching_paths(name, base, Path.is_dir))}
+    models = {key: found for key, name in names.items() if (found := model_directory(name, base)) is not None}
     before, now = _read_digests(path), input_digests(models, resolved, base)
     for key in models:
         changed = None if before is None else model_difference(before, now, key)

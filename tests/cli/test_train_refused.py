@@ -48,7 +48,10 @@ def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixtur
         ),
         (("data.train.path=none.jsonl",), "none.jsonl:1: the row has no answer, and reward.parts[0] (number)"),
         (("data.train.path=picture.jsonl",), "picture.jsonl:1: column 'images' has a value"),
-        (("model.path=org/name",), "`hf download org/name --local-dir models/name` fetches it"),
+        (
+            ("model.path=org/name",),
+            "`hf download org/name --local-dir models/name`; copy models/name here and give that path",
+        ),
         (("rollout.prompts=200000", "rollout.max_rows=1000000"), "this run does not fit."),
         (("run.name=old", "rollout.n=2"), "run runs/old exists with another config:\n  rollout.n: 4 there, 2 now"),
         (("validation.by=nowhere",), "validation.by=nowhere: no held-out row has that column"),

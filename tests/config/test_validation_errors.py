@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.errors import UserError, hub_hint
+from burnish.config.errors import UserError, hub_dataset_hint, is_hub_id
 from burnish.config.foreign_keys.counterparts import has_key, leading_key
 from burnish.config.foreign_keys.openrlhf_keys import OPENRLHF
 from burnish.config.foreign_keys.trl_keys import TRL
@@ -158,9 +158,9 @@ def test_all_problems_are_listed_at_once_one_line_each() -> None:
 
 def test_an_id_of_the_hub_is_told_from_a_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B` fetches it" in hub_hint("Qwen/Qwen2.5-0.5B")
+    assert is_hub_id("Qwen/Qwen2.5-0.5B")
     words = "`hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k`"
-    assert words in hub_hint("openai/gsm8k", is_data=True)
+    assert words in hub_dataset_hint("openai/gsm8k")
     (tmp_path / "mine").mkdir()
     local = ("models/Qwen2.5-0.5B", "mine/model", "/a/b", "../a/b", "a/b/c", "gsm8k", "my/train.jsonl")
-    assert [hub_hint(path) for path in local] == [""] * len(local)
+    assert [is_hub_id(path) or hub_dataset_hint(path) for path in local] == [""] * len(local)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.model import PROJECTIONS, Lora, LoraBase
+from burnish.config.model_ids import model_directory
 from burnish.config.yaml_text import read_json_object
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
@@ -127,10 +128,12 @@ def _read_targets(named: Any, where: Path) -> Any:
 
 
 def base_model_of(directory: Path) -> Path:
-    """The directory of an adapter's base model; a relative path is relative to the adapter's directory or the working directory."""
+    """The directory of an adapter's base model; a relative path is relative to the adapter's directory or the working directory.
+
+    The base may be an id of the hub, as `peft` often writes it.
+    """
     named = read_json_object(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-    candidates = [directory / named, Path(named)] if isinstance(named, str) and named else []
-    found = next((path for path in candidates if path.is_dir()), None)
+    found = model_directory(named, directory) if isinstance(named, str) and named else None
     if found is None:
         raise UserError(
             f"{directory / ADAPTER_CONFIG}: base_model_name_or_path is {named!r}, and there is no such directory here; "
