@@ -59,8 +59,8 @@ def train(
     settings: further sections or keys of a recipe: `training={...}`, `seed=1`, `**{"rollout.n": 8}`. Keys of `training` may also be
         given by themselves: `steps=50`.
     """
-    given = {"model": model, "algorithm": algorithm, "rollout": rollout}
     with PythonInputs() as inputs:
+        given = {"model": model, "algorithm": inputs.section(algorithm), "rollout": inputs.section(rollout)}
         given["data"] = _data_section(inputs, data, held_out)
         given["reward"] = _reward_section(inputs, reward)
         given["environment"] = _environment_section(inputs, environment, tools, agent)

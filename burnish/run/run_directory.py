@@ -223,13 +223,15 @@ class RunDirectory:
         return run
 
     def owner(self) -> int | None:
-        """Return the process that writes the run, by the note in its lock; None if that process has ended."""
+        """Return the process that writes the run, by the note in its lock; None if it has ended, or has closed the run."""
+        file = self.path / "lock"
         try:
-            number = int((self.path / "lock").read_text())
+            number = int(file.read_text())
             os.kill(number, 0)
+            is_own = any(os.path.samestat(os.fstat(descriptor), file.stat()) for descriptor in _held_locks)
         except (OSError, ValueError):  # no lock, an empty one, or no such process
             return None
-        return number
+        return number if is_own or number != os.getpid() else None
 
     def lock(self) -> None:
         """Take the lock, or raise a `UserError` that names the process that holds it."""

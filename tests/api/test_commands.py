@@ -15,18 +15,9 @@ from burnish.config.model import Model, NewModel
 from burnish.models.policy import load_policy
 from burnish.run.metrics import MACHINE_PREFIXES
 from tests.api.conftest import QUICK
+from tests.api.user_functions import above_the_mean, add, backwards, compute_score, share_of_digits
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
-
-
-def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
-    """In TRL's convention."""
-    return [sum(c.isdigit() for c in text) / 4 for text in completions]
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """In verl's convention."""
-    return float(solution_str.startswith(ground_truth))
 
 
 def comparable(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,16 +58,23 @@ def test_functions_of_both_conventions_and_a_callback(model: Path, monkeypatch: 
 
     def stop_after_the_first(metrics: dict[str, Any]) -> bool:
         seen.append(metrics)
+        assert burnish.Run("runs/parts").status == "running"
         return True
 
     parts = [share_of_digits, burnish.reward(compute_score, weight=0.5, correct_at=1.0)]
-    call: dict[str, Any] = {"model": model, "data": ROWS, "reward": parts, "name": "parts", **QUICK}
+    call: dict[str, Any] = {"model": model, "data": {"train": ROWS, "sampler": backwards}, "reward": parts, **QUICK}
+    call |= {
+        "algorithm": {"preset": "dr_grpo", "advantage": {"name": above_the_mean, "options": {"scale": 2.0}}},
+        "name": "parts",
+    }
     run = burnish.train(**call, callback=stop_after_the_first)
     assert run.status == "stopped"
     assert [row["step"] for row in seen] == [1]
     assert seen[0]["reward/part/share_of_digits"] == run.metrics[0]["reward/part/share_of_digits"]
     names = [part["name"] for part in run.config["reward"]["parts"]]
-    assert names == ["inputs/share_of_digits.py:share_of_digits", f"{__name__}:compute_score"]
+    assert names == ["inputs/share_of_digits.py:share_of_digits", "tests.api.user_functions:compute_score"]
+    assert run.config["algorithm"]["advantage"]["name"] == "tests.api.user_functions:above_the_mean"
+    assert run.samples[0]["group"].startswith("train.jsonl/8")
     assert "def share_of_digits" in (run.directory / "inputs" / "share_of_digits.py").read_text()
     again = burnish.train(**call)  # a script that is run again goes on
     assert (again.status, [row["step"] for row in again.metrics]) == ("complete", [1, 2])
@@ -97,6 +95,7 @@ def test_an_error_in_the_callback_ends_the_run_which_can_go_on(model: Path) -> N
     call: dict[str, Any] = {"model": model, "data": ROWS, "reward": "exact", "name": "fails", **QUICK}
     with pytest.raises(ZeroDivisionError):
         burnish.train(**call, callback=fails)
+    assert burnish.Run("runs/fails").status == "interrupted"
     assert burnish.train(**call).status == "complete"
 
 
@@ -141,16 +140,6 @@ def test_supervised_preferences_reward_model_and_evaluation(model: Path) -> None
     assert found.directory == Path("measured")
     again = burnish.evaluate(stopped, ROWS, compute_score, out="measured", **quick)
     assert again.completions == found.completions  # nothing is sampled again
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
 
 
 def test_a_function_of_the_program_is_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
