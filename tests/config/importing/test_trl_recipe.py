@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_keys.counterparts import has_key, leading_key, our_key
+from burnish.config.foreign_keys.trl_keys import TRL
 from burnish.config.importing.draft import DataFacts, Imported, TableRow
 from burnish.config.importing.trl_recipe import import_trl
 from burnish.config.loading import load_tree
@@ -58,6 +60,17 @@ def test_grpo() -> None:
     assert rows["report_to"].verdict == "differs"
     assert "my_tracker is none of" in rows["report_to"].ours
     assert any("changes its rows with map(" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("name", ["trl_grpo.py", "trl_dpo.py", "trl_sft.py"])
+def test_translations_agree_with_the_table_of_counterparts(name: str) -> None:
+    config, made, _ = imported(SCRIPTS / name)
+    for row in made.rows:
+        if row.verdict == "translated" and "=" in row.ours:
+            key = leading_key(row.ours)
+            assert has_key(type(config), key), row
+            listed = leading_key(our_key(TRL[row.key], type(config)) or key) if row.key in TRL else key
+            assert key.startswith(listed) or listed.startswith(key), (row, listed)
 
 
 def test_reward_functions_are_copied_with_what_they_use_and_without_the_training(

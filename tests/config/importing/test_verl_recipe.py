@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_keys.counterparts import has_key, leading_key
+from burnish.config.foreign_keys.verl_keys import VERL
 from burnish.config.importing.draft import DataFacts, Imported, TableRow
 from burnish.config.importing.hydra_config import read_yaml_config
 from burnish.config.importing.verl_algorithm import ADVANTAGES
@@ -17,6 +20,7 @@ from burnish.config.loading import load_tree
 from burnish.config.schema import TrainConfig
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT_NAMES = ("verl_grpo.sh", "verl_dapo.sh", "verl_ppo.sh", "verl_gspo_lora.sh", "verl_multiturn.yaml")
 ENVIRONMENT = {"HOME": "/home/me"}
 
 
@@ -34,9 +38,7 @@ def from_keys(tmp_path: Path, *keys: str) -> tuple[TrainConfig, dict[str, TableR
     return load_tree(TrainConfig, made.tree, path).config, {row.key: row for row in made.rows}
 
 
-@pytest.mark.parametrize(
-    "name", ["verl_grpo.sh", "verl_dapo.sh", "verl_ppo.sh", "verl_gspo_lora.sh", "verl_multiturn.yaml"]
-)
+@pytest.mark.parametrize("name", SCRIPT_NAMES)
 def test_every_key_has_one_row(name: str) -> None:
     path = SCRIPTS / name
     given = (
@@ -45,6 +47,18 @@ def test_every_key_has_one_row(name: str) -> None:
     rows = [row for row in imported(name)[1].rows if not row.is_default]
     assert sum(row.num_keys for row in rows) == len(given)
     assert {row.key for row in rows if row.num_keys == 1} <= set(given)
+
+
+@pytest.mark.parametrize("name", SCRIPT_NAMES)
+def test_translations_agree_with_the_table_of_counterparts(name: str) -> None:
+    for row in imported(name)[1].rows:
+        if row.verdict == "translated" and "=" in row.ours:
+            key = re.sub(r"\.\d+|\.kwargs\..*|\.options\..*", "", leading_key(row.ours)).replace(
+                "modes.sampled", "modes.greedy"
+            )
+            assert has_key(TrainConfig, key), row
+            listed = key if row.key not in VERL else leading_key(VERL[row.key].train or "")
+            assert key.startswith(listed) or listed.startswith(key), (row, listed)
 
 
 def test_grpo() -> None:
