@@ -226,7 +226,7 @@ class Routes:
             "create_session": self.json(CreateSession, service.create_session),
             "session_heartbeat": self.json(Heartbeat, lambda asked: service.heartbeat(asked.session_id)),
             "create_model": self.json(CreateModel, service.create_model),
-            "load_weights": self.json(LoadWeights, service.load_weights),
+            "load_weights": self.model_request(LoadWeights, service.load_weights),
             "get_info": self.json(ModelRequest, lambda asked: service.get_info(asked.model_id)),
             "unload_model": self.json(ModelRequest, lambda asked: service.unload_model(asked.model_id)),
             "forward_backward": self.training(),

@@ -120,7 +120,7 @@ class TinkerService:
         session = self.session(asked.session_id)
         model_id = f"{session.id}:train:{asked.model_seq_id}"
         request_id = f"{model_id}:0"
-        if request_id in self.futures:
+        if request_id in self.futures or model_id in self.models:  # sent again: its answer was lost
             return self._future(request_id, model_id)
         try:
             self._check_base(asked.base_model)
@@ -240,7 +240,7 @@ class TinkerService:
         session = self.session(asked.session_id)
         model_id = f"{session.id}:train:{asked.model_seq_id}"
         request_id = f"{model_id}:0"
-        if request_id in self.futures:
+        if request_id in self.futures or model_id in self.models:  # sent again: its answer was lost
             return self._future(request_id, model_id)
         try:
             found = self.store.find(asked.path)

@@ -154,7 +154,9 @@ def test_a_request_that_fails_ends_its_future_and_the_next_one_runs(tinker_serve
         found = tinker_server.done(path, body)
         assert found["category"] == "user"
         assert text in found["error"]
-    assert step(tinker_server, model, 9)["metrics"]
+    found = tinker_server.done("load_weights", {"model_id": model, "seq_id": 9, "optimizer": True})
+    assert found == {"error": "path: Field required", "category": "user"}
+    assert step(tinker_server, model, 10)["metrics"]
     for path, body, status in (
         ("optim_step", {"model_id": "nothing", "seq_id": 1, "adam_params": ADAM}, 404),
         ("forward_backward", b"\xff\xff", 400),
