@@ -71,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
     require_extra("tinker")
     args.api_key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     check_options(args)
-    from burnish.gateway.connections import process_limits, raise_file_limit
-    from burnish.serve.http_server import bind_socket, is_loopback
+    from burnish.gateway.http_guards import bind_socket, is_loopback, process_limits, raise_file_limit
     from burnish.serve.tinker.routes import Routes
     from burnish.serve.tinker.server import TinkerServer, base_url, run_server
 

@@ -11,12 +11,8 @@ from typing import Any
 
 import uvicorn
 
-from burnish.gateway.connections import (
-    ACCEPTED_AT_ONCE,
-    AccessMiddleware,
-    ConnectionLimits,
-    limited_protocol,
-)
+from burnish.gateway.connections import AccessMiddleware
+from burnish.gateway.http_guards import ACCEPTED_AT_ONCE, ConnectionLimits, limited_protocol
 from burnish.serve.http_server import BACKLOG, SIGNALS
 from burnish.serve.tinker.routes import Routes, make_app
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from burnish.config.rollout import Rollout
-from burnish.gateway.connections import ConnectionLimits
+from burnish.gateway.http_guards import ConnectionLimits
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
