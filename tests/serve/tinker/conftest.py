@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from burnish.config.rollout import Rollout
-from burnish.gateway.http_guards import ConnectionLimits
+from burnish.gateway.http_guards import ConnectionLimits, bind_socket
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
-from burnish.serve.http_server import bind_socket
 from burnish.serve.tinker.checkpoints import CheckpointStore
 from burnish.serve.tinker.protobuf import bytes_field, double_field, int_field, ints_field, map_field
 from burnish.serve.tinker.requests import Datum
