@@ -167,7 +167,8 @@ class Policy:
 
         A prompt that is sampled again gets other random numbers. `temperature=0` is greedy decoding.
         """
-        each: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping, PromptSample)) else prompts
+        is_one = isinstance(prompts, (str, Mapping, PromptSample)) or _is_conversation(prompts)
+        each: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
         draws = [self._draw(prompt) for prompt in each]
         options = SamplingOptions(
             temperature=self.temperature if temperature is None else temperature,
@@ -254,6 +255,11 @@ class Policy:
         path.mkdir(parents=True, exist_ok=True)
         self._model.save(path)
         return path
+
+
+def _is_conversation(prompts: Any) -> bool:
+    """Whether a list is one conversation, and not a list of rows."""
+    return bool(prompts) and all(isinstance(item, Mapping) and "role" in item for item in prompts)
 
 
 def _loss_record(loss: LossLike) -> Loss:

@@ -126,12 +126,17 @@ def test_supervised_preferences_reward_model_and_evaluation(model: Path) -> None
         model=model, data=shown, updates=2, name="sft", callback=lambda row: losses.append(row["sft/loss"]), **quick
     )
     assert losses == first.metrics.column("sft/loss")
+    config = burnish.load_config("runs/sft/config.yaml", "run.name=again")
+    assert comparable(burnish.sft(**config).metrics) == comparable(first.metrics)
     stopped = burnish.prefer(
         model=first, data=pairs, held_out=pairs[:4], updates=3, name="dpo", loss="ipo",
         callback=lambda row: row["step"] == 1, **quick,
     )  # fmt: skip
     assert (stopped.status, stopped.config["preference"]["loss"]["name"]) == ("stopped", "ipo")
     assert stopped.resume().status == "complete"
+    config = burnish.load_config("runs/dpo/config.yaml", "run.name=shorter", "preference.updates=1")
+    assert [Path(source["path"]).name for source in config["held_out"]] == ["held_out.jsonl"]
+    assert len(burnish.prefer(**config).metrics) == 2  # with the validation before it
     scorer = burnish.reward_model(model=first, data=pairs, updates=2, name="rm", **quick)
     assert scorer.status == "complete"
     quick = {"n": 2, "temperature": 1.0, "max_tokens": 2, "reward.workers": 1}

@@ -31,6 +31,9 @@ def test_samples_depend_on_seed_prompt_and_visit_alone(policy: burnish.Policy, m
     again = burnish.Policy.load(model, device="cpu", seed=5)
     assert [s.completion for s in again.sample({"prompt": "2+2="}, n=3, max_tokens=4)] == first[3:]
     assert [s.completion for s in again.sample(["1+1=", "1+1="], n=3, max_tokens=4)] == first[:3] + second
+    chat = [{"role": "user", "content": "1+1="}]
+    assert len(policy.sample(chat, max_tokens=2)) == 1  # one conversation
+    assert len(policy.sample([chat, chat], max_tokens=2)) == 2
     greedy = policy.sample(["1+1="], n=2, max_tokens=4, temperature=0)
     assert greedy[0].completion == greedy[1].completion
 
