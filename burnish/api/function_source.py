@@ -109,18 +109,13 @@ class _SourceFile:
         self.defined[name] = value  # first, because functions may call each other
         if isinstance(value, ModuleType):
             self._import(value, f"import {value.__name__}", name, value.__name__)
-        elif isinstance(value, (FunctionType, type)) and self._is_imported(value):
+        elif _is_imported(value):
             module = sys.modules[value.__module__]
             self._import(module, f"from {module.__name__} import {value.__name__}", name, value.__name__)
         elif isinstance(value, (FunctionType, type)):
             self._write_definition(name, value)
         else:
             self.blocks.append(self._constant(name, value, user) + "\n")
-
-    def _is_imported(self, value: Any) -> bool:
-        module = sys.modules.get(value.__module__)
-        is_top = module is not None and getattr(module, value.__name__, None) is value
-        return is_top and value.__module__ not in PROGRAM_MODULES
 
     def _import(self, module: ModuleType, statement: str, name: str, given: str) -> None:
         if module.__name__ in PROGRAM_MODULES:
@@ -143,8 +138,19 @@ class _SourceFile:
         for used in _global_names(source):
             if used in names and used != value.__name__:
                 self._define(used, names[used], name)
+                if isinstance(names[used], ModuleType):
+                    self._import_submodules(source, used, names[used])
         alias = "" if name == value.__name__ else f"\n\n{name} = {value.__name__}\n"
         self.blocks.append(f"{source}{alias}")
+
+    def _import_submodules(self, source: str, name: str, module: ModuleType) -> None:
+        """Import the submodules that a definition reaches through a module: `xml` alone does not bring `xml.dom.minidom`."""
+        for path in _attribute_paths(source, name):
+            for end in range(1, len(path) + 1):
+                inner = sys.modules.get(".".join([module.__name__, *path[:end]]))
+                if inner is None:
+                    break
+                self._import(inner, f"import {inner.__name__}", inner.__name__, inner.__name__)
 
     def _constant(self, name: str, value: Any, user: str) -> str:
         """The assignment of a value: as a literal, or pickled."""
@@ -168,6 +174,28 @@ class _SourceFile:
             raise CannotWrite(f"{user or name} uses {name}, a {kind}, which cannot be written to a file ({reason})")
         self.imports["import pickle"] = None
         return f"{name} = pickle.loads({data!r})  # {kind}"
+
+
+def _is_imported(value: Any) -> bool:
+    """Whether a value is a function or class that another module than the program defines."""
+    module, name = sys.modules.get(str(getattr(value, "__module__", ""))), getattr(value, "__name__", None)
+    if module is None or module.__name__ in PROGRAM_MODULES or not isinstance(name, str):
+        return False
+    return getattr(module, name, None) is value
+
+
+def _attribute_paths(source: str, name: str) -> list[list[str]]:
+    """The attributes that a definition reads from a name: `["dom", "minidom"]` for `xml.dom.minidom`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        path: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            path.insert(0, inner.attr)
+            inner = inner.value
+        if path and isinstance(inner, ast.Name) and inner.id == name:
+            found.append(path)
+    return found
 
 
 def _ordered_repr(value: Any) -> str:

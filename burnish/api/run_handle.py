@@ -104,6 +104,11 @@ class Run:
         from burnish.api.loop_policy import Policy
 
         config = self.config
+        if "reward_model" in config:
+            raise UserError(
+                f"{self.directory} trained a reward model, which cannot sample: use it as a reward, "
+                'burnish.reward("model", path=run.checkpoint)'
+            )
         template = config.get("template") or config.get("data", {}).get("template")
         return Policy.load(self.checkpoint, template=template, seed=config["seed"])
 

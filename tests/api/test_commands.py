@@ -138,7 +138,11 @@ def test_supervised_preferences_reward_model_and_evaluation(model: Path) -> None
     assert [Path(source["path"]).name for source in config["held_out"]] == ["held_out.jsonl"]
     assert len(burnish.prefer(**config).metrics) == 2  # with the validation before it
     scorer = burnish.reward_model(model=first, data=pairs, updates=2, name="rm", **quick)
-    assert scorer.status == "complete"
+    with pytest.raises(burnish.UserError, match="trained a reward model, which cannot sample"):
+        assert scorer.model
+    scored = burnish.reward("model", path=scorer.checkpoint)
+    run = burnish.train(model=first, data=ROWS, reward=scored, **QUICK)
+    assert run.metrics[-1]["reward/mean"] == run.metrics[-1]["reward/part/model"]
     quick = {"n": 2, "temperature": 1.0, "max_tokens": 2, "reward.workers": 1}
     found = burnish.evaluate(stopped, ROWS, compute_score, out="measured", **quick)
     assert (found.metrics["num_prompts"], len(found.completions)) == (9, 18)

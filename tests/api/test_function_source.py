@@ -39,7 +39,9 @@ def elsewhere(text: str, expression: str) -> str:
 CELL = '''
 import functools
 import re
+import xml.dom.minidom
 import os.path as osp
+from math import sqrt
 from json import dumps as as_json
 from collections import OrderedDict
 
@@ -74,7 +76,7 @@ def once(x=len(WEIGHTS)):
 
 def score(text, suffix=osp.sep):
     model = even(len(text))  # a local name, not the object above
-    return as_json([Grader().grade(text), model, osp.join("a", suffix), START["a"], len(SEEN)])
+    return as_json([Grader().grade(text), model, osp.join("a", suffix), START["a"], len(SEEN), sqrt(4), xml.dom.minidom.Node.TEXT_NODE])
 '''
 
 
@@ -83,6 +85,7 @@ def test_a_function_travels_with_what_it_uses() -> None:
     text = written_source(names["score"])
     assert json.loads(elsewhere(text, "score('1 and 22')")) == json.loads(names["score"]("1 and 22"))
     assert "object()" not in text
+    assert "pickle.loads" not in text.replace("START = pickle.loads", "")
     assert "SEEN = {'a', 'b', 'c'}" in text  # the same text in every process
     assert elsewhere(written_source(names["once"]), "once(4)") == "8"
 
