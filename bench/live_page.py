@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def main() -> None:
         if not run.exists():
             make_run(run, args.steps, args.samples)
         rows = [{"what": "steps", "value": args.steps}, {"what": "samples", "value": args.samples}]
+        rows.append(row("load of the machine before, in processes", os.getloadavg()[0], ""))
         with Browser(program) as browser:
             rows += live_rows(browser, run) + report_rows(browser, run)
     print(table(rows, ["what", "value", "unit"]))
@@ -167,6 +169,13 @@ def opening_rows(browser: Browser, place: Path | str, what: str) -> list[dict[st
 
 def use_rows(browser: Browser, what: str) -> list[dict[str, Any]]:
     rows = []
+    elapsed = "(async () => { const start = performance.now(); byId('search').value = 'needle'; await page.explorer.refresh(); return (performance.now() - start) / 1000; })()"
+    rows.append(row(f"{what}: search in all texts", browser.run(elapsed), "s"))
+    rows.append({"what": f"{what}: found", "value": browser.run("byId('count').textContent.split(' samples')[0]")})
+    filtered = elapsed.replace("'needle'", "''; byId('reward-low').value = '1'; byId('order').value = 'longest'")
+    rows.append(row(f"{what}: filter by reward and sort by length", browser.run(filtered), "s"))
+    browser.run("byId('filters').reset()")
+    browser.wait("page.explorer.list.items.length === page.store.numSamples")
     for pixels, speed in ((120, "two rows"), (6200, "a hundred rows")):
         browser.run("byId('list').scrollTop = 0")
         script = SCROLL.replace("STEP", str(pixels)).replace("FRAMES", str(FRAMES))
@@ -177,11 +186,6 @@ def use_rows(browser: Browser, what: str) -> list[dict[str, Any]]:
             ("longest", times.max()),
         ):
             rows.append(row(f"{what}: frame while scrolling {speed} a frame, {name}", float(value), "ms"))
-    elapsed = "(async () => { const start = performance.now(); byId('search').value = 'needle'; await page.explorer.refresh(); return (performance.now() - start) / 1000; })()"
-    rows.append(row(f"{what}: search in all texts", browser.run(elapsed), "s"))
-    rows.append({"what": f"{what}: found", "value": browser.run("byId('count').textContent.split(' samples')[0]")})
-    filtered = elapsed.replace("'needle'", "''; byId('reward-low').value = '1'; byId('order').value = 'longest'")
-    rows.append(row(f"{what}: filter by reward and sort by length", browser.run(filtered), "s"))
     return rows
 
 

@@ -45,7 +45,10 @@ FIRST_TABLES = 16
 
 
 class RunData:
-    """The data of one run. A lock makes each call exclusive, because the server's threads share this object."""
+    """The data of one run. Locks make calls exclusive, because the server's threads share this object.
+
+    Samples have a lock of their own, so that they need not wait for a long metrics.jsonl.
+    """
 
     def __init__(self, run_id: str, path: Path) -> None:
         self.id, self.directory = run_id, RunDirectory(path)
@@ -53,7 +56,7 @@ class RunData:
         self.log_tail = LogTail(self.directory.log)
         self.worst_tail = WorstTokensTail(self.directory.worst_tokens)
         self.live_samples = LiveSamples(self.directory.samples)
-        self.lock = threading.RLock()
+        self.lock, self.samples_lock = threading.Lock(), threading.Lock()
 
     def summary(self) -> dict[str, Any]:
         """Return the line of the run in the list of runs."""
@@ -66,9 +69,8 @@ class RunData:
             "worst": run.worst_tokens,
             "scored": run.scored,
         }
-        with self.lock:
-            stamps = {name: file_stamp(path) for name, path in files.items()}
-            return {"id": self.id, "name": run.path.resolve().name, **run_status(run), "stamps": stamps}
+        stamps = {name: file_stamp(path) for name, path in files.items()}
+        return {"id": self.id, "name": run.path.resolve().name, **run_status(run), "stamps": stamps}
 
     def last_change(self) -> float:
         """Return when metrics.jsonl was written last; 0 if there is none."""
@@ -94,7 +96,7 @@ class RunData:
                 "worst_tokens": self.worst_tail.rows(),
                 "events": episode_problems(self.directory.events, series),
                 "notes": {"lines": list(self.log_tail.notes), "total": self.log_tail.num_notes},
-                "damaged": [*damaged_lines(self.metrics_tail), *self.live_samples.unreadable.values()],
+                "damaged": [*damaged_lines(self.metrics_tail), *list(self.live_samples.unreadable.values())],
             }
 
     def metrics(self, part: str, since: int = 0, generation: int = 0) -> dict[str, Any]:
@@ -122,14 +124,13 @@ class RunData:
 
     def config(self) -> dict[str, Any]:
         """Return the config as text and as dotted keys with their values as text, and earlier configs of the run likewise."""
-        with self.lock:
-            earlier = [{"name": path.name, "keys": config_keys(path)} for path in earlier_configs(self.directory.path)]
-            path = self.directory.config
-            return {"text": path.read_text(errors="replace"), "keys": config_keys(path), "earlier": earlier}
+        earlier = [{"name": path.name, "keys": config_keys(path)} for path in earlier_configs(self.directory.path)]
+        path = self.directory.config
+        return {"text": path.read_text(errors="replace"), "keys": config_keys(path), "earlier": earlier}
 
     def samples(self, since: int = 0, generation: int = 0) -> dict[str, Any]:
         """Index further tables, and return the groups of samples from `since` on, with the number of tables still to index."""
-        with self.lock:
+        with self.samples_lock:
             live = self.live_samples
             live.update(TABLES_AT_ONCE if live.blocks else FIRST_TABLES)
             first = since if generation == live.generation else 0
@@ -152,12 +153,12 @@ class RunData:
 
     def block(self, kind: str, number: int) -> bytes:
         """Return a block of texts (JSON) or tokens (bytes)."""
-        with self.lock:
+        with self.samples_lock:
             return self.live_samples.texts(number) if kind == "texts" else self.live_samples.tokens(number)
 
     def search(self, words: str, first: int, last: int) -> dict[str, Any]:
         """Return the samples in some blocks that contain the words."""
-        with self.lock:
+        with self.samples_lock:
             return {
                 "generation": self.live_samples.generation,
                 "found": self.live_samples.search(words, first, last),

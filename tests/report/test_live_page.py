@@ -246,3 +246,16 @@ def test_tokens_are_coloured_by_entropy_and_mask(browser: Browser, address: str)
     browser.key("ArrowRight")
     assert "entropy ≈2" in browser.run("document.querySelector('.readout').textContent")
     assert browser.run("document.querySelector('.readout').textContent").endswith("not in the loss")
+
+
+def test_a_page_whose_server_has_ended_says_so(browser: Browser, runs: list[TrainingRun]) -> None:
+    bound = bind_socket("127.0.0.1", 0)
+    server = PageServer(RunList([runs[0].path.parent]), lambda text: None, "ready")
+    thread = threading.Thread(target=lambda: server.run([bound]))
+    thread.start()
+    opened(browser, page_url(bound))
+    server.stop()
+    thread.join()
+    bound.close()
+    browser.wait("byId('connection').textContent === 'no answer: has burnish view ended?'")
+    assert texts(browser, "#name") == ["first"], "what was shown stays"

@@ -10,6 +10,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const plain = () => ({ low: -Infinity, high: Infinity, weight: 0, isLog: false });
 let look = plain(); // the steps in sight and how they are drawn, the same for all charts
 
+const dashName = (dash) => (dash ? " d" + Math.min(3, dash) : "");
+
 // A line has a label, points, a colour from 0 on, and a dash pattern from 0 on.
 class Chart {
   constructor(title, options = {}) {
@@ -26,15 +28,16 @@ class Chart {
     listen(this);
   }
 
-  setLines(lines, hasLegend) {
+  // `legend` has a label with a colour or a dash pattern for each entry.
+  setLines(lines, legend) {
     this.lines = lines;
     this.steps = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
     const [low, high] = this.steps.length ? bounds([this.steps[0], this.steps[this.steps.length - 1]], false) : [0, 1];
     this.data.x = [low, high];
     this.figure.classList.toggle("several", lines.length > 1);
-    this.legend.replaceChildren(...(hasLegend ? lines : []).map((line) => {
-      const entry = make("span"), swatch = make("i", null, "swatch c" + line.colour % NUM_COLOURS + (line.dash ? " dashed" : ""));
-      entry.append(swatch, visible(line.label));
+    this.legend.replaceChildren(...legend.map(({ label, colour, dash }) => {
+      const entry = make("span");
+      entry.append(make("i", null, colour === undefined ? "stroke" + dashName(dash) : "swatch c" + colour % NUM_COLOURS), visible(label));
       return entry;
     }));
     if (this.isNear) this.draw();
@@ -81,7 +84,7 @@ class Chart {
     const shown = (points) => (look.isLog ? points.filter((point) => point[1] > 0) : points);
     const line = (points, name) => inner.append(this.node("polyline", { points: shown(points).map((p) => x(p[0]) + "," + y(p[1])).join(" ") }, name));
     raw.forEach((points, k) => {
-      const { colour, dash } = this.lines[k], name = "c" + colour % NUM_COLOURS + (dash ? " d" + Math.min(3, dash) : "");
+      const { colour, dash } = this.lines[k], name = "c" + colour % NUM_COLOURS + dashName(dash);
       line(points, "line " + name + (weight ? " faint" : ""));
       if (weight) line(soft[k], "line " + name);
       if (FEW_POINTS >= points.length) for (const p of shown(points)) inner.append(this.node("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.5 }, "dot " + name + (weight ? " faint" : "")));

@@ -79,7 +79,8 @@ class ChartBoard {
         lines.push({ label, points, colour: isAlone ? k : run.colour, dash: isAlone ? 0 : k });
       });
     }
-    chart.setLines(lines, lines.length > 1 && (isAlone || names.length > 1));
+    const legend = isAlone ? lines.map(({ label, colour }) => ({ label, colour })) : names.map((label, dash) => ({ label, dash }));
+    chart.setLines(lines, names.length > 1 ? legend : []);
     if (chart.at !== null && chart.isNear && lines.length) chart.read(chart.at);
   }
 }

@@ -96,7 +96,7 @@ function healthBox({ items, total }) {
 
 function memoryLine(figures) {
   if (!figures.length) return [];
-  const text = figures.map(([name, last, most]) => visible(name) + " " + show(last) + (most > last * 1.005 ? " (at most " + show(most) + ")" : ""));
+  const text = figures.map(([name, last, most]) => visible(name.replace(/^memory\/|_gib$/g, "")) + " " + show(last) + (most > last * 1.005 ? " (at most " + show(most) + ")" : ""));
   return [make("p", "Memory in GiB: " + text.join(" \u00b7 "), "dim")];
 }
 
@@ -117,7 +117,8 @@ function drawProfiles(profiles) {
   profileCharts = profiles.map((profile) => {
     const chart = known.get(profile.title) || new Chart(profile.title, profile), lines = Object.entries(profile.series);
     Object.assign(chart.data, { places: profile.places, hints: profile.hints });
-    chart.setLines(lines.map(([label, points], k) => ({ label, points, colour: k, dash: 0 })), lines.length > 1);
+    const drawn = lines.map(([label, points], k) => ({ label, points, colour: k, dash: 0 }));
+    chart.setLines(drawn, drawn.length > 1 ? drawn.map(({ label, colour }) => ({ label, colour })) : []);
     return chart;
   });
   if (profileCharts.some((chart) => known.get(chart.title) !== chart) || known.size !== profileCharts.length) byId("profiles").replaceChildren(...profileCharts.map((chart) => chart.figure));

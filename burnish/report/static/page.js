@@ -186,9 +186,9 @@ class Page {
         byId("connection").textContent = "";
       } catch (error) {
         this.stamps.clear(); // what was not loaded is loaded again
-        const isChange = error instanceof RefusedError && (error.status === 404 || error.status === 409); // of a run while it was read
-        if (!isChange) byId("connection").textContent = error instanceof TypeError ? "no answer: has burnish view ended?" : String(error.message || error);
-        if (!(error instanceof RefusedError || error instanceof TypeError)) throw error;
+        const isChange = error.status === 404 || error.status === 409; // of a run while it was read
+        if (!isChange) byId("connection").textContent = error.message;
+        if (!(error instanceof RefusedError)) throw error;
       }
       const pause = document.hidden ? HIDDEN_POLL_MS : this.pollMs;
       await new Promise((resolve) => setTimeout(resolve, Math.max(100, pause - (performance.now() - started))));

@@ -18,11 +18,11 @@ function drawScored(box, rollouts, known) {
 }
 
 function scoredGroup(name, members, scale) {
-  const row = make("details"), head = make("summary");
-  for (const one of members) head.append(make("i", null, "dot-reward " + rewardClass(scale, one.reward)));
+  const row = make("details"), head = make("summary"), dots = make("span", null, "dots");
+  for (const one of members) dots.append(make("i", null, "dot-reward " + rewardClass(scale, one.reward)));
   const rewards = members.map((one) => one.reward).filter(isNumber), mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   const prompt = make("span", visible(members[0].prompt.replace(/\s+/g, " ").slice(-160)), "line-text");
-  head.append(make("b", show(mean)), prompt);
+  head.append(dots, make("b", show(mean)), prompt);
   row.append(head);
   const fill = () => {
     if (row.childElementCount > 1) return;

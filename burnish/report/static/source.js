@@ -37,7 +37,7 @@ class FrozenSource {
   }
 }
 
-// An answer of the server that is not the data: the status tells a run that is gone (404) from a table that changed (409).
+// The server did not send the data: there was no answer (0), the run is gone (404), a table changed (409), or what the text says.
 class RefusedError extends Error {
   constructor(status, text) {
     super(text.trim() || "status " + status);
@@ -53,7 +53,9 @@ class LiveSource {
 
   async bytes(path, options = {}) {
     const query = new URLSearchParams(options).toString(), place = path.split("/").map(encodeURIComponent).join("/");
-    const response = await fetch("api/" + place + (query ? "?" + query : ""), { cache: "no-store" });
+    const response = await fetch("api/" + place + (query ? "?" + query : ""), { cache: "no-store" }).catch(() => {
+      throw new RefusedError(0, "no answer: has burnish view ended?");
+    });
     if (!response.ok) throw new RefusedError(response.status, await response.text());
     return new Uint8Array(await response.arrayBuffer());
   }
