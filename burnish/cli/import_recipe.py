@@ -90,6 +90,8 @@ def _finish(imported: Imported, args: argparse.Namespace, system: str) -> int:
     problem = load_problem(imported, args.out or Path("recipe.yaml"))
     if problem is not None:
         print(printable(f"\nthe recipe does not load yet: {problem}"), file=said)
+    if imported.files and args.out is None:
+        print(f"\n{', '.join(imported.files)} is written with --out only", file=said)
     place = args.out or "RECIPE"
     print(printable(f"\nrun it: burnish {imported.command} {place}   (first in seconds: --shrink)"), file=said)
     return 0

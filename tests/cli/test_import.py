@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("here")
         ("verl", "verl_dapo.sh", "train"),
         ("verl", "verl_multiturn.yaml", "train"),
         ("trl", "trl_grpo.py", "train"),
+        ("verl", "verl_sft.sh", "sft"),
         ("trl", "trl_sft.py", "sft"),
     ],
 )

@@ -270,6 +270,21 @@ VERL_DEFAULTS: dict[str, Any] = {
     "custom_reward_function.name": "compute_score",
     "reward.custom_reward_function.name": "compute_score",
 }
+VERL_SFT_DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 256,
+    "data.use_dynamic_bsz": True,
+    "data.max_token_len_per_gpu": 8192,
+    "data.max_length": 1024,
+    "data.truncation": "error",
+    "model.enable_gradient_checkpointing": True,
+    "model.lora_alpha": 16,
+    "optim.lr": 1e-3,
+    "optim.weight_decay": 0.01,
+    "optim.lr_scheduler_type": "constant",
+    "trainer.total_epochs": 4,
+    "trainer.save_freq": -1,
+}
+"""Defaults of verl's SFT trainer."""
 SERVER_OPTION = "an option of verl's inference server; the native engine chooses it"
 MICRO_BATCHES = "forward passes are packed up to training.token_budget tokens, and the size never changes the numbers"
 VERL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
@@ -471,3 +486,22 @@ VERL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
     ("ray_init.*", "none", "Ray is started by placement=ray, or joined by RAY_ADDRESS"),
 ]
 """Patterns of keys, the verdict and its text; the first that matches counts."""
+VERL_SFT_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
+    ("data.val_files", "differs", "`burnish sft` has no held-out data: `burnish eval` measures its result"),
+    ("data.val_max_samples", "differs", "`burnish sft` has no held-out data: `burnish eval` measures its result"),
+    ("trainer.test_freq", "differs", "`burnish sft` has no held-out data: `burnish eval` measures its result"),
+    ("data.*_dict_keys", "differs", "columns inside a column are not read: write rows with prompt and completion"),
+    ("data.tools_key", "differs", "rows with tools are refused: render the tools into a system message"),
+    ("data.enable_thinking*", "differs", "template.kwargs={enable_thinking: ...} holds for all rows"),
+    ("data.multiturn.enable", "same", "rows with messages are recognised: every assistant turn is learnt"),
+    ("data.pad_mode", "same", "batches are packed: there is no padding"),
+    ("data.balance_dp_token", "same", "sequences are balanced over processes by their tokens"),
+    ("data.num_workers", "same", "rows are read before the first update"),
+    ("engine.*", "none", "FSDP2 shards by layer; parallel.shard, parallel.sequence and parallel.tensor divide a model"),
+    ("ulysses_sequence_parallel_size", "differs", "parallel.sequence splits sequences over processes"),
+    ("use_remove_padding", "same", "batches are packed: there is no padding"),
+    ("model.*", "none", "the model is what its config.json says"),
+    ("optim.*", "none", "sft.optimizer has name, lr, betas, eps, weight_decay, clip_norm, schedule, warmup and final"),
+    ("profiler.*", "none", "burnish sft --profile writes a trace"),
+]
+"""Patterns of the SFT trainer, which count before `VERL_PATTERNS`."""

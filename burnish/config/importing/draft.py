@@ -83,6 +83,7 @@ class Draft:
         self.tree: dict[str, Any] = {}
         self.rows: dict[str, TableRow] = {}
         self.notes: list[str] = []
+        self.forgotten: set[str] = set()
 
     # --- the other system's values
 
@@ -114,6 +115,12 @@ class Draft:
     def flag(self, key: str) -> bool:
         """Whether a key is true. `True` as text is true as well."""
         return str(self.value(key, False)).lower() in ("true", "1")
+
+    def forget(self, key: str, text: str) -> None:
+        """Treat a key as not given, because its value is not known. Its row says so and stays, whatever becomes of the default."""
+        self.differs(key, text)
+        self.forgotten.add(key)
+        del self.given[key]
 
     # --- our values
 
@@ -168,6 +175,8 @@ class Draft:
                 self._row(key, verdict, text)
 
     def _row(self, key: str, verdict: Verdict, ours: str) -> None:
+        if key in self.forgotten:
+            return
         is_given = key in self.given
         if is_given and self.given[key] is None and verdict != "translated":
             verdict, ours = "same", NOT_SET

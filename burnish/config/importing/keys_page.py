@@ -8,7 +8,7 @@ from pathlib import Path
 from burnish.config.foreign_keys.counterparts import Counterpart
 from burnish.config.foreign_keys.openrlhf_keys import OPENRLHF
 from burnish.config.foreign_keys.trl_keys import TRL, TRL_PATTERNS
-from burnish.config.foreign_keys.verl_keys import VERL, VERL_DEFAULTS, VERL_PATTERNS
+from burnish.config.foreign_keys.verl_keys import VERL, VERL_DEFAULTS, VERL_PATTERNS, VERL_SFT_PATTERNS
 from burnish.config.importing.draft import VERDICTS, show
 
 KEYS_PAGE = Path(__file__).parents[3] / "docs" / "coming-from-verl-and-trl.md"
@@ -29,6 +29,7 @@ def generated_part() -> str:
         *(f"| `{key}` | {_ours(ours.train)} | {_default(key)} |" for key, ours in sorted(VERL.items())),
         "",
         *_patterns(VERL_PATTERNS, "verl"),
+        *_patterns(VERL_SFT_PATTERNS, "verl's SFT trainer"),
         "### TRL",
         "",
         *_two_columns(TRL, "TRL"),

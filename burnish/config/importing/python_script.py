@@ -37,6 +37,8 @@ TEXT_METHODS = (
     "join",
 )
 """Methods of text that are evaluated."""
+MAX_POWER = 1024
+"""Largest base and exponent of a power that is computed."""
 MAX_TEXT = 80
 """Longest source text of an unknown value."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -143,7 +145,7 @@ class PythonScript:
         """The value of an expression, or `Unknown`."""
         try:
             return self._value(self.resolve(node))
-        except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, RecursionError):
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             return Unknown(self.source(node))
 
     def _value(self, node: ast.expr) -> Any:
@@ -178,14 +180,14 @@ class PythonScript:
 
     def _binary(self, node: ast.BinOp) -> Any:
         left, right = self._value(node.left), self._value(node.right)
-        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int) and abs(right) <= 64:
-            return left**right
-        if isinstance(node.op, ast.Pow) and isinstance(left, float) and isinstance(right, int):
+        if isinstance(node.op, ast.Pow) and all(
+            isinstance(one, int | float) and abs(one) <= MAX_POWER for one in (left, right)
+        ):
             return left**right
         if isinstance(node.op, ast.Div) and isinstance(left, str):  # a Path
             return str(Path(left) / str(right))
-        if isinstance(node.op, ast.Mult) and not all(isinstance(one, int | float) for one in (left, right)):
-            raise ValueError("only numbers are multiplied")
+        if not isinstance(node.op, ast.Add) and not all(isinstance(one, int | float) for one in (left, right)):
+            raise ValueError("text is only added: a factor or a format could make it huge")
         return BINARY[type(node.op)](left, right)
 
     def _attribute(self, node: ast.Attribute) -> Any:

@@ -12,11 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from burnish.config.errors import UserError
 from burnish.config.importing.shell_variables import Variables
 from burnish.config.importing.shell_words import Lexer, Segment, Statement, Word
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=", re.DOTALL)
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+MAX_VALUE = 1_000_000
+"""Longest value of a variable: `A=$A$A`, forty times, would fill the memory."""
 NUMBER_TESTS = {
     "-eq": lambda a, b: a == b,
     "-ne": lambda a, b: a != b,
@@ -62,8 +65,11 @@ def read_commands(text: str, where: str, environment: dict[str, str], folder: st
     """The commands of a script. `environment` has the variables that the script may use without setting them."""
     variables = Variables(environment, folder)
     reader = _Reader(variables)
-    for statement in Lexer(text, where).statements():
-        reader.read(statement)
+    try:
+        for statement in Lexer(text, where).statements():
+            reader.read(statement)
+    except RecursionError as error:
+        raise UserError(f"{where}: expansions are nested too deeply") from error
     return ShellCommands(reader.commands, variables.notes)
 
 
@@ -212,6 +218,10 @@ class _Reader:
         value = self.variables.text(Word([Segment(first.text[match.end() :]), *word.segments[1:]]))
         before = (self.variables.get(name) or []) if is_added else []
         self.variables.own[name] = ["".join(before) + value]
+        if len(self.variables.own[name][0]) > MAX_VALUE:
+            raise UserError(
+                f"the variable {name} grows beyond {MAX_VALUE:,} characters; a launch script needs no such value"
+            )
 
     def _test(self, words: list[Word], line: int) -> bool | None:
         """The result of a test, or None if it cannot be known here."""

@@ -69,8 +69,7 @@ def import_trl(
         if isinstance(value, Unknown) and name not in TRAINER_ARGUMENTS:
             draft.given[name] = value.text
             if name in TRL or name.startswith("**"):
-                draft.differs(name, "its value is not known without running the script: set it by hand")
-                del draft.given[name]
+                draft.forget(name, "its value is not known without running the script: set it by hand")
     section = SECTION_BY_CONFIG.get(CONFIG_TYPES[command].__name__, "training")
     files: dict[str, str] = {}
     _model(draft, found)
@@ -139,6 +138,7 @@ def _model(draft: Draft, found: TrlScript) -> None:
 
 def _dtype(draft: Draft, dtype: Any) -> None:
     is_float = draft.value("bf16") is False or (draft.value("bf16") is None and dtype == "float32")
+    is_float = is_float and not draft.flag("fp16")
     kind = "float32" if is_float else "bfloat16"
     draft.set("model.dtype", kind)
     remark = "bfloat16 arithmetic with float32 master weights" if kind == "bfloat16" else "no mixed precision"

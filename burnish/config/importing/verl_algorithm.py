@@ -8,6 +8,7 @@ from burnish.config.errors import UserError
 from burnish.config.foreign_keys.rollout_correction import CORRECTION_KEYS, translate_correction
 from burnish.config.foreign_keys.verl_keys import ACTOR, ROLLOUT
 from burnish.config.importing.draft import Draft, show
+from burnish.config.importing.verl_optimizer import verl_optimizer
 
 ADVANTAGES = {
     "gae": "gae",
@@ -277,7 +278,7 @@ def _critic(draft: Draft) -> dict[str, Any]:
     clip = draft.number("critic.cliprange_value")
     critic: dict[str, Any] = {
         "clip": clip,
-        "optimizer": {"lr": 1e-5, **verl_optimizer(draft, "critic", "algorithm.critic")},
+        "optimizer": {"lr": 1e-5, **verl_optimizer(draft, "critic", "algorithm.critic", updates_per_step(draft))},
     }
     draft.say("critic.cliprange_value", "algorithm.critic.clip", clip)
     warmup = draft.integer("trainer.critic_warmup")
@@ -385,49 +386,6 @@ def _correction(draft: Draft) -> dict[str, Any]:
     if correction.get("loss") == "reinforce":
         return {"correction": correction, "ratio": "none", "clip": "none", "loss": "logprob"}
     return {"correction": correction}
-
-
-def verl_optimizer(draft: Draft, theirs: str, ours: str) -> dict[str, Any]:
-    """The optimizer of the policy or of the critic. verl counts warm-up in training steps, burnish in updates."""
-    optim, values = f"{theirs}.optim", dict[str, Any]()
-
-    def take(key: str, option: str, value: Any, remark: str = "") -> None:
-        values[option] = value
-        draft.say(key, f"{ours}.optimizer.{option}", value, remark, is_always=True)
-
-    take(f"{optim}.lr", "lr", draft.number(f"{optim}.lr"))
-    take(f"{optim}.weight_decay", "weight_decay", draft.number(f"{optim}.weight_decay"))
-    clip = (
-        f"{optim}.clip_grad"
-        if draft.is_given(f"{optim}.clip_grad") and not draft.is_given(f"{theirs}.grad_clip")
-        else f"{theirs}.grad_clip"
-    )
-    if draft.number(clip, 1.0) != 1.0 or draft.is_given(clip):
-        take(clip, "clip_norm", draft.number(clip, 1.0))
-    draft.explain([f"{optim}.clip_grad"], "same", f"{theirs}.grad_clip counts")
-    if draft.is_given(f"{optim}.betas"):
-        take(f"{optim}.betas", "betas", list(draft.value(f"{optim}.betas")))
-    schedule = draft.first_given(f"{optim}.lr_scheduler_type", f"{optim}.warmup_style", f"{optim}.lr_decay_style")
-    if draft.value(schedule) != "constant" or draft.is_given(schedule):
-        take(schedule, "schedule", draft.value(schedule))
-    steps, share = draft.integer(f"{optim}.lr_warmup_steps", -1), draft.number(f"{optim}.lr_warmup_steps_ratio", 0.0)
-    if steps > 0:
-        take(f"{optim}.lr_warmup_steps", "warmup", steps * updates_per_step(draft), "in updates; verl counts steps")
-    elif share > 0:
-        take(f"{optim}.lr_warmup_steps_ratio", "warmup", share)
-    draft.explain(
-        [f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"], "same", "no warm-up, or the other key counts"
-    )
-    final = draft.number(f"{optim}.min_lr_ratio", 0.0)
-    if values.get("schedule", "constant") != "constant" and final:
-        take(f"{optim}.min_lr_ratio", "final", final)
-    draft.explain([f"{optim}.min_lr_ratio"], "same", "the learning rate ends at 0, or stays constant")
-    name = str(draft.value(f"{optim}.optimizer", "AdamW"))
-    if name.lower() in ("adamw", "adam"):
-        draft.explain([f"{optim}.optimizer"], "translated", f"{ours}.optimizer.name=adamw")
-    else:
-        draft.differs(f"{optim}.optimizer", f"{ours}.optimizer.name has adamw, adam8bit and muon; adamw is used")
-    return values
 
 
 def updates_per_step(draft: Draft) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from burnish.config.importing.verl_algorithm import (
     is_multi_turn,
     num_mini_batches,
     set_algorithm,
-    verl_optimizer,
+    updates_per_step,
 )
+from burnish.config.importing.verl_common import data_files, set_adapters, set_length, set_run
+from burnish.config.importing.verl_optimizer import verl_optimizer
 from burnish.config.importing.verl_script import read_launch_script
-from burnish.config.model import PROJECTIONS
+from burnish.config.importing.verl_sft import import_verl_sft
 from burnish.config.schema import TrainConfig
 
 SCORES = (
@@ -42,6 +43,8 @@ def import_verl(path: Path, environment: Mapping[str, str], facts: DataFacts) ->
         config = HydraConfig(read_yaml_config(path, environment), [], [])
     else:
         config = read_launch_script(path, environment)
+    if _is_supervised(config):
+        return import_verl_sft(config, facts)
     draft = Draft(TrainConfig, config.values, VERL_DEFAULTS, VERL)
     draft.notes += config.notes
     for key in config.removed:
@@ -54,9 +57,15 @@ def import_verl(path: Path, environment: Mapping[str, str], facts: DataFacts) ->
     set_algorithm(draft)
     _environment(draft)
     _validation(draft)
-    _run(draft)
+    set_run(draft, draft.tree["training"].get("steps"))
     _processes(draft)
     return Imported("train", draft.ordered_tree(), draft.finish(VERL_PATTERNS), draft.notes)
+
+
+def _is_supervised(config: HydraConfig) -> bool:
+    """Whether a config is one of the SFT trainer, whose model and optimizer stand at the top."""
+    sections = {key.partition(".")[0] for key in config.values}
+    return bool(sections & {"model", "optim"}) and not sections & {"actor_rollout_ref", "algorithm"}
 
 
 # --- data, model, training --------------------------------------------------------------------------------------------------
@@ -105,11 +114,6 @@ def _data(draft: Draft) -> None:
             draft.translate(key, f"data.template.kwargs.{key.rpartition('.')[2]}", value)
 
 
-def data_files(value: Any) -> list[str]:
-    files = value if isinstance(value, list) else [] if value in (None, "") else [value]
-    return [str(Path(str(file)).expanduser()) if str(file).startswith("~") else str(file) for file in files]
-
-
 def _model(draft: Draft) -> None:
     path = draft.value(f"{POLICY_MODEL}.path")
     if path is None:
@@ -117,40 +121,16 @@ def _model(draft: Draft) -> None:
         draft.notes.append(f"the script names no {POLICY_MODEL}.path: set model.path")
     else:
         draft.translate(f"{POLICY_MODEL}.path", "model.path", *data_files(path))
-    kind = draft.first_given(f"{ACTOR}.fsdp_config.model_dtype", f"{ACTOR}.fsdp_config.dtype")
     draft.set("model.dtype", "bfloat16")
-    remark = "float32 master weights, as verl's fp32 parameters with bfloat16 arithmetic"
-    draft.explain(
-        [kind, f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"], "translated", f"model.dtype=bfloat16 ({remark})"
-    )
-    rank = draft.first_given(f"{POLICY_MODEL}.lora_rank", f"{POLICY_MODEL}.lora.rank")
-    prefix = rank.removesuffix("rank")
-    if draft.integer(rank) > 0:
-        draft.translate(rank, "model.lora.rank", draft.integer(rank))
-        draft.translate(f"{prefix}alpha", "model.lora.alpha", draft.number(f"{prefix}alpha", 32))
-        _lora_targets(draft, f"{prefix}target_modules" if prefix.endswith(".") else f"{POLICY_MODEL}.target_modules")
-    if draft.is_given(f"{POLICY_MODEL}.lora_adapter_path"):
-        draft.translate(
-            f"{POLICY_MODEL}.lora_adapter_path", "model.adapter", draft.value(f"{POLICY_MODEL}.lora_adapter_path")
+    kept = f"{ACTOR}.fsdp_config.model_dtype"
+    if str(draft.value(kept, "fp32")) in ("bf16", "bfloat16"):
+        draft.differs(
+            kept, "float32 master weights are kept; training.optimizer.precision=stochastic trains without them"
         )
-        draft.tree["model"].pop("lora", None)
-    lora = [k for k in draft.given if re.match(rf"{POLICY_MODEL}\.(lora|target_modules|exclude_modules)", k)]
-    draft.explain(
-        lora,
-        "none" if draft.integer(rank) > 0 else "same",
-        "" if draft.integer(rank) > 0 else "no adapters: the rank is 0",
-    )
-
-
-def _lora_targets(draft: Draft, key: str) -> None:
-    targets = draft.value(key, "all-linear")
-    names = targets if isinstance(targets, list) else [targets]
-    if names == ["all-linear"]:
-        draft.explain([key], "translated", "model.lora.targets=all-linear, the default")
-    elif all(name in PROJECTIONS for name in names):
-        draft.translate(key, "model.lora.targets", names)
-    else:
-        draft.differs(key, f"model.lora.targets=all-linear; the names are {', '.join(PROJECTIONS)}")
+    remark = "float32 master weights, as verl's fp32 parameters with bfloat16 arithmetic"
+    keys = [kept, f"{ACTOR}.fsdp_config.dtype", f"{ROLLOUT}.dtype"]
+    draft.explain(keys, "translated", f"model.dtype=bfloat16 ({remark})")
+    set_adapters(draft, POLICY_MODEL)
 
 
 def _training(draft: Draft, facts: DataFacts) -> None:
@@ -168,22 +148,8 @@ def _training(draft: Draft, facts: DataFacts) -> None:
     draft.copy(f"{ACTOR}.ppo_epochs")
     _token_budget(draft)
     _activations(draft)
-    draft.set("training.optimizer", verl_optimizer(draft, ACTOR, "training"))
-    if draft.is_given("trainer.total_training_steps"):
-        draft.copy("trainer.total_training_steps")
-        draft.explain(["trainer.total_epochs"], "same", "total_training_steps counts")
-        return
-    epochs = draft.integer("trainer.total_epochs")
-    counts = [facts.num_rows(path) for path in data_files(draft.value("data.train_files"))]
-    if counts and all(count is not None for count in counts):
-        rows = sum(count or 0 for count in counts)
-        steps = max(1, rows // prompts * epochs)
-        draft.translate("trainer.total_epochs", "training.steps", steps, f"{epochs} epochs of {rows} rows")
-    else:
-        draft.differs(
-            "trainer.total_epochs",
-            f"burnish counts steps, and the data is not here to count its rows: set training.steps to {epochs} x rows / {prompts}",
-        )
+    draft.set("training.optimizer", verl_optimizer(draft, ACTOR, "training", updates_per_step(draft)))
+    set_length(draft, "training.steps", prompts, facts)
 
 
 def _token_budget(draft: Draft) -> None:
@@ -257,7 +223,9 @@ def _reward(draft: Draft, facts: DataFacts) -> None:
 
 def _default_part(draft: Draft, facts: DataFacts) -> tuple[str, str]:
     files = data_files(draft.value("data.train_files"))
-    names = [name for file in files for name in facts.data_sources(file)] or [file.lower() for file in files]
+    names = [name for file in files for name in facts.data_sources(file)] or [
+        "/".join(Path(file).parts[-2:]) for file in files
+    ]
     for beginnings, part, remark in SCORES:
         if any(start.lower() in name.lower() for start in beginnings for name in names):
             return part, remark
@@ -360,32 +328,6 @@ def _validation(draft: Draft) -> None:
         if option in mode:
             draft.say(key, f"validation.modes.{name}.{option}", mode[option])
     draft.explain(keys.values(), "same", f"validation.modes.{name} has this already")
-
-
-def _run(draft: Draft) -> None:
-    if draft.is_given("trainer.experiment_name"):
-        name = re.sub(r"[^\w.-]+", "-", str(draft.value("trainer.experiment_name"))).strip("-.")
-        if name:
-            draft.translate("trainer.experiment_name", "run.name", name)
-    if draft.is_given("trainer.default_local_dir"):
-        folder = Path(str(draft.value("trainer.default_local_dir")))
-        is_named = folder.name == str(draft.value("trainer.experiment_name"))
-        draft.translate("trainer.default_local_dir", "run.directory", str(folder.parent if is_named else folder))
-    save = draft.integer("trainer.save_freq")
-    if save > 0:
-        draft.translate("trainer.save_freq", "run.save_every", save)
-    else:
-        steps = draft.tree["training"].get("steps")
-        remark = "the last step is always saved"
-        if steps is not None:
-            draft.translate("trainer.save_freq", "run.save_every", steps, f"verl never saves; {remark}")
-        else:
-            draft.differs(
-                "trainer.save_freq", f"verl never saves; run.save_every=25 steps is the default, and {remark}"
-            )
-    if draft.is_given("trainer.max_actor_ckpt_to_keep"):
-        draft.copy("trainer.max_actor_ckpt_to_keep")
-    draft.set_trackers("trainer.logger", always_there=("console", "file"))
 
 
 def _processes(draft: Draft) -> None:

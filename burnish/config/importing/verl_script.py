@@ -11,8 +11,8 @@ from burnish.config.errors import UserError
 from burnish.config.importing.hydra_config import HydraConfig, apply_overrides, read_text, read_yaml_config
 from burnish.config.importing.shell_script import Command, read_commands
 
-TRAINER_MODULE = re.compile(r"(?:[\w.]+\.)?main(?:_\w+)?")
-SFT_MODULE = re.compile(r"verl\.trainer\.\w*sft_trainer\w*")
+TRAINER = re.compile(r"(?:.*[./])?(?:main(?:_(?!eval|gen)\w+)?|\w*sft_trainer\w*)(?:\.py)?")
+"""Modules and files of verl's trainers and of those of its recipes; `main_eval` and `main_generation` train nothing."""
 
 
 def read_launch_script(path: Path, environment: Mapping[str, str]) -> HydraConfig:
@@ -20,11 +20,6 @@ def read_launch_script(path: Path, environment: Mapping[str, str]) -> HydraConfi
     script = read_commands(read_text(path), str(path), dict(environment), str(path.parent))
     found = [(command, start) for command in script.commands if (start := _training_arguments(command)) is not None]
     if not found:
-        sft = [c for c in script.commands if any(SFT_MODULE.fullmatch(word) for word in c.words)]
-        if sft:
-            raise UserError(
-                f"{path}, line {sft[0].line}: this runs verl's SFT trainer; `burnish sft` has few keys: see recipes/sft.yaml"
-            )
         raise UserError(
             f"{path}: no command runs verl's trainer (python3 -m verl.trainer.main_ppo key=value ...); give the script that does, or "
             "the YAML of the config"
@@ -46,9 +41,9 @@ def _training_arguments(command: Command) -> int | None:
     """Where the arguments of verl's trainer begin in a command, or None if it does not run it."""
     words = command.words
     for at, word in enumerate(words):
-        if word == "-m" and at + 1 < len(words) and TRAINER_MODULE.fullmatch(words[at + 1]):
+        if word == "-m" and at + 1 < len(words) and TRAINER.fullmatch(words[at + 1]):
             return at + 2
-        if re.fullmatch(r"(.*/)?main(_\w+)?\.py", word):
+        if word.endswith(".py") and TRAINER.fullmatch(word):
             return at + 1
     return None
 
@@ -72,7 +67,7 @@ def _hydra_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 def _named_config(options: dict[str, str], script: Path, environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """The YAML that --config-path and --config-name name, and a note if it is not here."""
     name = options.get("name", "ppo_trainer").removesuffix(".yaml")
-    if name.startswith("ppo_") and name.endswith("trainer"):  # verl's own, whose defaults are known here
+    if re.fullmatch(r"(ppo_(\w+_)?|sft_)trainer(_engine)?", name):  # verl's own, whose defaults are known here
         return {}, ""
     folder = Path(options.get("path", "."))
     for root in (Path(), script.parent, *script.parent.parents):

@@ -78,3 +78,10 @@ def test_what_is_not_evaluated_is_noted() -> None:
 def test_what_is_never_closed_is_an_error_with_its_line(text: str) -> None:
     with pytest.raises(UserError, match=r"run.sh, line 2: .* (never closed|no closing parenthesis)"):
         read(f"\n{text}")
+
+
+def test_values_that_would_fill_the_memory_are_refused() -> None:
+    with pytest.raises(UserError, match="the variable A grows beyond"):
+        read("A=0123456789\n" + "A=$A$A\n" * 40)
+    with pytest.raises(UserError, match="nested too deeply"):
+        read("run " + "${x:-" * 2000 + "}" * 2000)

@@ -210,3 +210,11 @@ def test_other_scripts_are_refused(text: str, message: str, tmp_path: Path) -> N
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         imported(path)
+
+
+@pytest.mark.parametrize(
+    "value", ["9**9**9", "'a' * 10**10", "'%999999999d' % 1", "2.0**4096", "1 / 0", "[][3]", "f(1)"]
+)
+def test_values_that_cannot_or_should_not_be_computed_are_rows(value: str, tmp_path: Path) -> None:
+    rows = from_text(tmp_path, f"learning_rate={value}")[1]
+    assert rows["learning_rate"].verdict == "differs"

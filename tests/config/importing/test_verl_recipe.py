@@ -17,7 +17,7 @@ from burnish.config.importing.verl_algorithm import ADVANTAGES
 from burnish.config.importing.verl_recipe import import_verl
 from burnish.config.importing.verl_script import read_launch_script
 from burnish.config.loading import load_tree
-from burnish.config.schema import TrainConfig
+from burnish.config.schema import SftConfig, TrainConfig
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT_NAMES = ("verl_grpo.sh", "verl_dapo.sh", "verl_ppo.sh", "verl_gspo_lora.sh", "verl_multiturn.yaml")
@@ -235,3 +235,17 @@ def test_a_named_config_beside_the_script_is_read(tmp_path: Path) -> None:
 def test_hydra_s_list_of_overrides_is_read(tmp_path: Path) -> None:
     (tmp_path / "overrides.yaml").write_text("- data.train_batch_size=32\n- '+a.b={c: 1}'\n")
     assert read_yaml_config(tmp_path / "overrides.yaml", {}) == {"data.train_batch_size": 32, "a.b.c": 1}
+
+
+def test_the_sft_trainer_becomes_burnish_sft() -> None:
+    made = import_verl(SCRIPTS / "verl_sft.sh", ENVIRONMENT, DataFacts())
+    config = load_tree(SftConfig, made.tree, Path("recipe.yaml")).config
+    assert (made.command, config.model.path) == ("sft", "Qwen/Qwen2.5-0.5B-Instruct")
+    stage = config.sft
+    assert (stage.batch_size, stage.max_tokens, stage.overlong, stage.updates) == (64, 2048, "filter", 20)
+    assert (stage.optimizer.lr, stage.optimizer.schedule, stage.optimizer.warmup) == (1e-5, "cosine", 0.1)
+    assert (stage.optimizer.clip_norm, stage.optimizer.weight_decay) == (0.5, 0.01)
+    verdicts = {row.key: row.verdict for row in made.rows}
+    assert (verdicts["data.val_files"], verdicts["data.truncation"]) == ("differs", "differs")
+    given = read_launch_script(SCRIPTS / "verl_sft.sh", ENVIRONMENT).values
+    assert sum(row.num_keys for row in made.rows if not row.is_default) == len(given)
