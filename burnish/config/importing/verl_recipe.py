@@ -65,7 +65,8 @@ def import_verl(path: Path, environment: Mapping[str, str], facts: DataFacts) ->
 def _is_supervised(config: HydraConfig) -> bool:
     """Whether a config is one of the SFT trainer, whose model and optimizer stand at the top."""
     sections = {key.partition(".")[0] for key in config.values}
-    return bool(sections & {"model", "optim"}) and not sections & {"actor_rollout_ref", "algorithm"}
+    has_its_keys = sections & {"model", "optim"} or {"data.max_length", "data.messages_key"} & config.values.keys()
+    return bool(has_its_keys) and not sections & {"actor_rollout_ref", "algorithm"}
 
 
 # --- data, model, training --------------------------------------------------------------------------------------------------
