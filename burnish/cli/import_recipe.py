@@ -45,7 +45,8 @@ def run_verl(args: argparse.Namespace) -> int:
 def add_trl_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish import trl SCRIPT`."""
     text = (
-        "a Python script that makes GRPOConfig, RLOOConfig, DPOConfig, KTOConfig, ORPOConfig, SFTConfig or RewardConfig"
+        "a Python script that makes GRPOConfig, RLOOConfig, DPOConfig, KTOConfig, ORPOConfig, SFTConfig or RewardConfig; or a shell "
+        "script with a command of TRL (trl dpo ...), or its YAML"
     )
     parser.add_argument("source", type=Path, metavar="SCRIPT", help=text)
     parser.add_argument(

@@ -208,7 +208,7 @@ TRL_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """TRL's defaults by config class."""
 NO_HUB = "burnish export writes a Hugging Face directory, which `hf upload` sends"
-TRL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
+TRL_PATTERNS: list[tuple[str, Literal["translated", "same", "differs", "none"], str]] = [
     ("push_to_hub*", "none", NO_HUB),
     ("hub_*", "none", NO_HUB),
     ("log_completions*", "same", "samples are tables in the run's folder, every run.samples_every steps"),
@@ -272,6 +272,7 @@ TRL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
     ("group_by_length", "same", "micro-batches are packed by tokens"),
     ("do_train", "same", ""),
     ("do_eval", "same", ""),
+    ("quantization_config", "translated", "model.lora.base"),
     ("processing_class", "same", "the tokenizer of model.path is used"),
     ("tokenizer", "same", "the tokenizer of model.path is used"),
     ("reward_processing_classes", "same", "a reward model brings its tokenizer"),

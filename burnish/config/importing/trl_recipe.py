@@ -13,6 +13,7 @@ from burnish.config.foreign_keys.counterparts import SECTION_BY_CONFIG
 from burnish.config.foreign_keys.trl_keys import TRAINING_DEFAULTS, TRL, TRL_DEFAULTS, TRL_PATTERNS
 from burnish.config.importing.draft import PLACEHOLDER, DataFacts, Draft, Imported, show
 from burnish.config.importing.python_script import PythonScript, Unknown, called_name
+from burnish.config.importing.trl_command import RENAMED, read_trl_command
 from burnish.config.importing.trl_rollouts import set_rollouts
 from burnish.config.importing.trl_script import TrlScript, find_data, read_trl_script
 from burnish.config.model import PROJECTIONS
@@ -58,7 +59,9 @@ def import_trl(
     trainer: str | None = None,
 ) -> Imported:
     """The recipe of a TRL script. `processes` is the number that accelerate would start, `out` where the recipe will be."""
-    found = read_trl_script(path, environment, trainer)
+    made = None if path.suffix == ".py" else read_trl_command(path, environment, trainer)
+    found = read_trl_script(path, environment, trainer, None if made is None else made.text)
+    processes = processes if made is None or processes > 1 else made.processes
     command = COMMANDS[found.config_name]
     script = found.script
     given = {name: _plain(script.value(node)) for name, node in found.arguments.items()}
@@ -82,6 +85,9 @@ def import_trl(
     _length(draft, section, facts)
     _run(draft)
     rows = draft.finish(TRL_PATTERNS)
+    if made is not None:
+        draft.notes += made.notes
+        rows = [row._replace(key=RENAMED.get(row.key, row.key)) for row in rows]
     if processes > 1:
         draft.notes.append(f"{processes} processes: {_several_processes(command, processes)}")
     return Imported(command, draft.ordered_tree(), rows, draft.notes, files)
@@ -173,7 +179,7 @@ def _adapters(draft: Draft, found: TrlScript, quantization: ast.expr | None) -> 
         )
     if values.get("use_rslora"):
         lora["rslora"] = True
-    base = _quantized_base(script, quantization or found.arguments.get("quantization_config"))
+    base = _quantized_base(script, quantization or found.trainer.get("quantization_config"))
     lora |= {"base": base} if base else {}
     draft.set("model.lora", lora)
     draft.given["peft_config"] = f"LoraConfig({', '.join(f'{key}={show(value)}' for key, value in values.items())})"

@@ -59,9 +59,11 @@ class TrlScript(NamedTuple):
     """Arguments of the trainer."""
 
 
-def read_trl_script(path: Path, environment: Mapping[str, str], wanted: str | None) -> TrlScript:
-    """The training run of a script; `wanted` names the trainer if there are several kinds."""
-    script = PythonScript(path, read_text(path), environment)
+def read_trl_script(
+    path: Path, environment: Mapping[str, str], wanted: str | None, text: str | None = None
+) -> TrlScript:
+    """The training run of a script; `wanted` names the trainer if there are several kinds. `text` takes the place of the file's."""
+    script = PythonScript(path, read_text(path) if text is None else text, environment)
     configs, trainers = script.calls(CONFIGS), script.calls(TRAINERS)
     kinds = dict.fromkeys([called_name(c) for c in configs] + [TRAINERS[called_name(t)] for t in trainers])
     names = {name.removesuffix("Config").lower(): name for name in kinds}
@@ -169,6 +171,8 @@ def _loaded(script: PythonScript, call: ast.Call, split: str, notes: list[str]) 
     if isinstance(path, Unknown) or path is None or (path in LOADERS and not isinstance(files, str)):
         notes.append(f"the data of {script.source(call)} is not known: set its path")
         return {"path": f"{PLACEHOLDER}/{split.partition('[')[0]}.jsonl", **options}
+    if Path(str(path)).suffix in (".json", ".jsonl", ".parquet", ".csv", ".arrow"):
+        return {"path": str(path), **options}
     notes.append(
         f"{path} is a data set of the hub ({split}): `hf download {path} --repo-type dataset --local-dir data/{str(path).split('/')[-1]}`, "
         "then name its files (a glob) as the path"

@@ -197,6 +197,34 @@ def test_a_guarded_script_is_named_itself(tmp_path: Path) -> None:
     assert made.files == {}
 
 
+def test_a_command_line_of_trl_is_read_like_its_script() -> None:
+    config, made, rows = imported(SCRIPTS / "trl_dpo.sh")
+    assert (made.command, config.model.path) == ("prefer", "Qwen/Qwen2-0.5B-Instruct")
+    lora, stage = config.model.lora, config.preference
+    assert (lora.rank, lora.alpha, lora.targets, lora.base) == (32, 16, ["q_proj", "v_proj"], "nf4")
+    assert (stage.batch_size, stage.updates, stage.data[0].limit) == (
+        2 * 8 * 4,
+        200,
+        1000,
+    )  # four processes of accelerate
+    assert rows["model_name_or_path"].verdict == "translated"
+    assert rows["remove_unused_columns"].verdict == "same"
+
+
+def test_a_yaml_of_trl_needs_its_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    text = "model_name_or_path: m\ndataset_name: rows.jsonl\nnum_generations: 4\nreward_funcs: [accuracy_reward, my.scores.brief]\n"
+    path.write_text(text + "my_option: 1\n")
+    with pytest.raises(UserError, match="give --trainer grpo or"):
+        imported(path)
+    config, _, rows = imported(path, trainer="grpo")
+    assert (config.data.train[0].path, config.rollout.n) == ("rows.jsonl", 4)
+    assert [part.name for part in config.reward.parts] == ["math", "my.scores:brief"]
+    assert rows["my_option"].verdict == "none"
+    (tmp_path / "run.sh").write_text("trl grpo --config grpo.yaml --num_generations 16\n")
+    assert imported(tmp_path / "run.sh")[0].rollout.n == 16
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
