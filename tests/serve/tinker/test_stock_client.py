@@ -87,7 +87,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Tokenizer) -> 
         (path / "data").mkdir(parents=True)
     questions = [f"What is {a}?" for a in range(8)] * 8
     write_rows(sums / "data/train.jsonl", [{"question": q, "answer": "so\n#### 1"} for q in questions])
-    (sums / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: data/train.jsonl\n---\n")
+    write_rows(sums / "data/test.jsonl", [{"question": q, "answer": "so\n#### 1"} for q in questions[:4]])
+    (sums / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_dir: data\n---\n")
     talk = [[{"role": "user", "content": q}, {"role": "assistant", "content": "I do not know."}] for q in questions]
     write_rows(chats / "data/train.jsonl", [{"messages": messages} for messages in talk])
     return folder
@@ -149,5 +150,20 @@ def test_the_rl_recipe_learns(serve_tinker: Start, guesser: PolicyModel, hub: Pa
     run_client(server, *words, cwd=hub)
     rewards = [row["reward/total"] for row in metrics(hub / "rl")]
     assert len(rewards) == 8
-    assert 0.2 < rewards[0] < 0.8
-    assert rewards[-1] > 0.9
+    assert rewards[0] < 0.8
+    assert max(rewards[-3:]) > 0.85
+
+
+def test_the_librarys_rl_loop_learns_with_a_kl_penalty_to_the_base(
+    serve_tinker: Start, guesser: PolicyModel, hub: Path
+) -> None:
+    server = serve_tinker(hub / "checkpoints", base=guesser, aliases=frozenset({RECIPE_MODEL}))
+    run_client(server, str(CLIENTS / "kl_to_base.py"), RECIPE_MODEL, "kl", cwd=hub)
+    rows = metrics(hub / "kl")
+    assert len(rows) == 6
+    # New adapters leave the base as it is, and the sampler's log-probs are the learner's.
+    assert rows[0]["kl_policy_base"] == pytest.approx(0, abs=1e-5)
+    assert all(abs(row["optim/kl_sample_train_v1"]) < 1e-5 for row in rows)
+    assert rows[-1]["kl_policy_base"] > 0.005
+    assert max(row["env/all/reward/total"] for row in rows) > rows[0]["env/all/reward/total"] + 0.15
+    assert "test/env/all/reward/total" in rows[-1]
