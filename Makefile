@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train agents test test-gpu test-vllm test-agents test-tinker lint slow chaos format clean
+.PHONY: help train agents test test-gpu test-vllm test-agents test-tinker test-trackers lint slow chaos format clean
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
@@ -19,6 +19,7 @@ AGENT_PACKAGES ?= gymnasium==1.4.0 gem-llm==0.1.0 skyrl-gym==0.4.0 textarena==0.
 	openai-agents==0.24.0 langgraph==1.2.20 langchain==1.4.7 langchain-openai==1.7.3 smolagents[openai]==1.26.0 autogen-agentchat==0.7.5 autogen-ext[openai]==0.7.5 anthropic==2.9.0
 TINKER := .venv-tinker
 TINKER_PACKAGES ?= tinker==0.36.0 tinker-cookbook[math-rl]==0.5.8
+TRACKERS := .venv-trackers
 # Runs have what they write reach the disk before they go on, tens of thousands of times in the tests: with room in memory, they write there.
 MEMORY := $(shell [ -w /dev/shm ] && ! grep -q ' /dev/shm .*noexec' /proc/mounts 2>/dev/null && \
 	[ "$$(df -Pk /dev/shm | awk 'NR == 2 {print $$4}')" -gt 4000000 ] && echo /dev/shm)
@@ -62,6 +63,10 @@ test-agents: $(AGENTS)/.installed  ## set up other libraries' environments and a
 test-tinker: $(FULL) $(TINKER)/.installed  ## set up the stock tinker client and cookbook in .venv-tinker, then run the tests of burnish tinker with them
 	OMP_NUM_THREADS=1 BURNISH_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python $(BIN)/python -m pytest tests/serve/tinker -p no:cacheprovider $(ARGS)
 
+# Together they are 300 MB, so they have their own environment. A tracker's test without its package is skipped with the reason.
+test-trackers: $(TRACKERS)/.installed  ## set up wandb, mlflow, swanlab, trackio and tensorboard in their own .venv-trackers, then run the tests with them
+	OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest tests/run/test_trackers.py tests/run/test_tracker_packages.py -p no:cacheprovider $(ARGS)
+
 lint: $(FULL)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,7 +84,7 @@ format: $(FULL)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and every cache (runs/ stays)
-	rm -rf .venv $(VLLM) $(AGENTS) $(TINKER) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(VLLM) $(AGENTS) $(TINKER) $(TRACKERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ---------------------------------------------------------------------------------------------------------------
@@ -136,4 +141,11 @@ $(TINKER)/.installed:
 	@echo "installing $(TORCH), then $(TINKER_PACKAGES)"
 	@$(TINKER)/bin/python -m pip install --quiet '$(TORCH)' numpy
 	@$(TINKER)/bin/python -m pip install --quiet $(TINKER_PACKAGES)
+	@touch $@
+
+$(TRACKERS)/.installed: pyproject.toml
+	@if ! $(TRACKERS)/bin/python -m pip --version >/dev/null 2>&1; then echo "making $(TRACKERS) with $(PYTHON)"; $(PYTHON) -m venv --clear $(TRACKERS); fi
+	@echo "installing $(TORCH), then burnish with all trackers"
+	@$(TRACKERS)/bin/python -m pip install --quiet '$(TORCH)' numpy
+	@$(TRACKERS)/bin/python -m pip install --quiet -e '.[tensorboard,wandb,mlflow,swanlab,trackio]' pytest hypothesis
 	@touch $@

@@ -292,7 +292,10 @@ def print_results(run: Run) -> None:
 
     rows = read_metrics(run.directory.metrics)
     if rows:
-        print(f"report: {write_report(run.directory.path)}")
+        report = write_report(run.directory.path)
+        run.trackers.attach_report(report)
+        run.trackers.close(is_failed=False)
+        print(f"report: {report}")
     else:
         print(f"report: not written, {run.directory.metrics} has no lines; restore it and run the same command again")
     best = run.checkpoints.best()

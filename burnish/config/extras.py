@@ -10,7 +10,11 @@ from pathlib import Path
 EXTRAS = {
     "math": "the math reward (math-verify)",
     "tasks": "reasoning-gym/<name> tasks",
-    "track": "TensorBoard and Weights & Biases",
+    "tensorboard": "run.trackers=tensorboard",
+    "wandb": "run.trackers=wandb: Weights & Biases",
+    "mlflow": "run.trackers=mlflow",
+    "swanlab": "run.trackers=swanlab, with its local dashboard",
+    "trackio": "run.trackers=trackio",
     "plot": "burnish view --png: the curves as an image (matplotlib)",
     "ray": "placement=ray and burnish launch: several processes or machines",
     "serve": "burnish serve: an OpenAI-compatible server; burnish view: the live page of runs",

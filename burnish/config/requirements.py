@@ -205,8 +205,8 @@ def missing_extras(config: AnyConfig) -> Iterator[str]:
 
 def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
     """The key that needs a package, the module to import, and the extra."""
-    for name in config.run.trackers:
-        yield f"run.trackers={name}", name, "track"
+    for tracker in config.run.trackers:
+        yield f"run.trackers={tracker.name}", tracker.module, tracker.name
     for source in data_sources(config):
         if source.task is not None and source.task.startswith(GYM_PREFIX):
             yield f"task {source.task}", "reasoning_gym", "tasks"

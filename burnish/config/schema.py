@@ -18,8 +18,9 @@ from burnish.config.environment import Environment, check_environment_fits
 from burnish.config.errors import did_you_mean
 from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
 from burnish.config.placement import LocalPlacement, Parallel, PlacementSlot, check_parallel_fits, check_placement_fits
-from burnish.config.records import Record, name_to_record
+from burnish.config.records import Record, as_list, name_to_record
 from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits, check_source_fits
+from burnish.config.trackers import AnyTracker
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
 
@@ -127,8 +128,8 @@ class Run(Record):
     the lowest value is best. null: the held-out accuracy of the first mode, or its reward_mean if rewards are graded and there is no accuracy."""
     samples_every: int = Field(10, ge=1)
     """Steps between saved tables of samples."""
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
-    """Also send metrics to these trackers (extra: track)."""
+    trackers: Annotated[list[AnyTracker], BeforeValidator(as_list)] = Field(default_factory=list)
+    """Also send metrics, config, samples and report to these trackers, each with the options of its section (docs/trackers.md)."""
     threads: int | None = Field(None, ge=1)
     """CPU threads for arithmetic. null: torch's default."""
 

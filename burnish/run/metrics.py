@@ -1,27 +1,19 @@
-"""metrics.jsonl, with one line of metrics per step, and the trackers that send the same metrics elsewhere.
+"""metrics.jsonl, with one line of metrics per step. Trackers (`burnish.run.trackers`) get the same metrics.
 
 A float is written so that it reads back bit for bit. NaN and infinities, which JSON lacks, are the strings "nan", "inf"
 and "-inf" and read back as floats. Only metrics with a prefix in `MACHINE_PREFIXES` differ between two runs of one config.
-
-metrics.jsonl is the record, and a tracker (TensorBoard, Weights & Biases) is a convenience. A tracker that is not installed is an error
-before training starts. A tracker that fails later is reported once, switched off, and never stops the run.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import os
 import re
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from burnish.config.errors import UserError, unknown_name_error
-from burnish.config.extras import install_hint
+from burnish.config.errors import UserError
 from burnish.run.durable_files import append_durably, atomic_write, truncate
 
 MetricValue = float | int | str
@@ -138,127 +130,3 @@ def _json_value(value: MetricValue) -> MetricValue:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     return value
-
-
-class Tracker(Protocol):
-    """A service that receives the metrics of a run."""
-
-    def log(self, step: int, values: dict[str, MetricValue]) -> None:
-        """Send one step's metrics."""
-
-    def close(self) -> None:
-        """Send everything that is still buffered."""
-
-
-def make_trackers(
-    names: Sequence[str], run_directory: Path, config: dict[str, Any], report: Callable[[str], None]
-) -> list[Tracker]:
-    """Return the trackers of a run by name. A tracker that can shows `config` beside the curves."""
-    check_trackers(names)
-    return [GuardedTracker(name, TRACKERS[name](run_directory, config, report), report) for name in names]
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise a `UserError` for a tracker that is unknown or not installed. Called before the run directory is created."""
-    for name in names:
-        if name not in TRACKERS:
-            raise unknown_name_error("tracker", name, TRACKERS)
-        _import_tracker(name, name)
-
-
-class GuardedTracker:
-    """A tracker that is switched off at its first failure, so that it never ends the run."""
-
-    def __init__(self, name: str, tracker: Tracker, report: Callable[[str], None]) -> None:
-        self.name = name
-        self.report = report
-        self._tracker: Tracker | None = tracker
-
-    def log(self, step: int, values: dict[str, MetricValue]) -> None:
-        self._call("log", step, values)
-
-    def close(self) -> None:
-        self._call("close")
-        self._tracker = None
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        if self._tracker is None:
-            return
-        try:
-            getattr(self._tracker, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 -- third-party code and networks; the record is metrics.jsonl
-            self._tracker = None
-            self.report(
-                f"tracker {self.name} failed and is off for the rest of this run ({type(error).__name__}: {error}); metrics.jsonl has every value"
-            )
-
-
-class TensorBoardTracker:
-    """Event files in `<run>/tensorboard`, written by TensorBoard's own writer, without torch and tensorflow."""
-
-    def __init__(self, run_directory: Path, config: dict[str, Any], report: Callable[[str], None]) -> None:
-        self._event = _import_tracker("tensorboard.compat.proto.event_pb2", "tensorboard")
-        self._summary = _import_tracker("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
-        writer = _import_tracker("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        self._writer = writer.EventFileWriter(str(run_directory / "tensorboard"))
-        self._started = False
-
-    def log(self, step: int, values: dict[str, MetricValue]) -> None:
-        if not self._started:
-            # A session start makes TensorBoard drop points of this and later steps that were written before a kill.
-            start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, session_log=start))
-            self._started = True
-        numbers = {name: float(value) for name, value in values.items() if not isinstance(value, str)}
-        points = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """Weights & Biases. Without an account it works offline, so that it never prompts and never waits.
-
-    The id is kept in the run directory, so that a resumed run continues the same W&B run.
-    """
-
-    def __init__(self, run_directory: Path, config: dict[str, Any], report: Callable[[str], None]) -> None:
-        wandb = _import_tracker("wandb", "wandb")
-        id_file = run_directory / "wandb-id.txt"
-        if not id_file.exists():
-            atomic_write(id_file, uuid.uuid4().hex[:12] + "\n")
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-        if mode == "offline":
-            report(f"wandb: offline; `wandb sync {run_directory / 'wandb'}/offline-run-*` sends it later")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "burnish"),
-            name=run_directory.name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(run_directory),
-            config=config,
-            mode=mode,
-        )
-
-    def log(self, step: int, values: dict[str, MetricValue]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-TRACKERS: dict[str, Callable[[Path, dict[str, Any], Callable[[str], None]], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-}
-
-
-def _import_tracker(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"run.trackers names {package}, which is not installed ({error}): {install_hint('track')}, or leave it out"
-        ) from error

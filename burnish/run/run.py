@@ -21,11 +21,12 @@ from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints
 from burnish.run.checkpoint.saver import CheckpointSaver, TakeSnapshot
 from burnish.run.display import Display
 from burnish.run.journal import Journal, decode_record
-from burnish.run.metrics import MetricsFile, make_trackers
+from burnish.run.metrics import MetricsFile
 from burnish.run.run_directory import RunDirectory, earlier_configs
 from burnish.run.samples import EventExamplesFile, WorstTokensFile, write_samples
 from burnish.run.supervisor.exit_status import END_EVENTS
 from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat, HeartbeatDisplay, process_seconds
+from burnish.run.trackers.tracker_process import Trackers
 
 PROMPTS_FIELD = "prompts"
 """Field of a `step` record in the journal: the values of a `PromptVisit` for each prompt of the step."""
@@ -76,7 +77,7 @@ class Run:
             self.display.note(f"the config from before is {earlier_configs(directory.path)[-1]}")
             changes = {change.key: [change.old, change.new] for change in directory.changes}
             self.journal.append("config", changes=changes)
-        self.trackers = make_trackers(config.trackers, directory.path, resolved, self.display.note)
+        self.trackers = Trackers(config.trackers, directory.path, resolved, self.display.note)
         self.last_step = 0
         """The last committed step; after `resume`, the step of the checkpoint that the run continues from."""
         self.saved_step = 0
@@ -86,6 +87,7 @@ class Run:
         self.stop_requested = False
         """Whether a listener asked the run to stop. The trainers read it after each step and save that step."""
         self._saving_times: dict[str, float] = {}  # since the last step's metrics
+        self._is_failed = True  # until `end`
 
     def resume(self) -> Checkpoint | None:
         """Rewind metrics, worst tokens, events and journal to the newest checkpoint and return it; None for a new run."""
@@ -114,15 +116,14 @@ class Run:
         prompts = {PROMPTS_FIELD: [visit.values() for visit in visits]} if visits else {}
         self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step, **prompts})])
         self.last_step = step
-        for tracker in self.trackers:
-            tracker.log(step, values)
+        self.trackers.log(step, values)
         self.display.step(step, values)
         for listener in self.listeners:
             self.stop_requested |= listener(step, {"step": step, **values}) is True
 
     def samples(self, step: int, kind: str, rows: list[dict[str, Any]]) -> None:
         """Write a table of samples."""
-        write_samples(self.directory.samples, step, kind, rows)
+        self.trackers.samples(step, kind, write_samples(self.directory.samples, step, kind, rows))
 
     def checkpoint(self, step: int, take: TakeSnapshot, score: float | None, metric: str | None = None) -> None:
         """Take a snapshot and start writing it. `score` is a value of `metric`.
@@ -156,6 +157,7 @@ class Run:
         """Record that the run is complete, or that its user stopped it. The supervisor restarts a run without this record."""
         self.wait()
         self.journal.append("complete" if is_complete else "stopped", step=step)
+        self._is_failed = False
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written; then close the display, the trackers and the lock."""
@@ -163,8 +165,7 @@ class Run:
             self.wait()
         finally:
             self.display.stop()
-            for tracker in self.trackers:
-                tracker.close()
+            self.trackers.close(self._is_failed)
             self.heartbeat.close()
             self.directory.close()
 

@@ -40,8 +40,8 @@ from burnish.memory_plan.from_config import plan_run
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.policy import PolicyModel, resolve_device
 from burnish.run.durable_files import FolderId, atomic_write
-from burnish.run.metrics import check_trackers
 from burnish.run.run import Run
+from burnish.run.trackers.tracker_process import check_trackers
 from burnish.trainers import offline_run
 from burnish.trainers.offline_run import OnOpen, OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics

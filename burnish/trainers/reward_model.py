@@ -32,7 +32,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, writer_rank_of
 from burnish.run.durable_files import FolderId
-from burnish.run.metrics import check_trackers
+from burnish.run.trackers.tracker_process import check_trackers
 from burnish.trainers import offline_run
 from burnish.trainers.offline_run import OnOpen, OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics

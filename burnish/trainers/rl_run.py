@@ -29,9 +29,10 @@ from burnish.models.activation_checkpointing import set_activations
 from burnish.rewards.reward_parts import JUDGE, MODEL
 from burnish.rewards.scoring import Rewards
 from burnish.run.durable_files import FolderId, atomic_write
-from burnish.run.metrics import check_trackers, read_metrics
+from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
 from burnish.run.run_directory import RunDirectory, run_name
+from burnish.run.trackers.tracker_process import check_trackers
 from burnish.trainers import rl, sft
 from burnish.trainers.assembly import (
     RunParts,

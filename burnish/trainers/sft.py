@@ -24,7 +24,7 @@ from burnish.memory_plan.from_config import plan_run
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.policy import PolicyModel, resolve_device
 from burnish.run.durable_files import FolderId
-from burnish.run.metrics import check_trackers
+from burnish.run.trackers.tracker_process import check_trackers
 from burnish.trainers import offline_run
 from burnish.trainers.offline_run import OfflineRun, OnOpen, OnUpdate, Outcome, UpdateContext
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics

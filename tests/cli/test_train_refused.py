@@ -40,7 +40,7 @@ def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixtur
         (("reward.parts=math",), "reward math needs math_verify, which is not installed: pip install 'burnish[math]'"),
         (
             ("run.trackers=[wandb]",),
-            "run.trackers=wandb needs wandb, which is not installed: pip install 'burnish[track]'",
+            "run.trackers=wandb needs wandb, which is not installed: pip install 'burnish[wandb]'",
         ),
         (
             ("data.validation=[{task: reasoning-gym/sum}]", "validation.limit=4"),

@@ -109,7 +109,7 @@ def test_every_counterpart_of_another_system_s_word_is_a_key() -> None:
         ),
         (
             "run.trackers=[wand]",
-            "run.trackers.0: got 'wand', expected one of tensorboard, wandb; did you mean 'wandb'?",
+            "run.trackers.0: got 'wand', expected one of tensorboard, wandb, mlflow, swanlab, trackio; did you mean 'wandb'?",
         ),
         ("training.optimizer.betas=[1]", "training.optimizer.betas: got [1], expected a list of 2 numbers"),
         ("reward.parts=[{weight: 1}]", "reward.parts.0.name: missing; expected text"),

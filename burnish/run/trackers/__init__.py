@@ -1,0 +1,1 @@
+"""Trackers: TensorBoard, Weights & Biases, MLflow, SwanLab and trackio receive what a run writes. Each runs in a process of its own."""
