@@ -310,7 +310,7 @@ def gsm8k(bench: Bench, system: str, overrides: list[str], tokens: int) -> None:
 def gsm8k_agent(bench: Bench) -> None:
     """The agent of recipes/gsm8k_agent.yaml, greedy, before and after."""
     files = gsm8k_files(bench)
-    agent = json.dumps({"agent": f"{RECIPES.parent / 'examples/agents/gsm8k_agent.py'}:run"})
+    agent = json.dumps({"agent": f"{RECIPES / 'gsm8k_agent.py'}:run"})
     options = ["--max-tokens", "384", "--reward", "number", "--environment", agent, *bench.limit(1319)]
     calls = ["environment.call_format=hermes"] if bench.args.tiny else []  # a real model's template says it
     test = Test(str(files["test"]), options, ["environment.max_turns=6", "environment.max_tokens=2048", *calls])
