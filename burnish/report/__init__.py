@@ -1,1 +1,1 @@
-"""The self-contained HTML report of a run, and a PNG of its curves on request; both read the run directory alone."""
+"""The page of runs: live in a browser, or frozen as report.html; and a PNG of the curves. All read the run directory alone."""

@@ -35,6 +35,7 @@ from burnish.run.display import format_duration
 from burnish.run.metrics import HELD_OUT_FIGURES
 from burnish.run.run_directory import RunDirectory, earlier_configs, flatten_keys
 from burnish.run.samples import EventExamplesFile
+from burnish.run.supervisor.liveness import HEARTBEAT_FILE
 
 MAX_POINTS = {"main": 2000, "other": 400}
 """Points per line of each part that the page gets. It draws fewer, and uses the others when a user zooms in."""
@@ -56,6 +57,8 @@ class RunData:
         self.log_tail = LogTail(self.directory.log)
         self.worst_tail = WorstTokensTail(self.directory.worst_tokens)
         self.live_samples = LiveSamples(self.directory.samples)
+        self._status: dict[str, Any] = {}
+        self._status_files: list[str] = []
         self.lock, self.samples_lock = threading.Lock(), threading.Lock()
 
     def summary(self) -> dict[str, Any]:
@@ -70,7 +73,11 @@ class RunData:
             "scored": run.scored,
         }
         stamps = {name: file_stamp(path) for name, path in files.items()}
-        return {"id": self.id, "name": run.path.resolve().name, **run_status(run), "stamps": stamps}
+        state = [*stamps.values(), file_stamp(run.journal / "events.jsonl"), file_stamp(run.path / HEARTBEAT_FILE)]
+        # A folder may hold hundreds of runs that ended long ago. They are not read again with every look at the list.
+        if self._status.get("state") in (None, "running") or state != self._status_files:
+            self._status, self._status_files = run_status(run), state
+        return {"id": self.id, "name": run.path.resolve().name, **self._status, "stamps": stamps}
 
     def last_change(self) -> float:
         """Return when metrics.jsonl was written last; 0 if there is none."""

@@ -170,6 +170,23 @@ def test_a_new_run_joins_the_list_and_a_name_filters_it(
     assert browser.run("[...document.querySelectorAll('#run-list li')].map((row) => row.hidden)") == [True, True, False]
 
 
+def test_a_phone_shows_the_list_of_runs_without_scrolling_sideways(browser: Browser, address: str) -> None:
+    browser.open(address + "#run=first&with=second", width=390, height=844, dark=True)
+    browser.wait("Number(document.body.dataset.loaded) >= 1")
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    assert browser.run("byId('runs').getBoundingClientRect().bottom <= byId('name').getBoundingClientRect().top")
+
+
+def test_every_control_can_be_reached_and_has_a_name(browser: Browser, address: str) -> None:
+    opened(browser, address)
+    fields = "[...document.querySelectorAll('input, select, button, progress')]"
+    named = "(node) => node.labels?.length || node.ariaLabel || node.textContent.trim()"
+    assert browser.run(f"{fields}.filter((node) => !({named})(node)).map((node) => node.outerHTML)") == []
+    browser.run("document.querySelector('#run-list button').focus()")
+    browser.key("Tab")
+    assert browser.run("document.activeElement.closest('#run-list') !== null"), "the next run's box"
+
+
 def test_other_metrics_are_loaded_when_they_are_opened(browser: Browser, address: str) -> None:
     opened(browser, address)
     assert browser.run("page.boards.other.charts.size") == 0
