@@ -101,12 +101,15 @@ class Draft:
         return next((key for key in keys if self.is_given(key)), keys[0])
 
     def number(self, key: str, otherwise: float = 0) -> float:
-        """The value of a key that must be a number. Any other value is noted, and `otherwise` is used."""
+        """The value of a key that must be a number. Any other value is noted, and the default is used."""
         value = self.value(key, otherwise)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
-        self.notes.append(f"{key}={value!r} is not a number; {otherwise} is used")
-        return otherwise
+        default = self.defaults.get(key)
+        default = default if isinstance(default, int | float) else otherwise
+        note = f"{key}={show(value)} is not a number; {default:g} is used"
+        self.notes += [] if note in self.notes else [note]
+        return default
 
     def integer(self, key: str, otherwise: int = 0) -> int:
         """The value of a key that must be a whole number."""

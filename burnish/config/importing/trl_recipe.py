@@ -69,10 +69,15 @@ def import_trl(
     defaults = {**TRAINING_DEFAULTS, **TRL_DEFAULTS[found.config_name]}
     draft = Draft(CONFIG_TYPES[command], given, defaults, TRL)
     for name, value in list(draft.given.items()):
-        if isinstance(value, Unknown) and name not in TRAINER_ARGUMENTS:
+        if isinstance(value, Unknown):
             draft.given[name] = value.text
-            if name in TRL or name.startswith("**"):
+            if (name in TRL or name.startswith("**")) and name not in TRAINER_ARGUMENTS:
                 draft.forget(name, "its value is not known without running the script: set it by hand")
+    if not found.arguments and "args" in found.trainer:
+        draft.given["args"] = script.source(found.trainer["args"])
+        draft.differs(
+            "args", f"no {found.config_name}(...) is in the script: TRL's defaults are used, set what differs"
+        )
     section = SECTION_BY_CONFIG.get(CONFIG_TYPES[command].__name__, "training")
     files: dict[str, str] = {}
     _model(draft, found)

@@ -12,6 +12,7 @@ from burnish.config.foreign_keys.counterparts import has_key, leading_key, our_k
 from burnish.config.foreign_keys.trl_keys import TRL
 from burnish.config.importing.draft import DataFacts, Imported, TableRow
 from burnish.config.importing.trl_recipe import import_trl
+from burnish.config.importing.trl_script import read_trl_script
 from burnish.config.loading import load_tree
 from burnish.config.stages import CONFIG_TYPES
 
@@ -60,6 +61,15 @@ def test_grpo() -> None:
     assert rows["report_to"].verdict == "differs"
     assert "my_tracker is none of" in rows["report_to"].ours
     assert any("changes its rows with map(" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("name", ["trl_grpo.py", "trl_dpo.py", "trl_sft.py"])
+def test_every_argument_has_one_row(name: str) -> None:
+    found = read_trl_script(SCRIPTS / name, {}, None)
+    given = {*found.arguments, *found.trainer} - {"args"}
+    rows = [row for row in imported(SCRIPTS / name)[1].rows if not row.is_default]
+    assert sum(row.num_keys for row in rows) == len(given)
+    assert {row.key for row in rows if row.num_keys == 1} <= given
 
 
 @pytest.mark.parametrize("name", ["trl_grpo.py", "trl_dpo.py", "trl_sft.py"])
@@ -209,6 +219,19 @@ def test_a_command_line_of_trl_is_read_like_its_script() -> None:
     )  # four processes of accelerate
     assert rows["model_name_or_path"].verdict == "translated"
     assert rows["remove_unused_columns"].verdict == "same"
+
+
+def test_arguments_that_are_not_in_the_script_are_said_to_be_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "args, model = TrlParser(GRPOConfig).parse_args()\nGRPOTrainer(model=model.path, args=args, train_dataset=rows)\n"
+    )
+    _, made, rows = imported(path)
+    assert rows["args"].verdict == "differs"
+    assert rows["model"] == TableRow(
+        "model", "model.path", "differs", "the model is not known without running the script: set model.path"
+    )
+    assert made.tree["model"]["path"] == "path/to/model"
 
 
 def test_a_yaml_of_trl_needs_its_trainer(tmp_path: Path) -> None:

@@ -216,6 +216,14 @@ def test_what_cannot_be_translated_is_refused_with_the_names_that_can(tmp_path: 
         import_verl(tmp_path / "other.sh", ENVIRONMENT, DataFacts())
 
 
+def test_a_value_that_is_no_number_is_noted_and_the_default_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.optim.lr=fast data.train_files=a")
+    made = import_verl(path, ENVIRONMENT, DataFacts())
+    assert made.tree["training"]["optimizer"]["lr"] == 1e-6
+    assert "actor_rollout_ref.actor.optim.lr=fast is not a number; 1e-06 is used" in made.notes
+
+
 def test_a_named_config_beside_the_script_is_read(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text(
