@@ -39,6 +39,8 @@ SCHEDULES = {
 }
 DPO_LOSSES = {"sigmoid": "dpo", "sigmoid_norm": "dpo", "ipo": "ipo"}
 """TRL's pair losses that `burnish prefer` has."""
+LONGEST_ROW = 32768
+"""Tokens of a row where TRL sets no limit."""
 TRAINER_ARGUMENTS = (
     "model",
     "reward_funcs",
@@ -250,7 +252,10 @@ def _stage(draft: Draft, found: TrlScript, section: str, processes: int) -> None
     )
     draft.explain(["per_device_eval_batch_size"], "same", "forward passes are packed by tokens")
     key = draft.first_given("max_length", "max_seq_length")
-    draft.translate(key, f"{section}.max_tokens", draft.integer(key, 1024), "longer rows are left out, never truncated")
+    is_unlimited = key in draft.given and draft.given[key] is None
+    longest = LONGEST_ROW if is_unlimited else draft.integer(key, 1024)
+    remark = "TRL sets no limit" if is_unlimited else "longer rows are left out, never truncated"
+    draft.translate(key, f"{section}.max_tokens", longest, remark)
     draft.explain(
         ["max_prompt_length", "max_completion_length"],
         "differs",

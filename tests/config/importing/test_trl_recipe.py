@@ -154,6 +154,11 @@ def test_loss_types_and_their_relatives(arguments: str, expected: dict[str, str]
     assert a.filters == []
 
 
+def test_no_limit_is_a_large_one(tmp_path: Path) -> None:
+    assert from_text(tmp_path, "max_length=None", "DPO")[0].preference.max_tokens == 32768
+    assert from_text(tmp_path, "", "DPO")[0].preference.max_tokens == 1024
+
+
 def test_updates_are_counted_as_steps(tmp_path: Path) -> None:
     arguments = "steps_per_generation=8, gradient_accumulation_steps=2, num_iterations=3, max_steps=120, save_steps=24"
     config, _ = from_text(tmp_path, arguments)
