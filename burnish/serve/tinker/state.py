@@ -15,7 +15,7 @@ from burnish.serve.tinker.sampler import SamplerWeights
 from burnish.serve.tinker.training_model import TrainingModel
 
 LORA_ALPHA = 32.0
-"""Tinker's alpha: the scale of an adapter is 32 / rank."""
+"""The alpha that tinker-cookbook's learning rates assume: the scale of an adapter is 32 / rank."""
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 MAX_SNAPSHOTS = 16
 """Most unnamed sampler weights of a model. They are in host memory, and a client never says that it needs one no longer."""
