@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from burnish.config.model import Lora, Optimizer
+from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.logprob import head_logprob, row_chunks, scaled_logits
 from burnish.models.lora.adapters import add_lora
@@ -31,7 +32,7 @@ from burnish.serve.tinker.requests import AdamOptions, BadRequest, Datum
 from burnish.serve.tinker.responses import TrainingOutput
 from burnish.training.optimizers.parameter_groups import ParameterSetting
 from burnish.training.optimizers.update_rules import AdamW
-from burnish.training.packing import pack_units, sequence_units
+from burnish.training.packing import Unit, pack_units, prefix_trees, sequence_units, sharing_pays, tree_units
 from burnish.training.sharded_checkpoint import StoredTensors, read_state, state_contents
 
 STATE_FILE = "optimizer.json"
@@ -108,14 +109,12 @@ class TrainingModel:
         if not data:
             raise BadRequest("there is no data")
         names = [self._check(index, datum, loss_fn) for index, datum in enumerate(data)]
-        units = sequence_units([len(datum.tokens) for datum in data], self.module.attention_cost)
         logprobs: list[np.ndarray] = [np.empty(0, np.float32)] * len(data)
         total = 0.0
         try:
-            for part in pack_units(units, self.token_budget):
-                members = [index for unit in part for index in unit.members]
+            for part in pack_units(self._units(data), self.token_budget):
                 with torch.set_grad_enabled(not forward_only):
-                    value = self._micro_batch(data, members, names, spec, options, logprobs)
+                    value = self._micro_batch(data, part, names, spec, options, logprobs)
                 if not forward_only:
                     value.backward()
                     self.optimizer.accumulate_gradients()
@@ -125,20 +124,32 @@ class TrainingModel:
             raise
         return TrainingOutput(logprobs, {"loss:sum": total})
 
+    def _units(self, data: Sequence[Datum]) -> list[Unit]:
+        """The units to pack. Prompts that sequences have in common are computed once, if that saves enough."""
+        lengths, cost = [len(datum.tokens) for datum in data], self.module.attention_cost
+        tokens, offsets = torch.from_numpy(np.concatenate([d.tokens for d in data])), np.cumsum([0, *lengths])
+        one_group = {"group_ids": torch.zeros(len(data), dtype=torch.long)}
+        trees = prefix_trees(Batch(tokens, torch.from_numpy(offsets), sequence=one_group))
+        if sharing_pays(lengths, trees):
+            return tree_units(lengths, trees, self.token_budget, cost)
+        return sequence_units(lengths, cost)
+
     def _micro_batch(
         self,
         data: Sequence[Datum],
-        members: Sequence[int],
+        part: Sequence[Unit],
         names: Sequence[Sequence[str]],
         spec: LossSpec,
         options: Mapping[str, float | str],
         logprobs: list[np.ndarray],
     ) -> Tensor:
-        """The loss of some of the sequences. Their log-probs are written to `logprobs`."""
+        """The loss of the sequences of some units. Their log-probs are written to `logprobs`."""
+        members = [index for unit in part for index in unit.members]
+        shared = np.array([count for unit in part for count in unit.shared], np.int64)
         lengths = [len(data[index].tokens) for index in members]
         tokens = self._send(np.concatenate([data[index].tokens for index in members]))
         offsets = self._send(np.cumsum([0, *lengths], dtype=np.int64))
-        hidden = self.module.hidden(tokens, offsets)
+        hidden = self.module.hidden(tokens, offsets, shared_prefix=self._send(shared) if shared.any() else None)
         losses, start = [], 0
         # Neighbours with the same columns are computed together: each transfer and each head pass costs time of its own.
         for (_, own), group in groupby(members, key=lambda i: (data[i].inputs[TARGETS].shape[1:], tuple(names[i]))):

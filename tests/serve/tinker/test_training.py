@@ -145,6 +145,33 @@ def test_gradients_add_up_over_requests_and_micro_batches(
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("budget", [60, 1000])
+def test_prompts_in_common_are_computed_once_with_the_same_gradient(base: PolicyModel, budget: int) -> None:
+    model = TrainingModel(base, LORA, seed=3, token_budget=budget)
+    with torch.no_grad():
+        for parameter in model.parameters.values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    answers, prompts = data(8), np.random.default_rng(0).integers(0, 256, (2, 30))
+    rows = []
+    for k, datum in enumerate(answers):
+        inputs = {name: np.concatenate([np.zeros(30, array.dtype), array]) for name, array in datum.inputs.items()}
+        rows.append(Datum(np.concatenate([prompts[k % 2], datum.tokens]), inputs))
+    computed = []
+    forward = model.module.forward
+    model.module.forward = lambda tokens, *rest: computed.append(len(tokens)) or forward(tokens, *rest)  # type: ignore
+    found = model.forward_backward(rows, "cross_entropy", {})
+    model.module.forward = forward  # type: ignore
+    assert sum(computed) < sum(len(row.tokens) for row in rows) - 60
+    gradients = {name: gradient.clone() for name, gradient in model.optimizer.gradients().items()}
+    model.optimizer.zero_grad()
+    expected, logprobs = plain_loss(model, rows)
+    expected.backward()
+    for name, parameter in model.parameters.items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-10)
+    for ours, theirs in zip(found.logprobs, logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
+
+
 def test_a_forward_pass_leaves_no_gradient_and_a_refused_request_keeps_it(base: PolicyModel) -> None:
     model = TrainingModel(base, LORA, seed=3, token_budget=64)
     alone = model.forward_backward(data(2), "cross_entropy", {}, forward_only=True)
