@@ -119,6 +119,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="tinker_recipes")
     args = parser.parse_args()
+    args.client = os.path.abspath(
+        args.client
+    )  # the recipes run in another folder; a link must stay one, or it leaves its environment
     with tempfile.TemporaryDirectory() as folder:
         hub = Path(folder)
         make_hub(hub, args.model, args.gsm8k, args.largest, args.seed)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from burnish.config.model import Lora
@@ -387,7 +388,7 @@ class TinkerService:
                 request_id,
                 asked,
                 entry.weights,
-                lambda result: self._end_job(request_id, result),
+                partial(self._end_job, request_id),
                 secrets.randbits(62) if seed is None else seed & (1 << 63) - 1,
             )
             self.jobs[request_id] = job
@@ -416,7 +417,7 @@ class TinkerService:
         if seq_id is not None and entry.order.is_known(seq_id):
             return self._future(request_id, entry.id)
         self.futures.begin(request_id, entry.session_id)
-        finish: Callable[[Result], None] = lambda result: self.futures.resolve(request_id, result)  # noqa: E731
+        finish = partial(self.futures.resolve, request_id)
         task = Task(label, run, finish)
         entry.order.put(seq_id, OrderedTask(lambda: self.worker.put(task), finish))
         return self._future(request_id, entry.id)
@@ -425,7 +426,7 @@ class TinkerService:
         self, request_id: str, session_id: str, model_id: str, label: str, run: Callable[[], Result]
     ) -> dict[str, Any]:
         self.futures.begin(request_id, session_id)
-        self.worker.put(Task(label, run, lambda result: self.futures.resolve(request_id, result)))
+        self.worker.put(Task(label, run, partial(self.futures.resolve, request_id)))
         return self._future(request_id, model_id)
 
     def _failed(self, request_id: str, session_id: str, model_id: str, error: BadRequest) -> dict[str, Any]:
