@@ -148,9 +148,7 @@ def _training_stage(plan: Plan, name: str, loaded: Loaded[Any]) -> RunnableStage
     base = plan.config.model.path
     # The models of all stages have the architecture of the base.
     if stage.command == "reward-model" and base is not None:
-        check_score_model_base(
-            Path(plan.base_output()[f"stage:{BASE_STAGE}"]) if plan.config.model.adapter is None else Path(base)
-        )
+        check_score_model_base(model_directory(base, plan.base, with_weights=False) or Path(base))
     if isinstance(loaded.config, TrainConfig):
         _check_rewards(loaded.config.reward.parts, loaded.base)
     asked = {key: value for key, value in flatten_keys(loaded.resolved).items() if not may_change(key)}

@@ -31,12 +31,15 @@ EXTRAS = {
 }
 """What each extra of pyproject.toml brings."""
 
+UNPINNED = ("swanlab", "trackio")
+"""Extras that need other versions than constraints.txt has (protobuf below 7, pillow below 13)."""
+
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra. In a checkout it takes the pinned versions."""
+    """The command that installs an extra. In a checkout it takes the pinned versions where they fit."""
     checkout = Path(__file__).parents[2]
     if Path.cwd() == checkout and (checkout / "constraints.txt").is_file():
-        return f"pip install -e '.[{extra}]' -c constraints.txt"
+        return f"pip install -e '.[{extra}]'" + ("" if extra in UNPINNED else " -c constraints.txt")
     return f"pip install 'burnish[{extra}]'"
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from burnish.config.trackers import Mlflow, SwanLab, TensorBoard, TrackerSlot, Trackio, Wandb
 from burnish.run.samples import write_samples
+from burnish.run.trackers import tracker_process
 from burnish.run.trackers.tracker_process import Trackers
 
 CONFIG = {"seed": 1, "model": {"path": None, "new": {"hidden_size": 16}}, "rollout": {"stop": ["a"]}}
@@ -34,6 +35,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("FLUSH_S", "QUIET_S"):  # a slow machine must not decide
+        monkeypatch.setattr(tracker_process, name, 600.0)
     path = tmp_path / "runs" / "sorting-0"
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(CONFIG))

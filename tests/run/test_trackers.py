@@ -43,6 +43,8 @@ class Dies(Recorder): ...
 @pytest.fixture(autouse=True)
 def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker_process, "BACKENDS", "tests.run.tracker_backends")
+    for name in ("FLUSH_S", "QUIET_S"):  # a slow machine must not decide
+        monkeypatch.setattr(tracker_process, name, 600.0)
 
 
 def recorded(run: Path) -> list[list[Any]]:
@@ -155,7 +157,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root}
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    for _ in range(1000):
+    for _ in range(5000):
         if not Path(f"/proc/{done.stdout.strip()}").exists() or recorded(tmp_path)[-1] == ["close", True]:
             break
         time.sleep(0.02)
