@@ -10,12 +10,15 @@ from typing import Any
 
 from burnish.cli import offline_training
 from burnish.cli import train as train_command
+from burnish.cli.main import print_note
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.loading import Loaded, set_key
 from burnish.config.records import Record, field_node, root_node
+from burnish.config.requirements import pin_model_ids
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 from burnish.run.durable_files import folder_id
 from burnish.run.run import Run
+from burnish.run.run_directory import RunDirectory
 
 Callback = Callable[[dict[str, Any]], bool | None]
 """Called with the metrics of each step, `step` among them. True ends the run after the step is saved."""
@@ -60,6 +63,7 @@ def execute(loaded: Loaded[Any], fresh: bool, on_open: Callable[[Run], None]) ->
     settings = loaded.config.run
     folder = Path(settings.directory) / settings.name
     replaced = folder_id(folder) if fresh else None
+    loaded = pin_model_ids(loaded, None if fresh else RunDirectory(folder).config, print_note)
     try:
         if isinstance(loaded.config, TrainConfig):
             args = argparse.Namespace(controls=False, profile=None)

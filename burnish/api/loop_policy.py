@@ -26,6 +26,7 @@ from torch import Tensor
 from burnish.algorithms.losses.policy_loss import Loss, PolicyLoss
 from burnish.algorithms.terms.loss_terms import sequence_aggregation_weights
 from burnish.algorithms.terms.spec import Aggregation
+from burnish.cli.main import print_note
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.loading import algorithm_from_preset, load_tree
@@ -110,7 +111,7 @@ class Policy:
         `temperature` is that of the samples: log-probs and losses are computed at it. `total_updates` is the length of a learning-rate
         schedule. `token_budget` limits a micro-batch, and `max_rows` the sequences that are decoded at once.
         """
-        source = find_model(Path(path))
+        source = find_model(Path(path), print_note)
         of_run = source.config.get("template") or source.config.get("data", {}).get("template")
         sections = {"model": model, "optimizer": optimizer or {}, "template": template or of_run or {}}
         given = load_tree(PolicyOptions, {k: dict(v) for k, v in sections.items()}, None).config

@@ -100,7 +100,7 @@ def load_service(args: argparse.Namespace, is_local: bool) -> tuple[TinkerServic
     from burnish.serve.tinker.service import TinkerService
     from burnish.serve.tinker.worker import Worker
 
-    source = find_model(args.model)
+    source = find_model(args.model, print_note)
     if source.note is not None:
         print_note(source.note)
     device = resolve_device(args.device)

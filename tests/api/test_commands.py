@@ -16,6 +16,7 @@ from burnish.models.policy import load_policy
 from burnish.run.metrics import MACHINE_PREFIXES
 from tests.api.conftest import QUICK
 from tests.api.user_functions import above_the_mean, add, backwards, compute_score, share_of_digits
+from tests.config.fake_hub import serve_hub, use_hub
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
 
@@ -169,3 +170,11 @@ def test_a_function_of_the_program_is_a_tool(tmp_path: Path, monkeypatch: pytest
     assert run.config["environment"]["max_turns"] == 8
     assert "add" in run.samples[0]["prompt"]  # the model reads its schema
     assert "sums" in run.samples[0]["prompt"]
+
+
+def test_a_hub_id_is_recorded_with_its_commit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_hub() as hub:
+        use_hub(hub, tmp_path / "cache", monkeypatch)
+        commit = hub.commit("org/tiny", model)
+        run = burnish.sft(model="org/tiny", data=[{"prompt": "1+1=", "completion": "2"}] * 4, updates=1, name="hub")
+    assert run.config["model"]["path"] == f"org/tiny@{commit}"

@@ -98,6 +98,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
         pipeline=AlgorithmPipeline(chosen, num_updates=1),
         policy=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=(0,))),
         source=Source(*rounds),
+        scored=SimpleNamespace(flush=lambda: None),
         learner=Model(-0.5),
         reference=Model(-0.75) if chosen.kl.reference.name != "none" else None,
         critic=None,

@@ -14,7 +14,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -22,7 +22,8 @@ from burnish.algorithms.spec import Algorithm
 from burnish.config.foreign_keys.counterparts import SECTION_BY_CONFIG, Counterpart, leading_key, our_key
 from burnish.config.loading import algorithm_from_preset, load
 from burnish.config.records import Record, Slot
-from burnish.config.schema import Run, TrainConfig
+from burnish.config.schema import TrainConfig
+from burnish.config.trackers import TRACKER_RECORDS
 
 NOT_SET = "off or not set, so there is nothing to translate"
 PLACEHOLDER = "path/to"
@@ -251,7 +252,7 @@ class Draft:
 
 def tracker_names() -> tuple[str, ...]:
     """The trackers of `run.trackers`."""
-    return get_args(get_args(Run.model_fields["trackers"].annotation)[0])
+    return tuple(record.model_fields["name"].default for record in TRACKER_RECORDS)
 
 
 @cache

@@ -52,7 +52,7 @@ def test_grpo() -> None:
     assert (algorithm.advantage.std, algorithm.aggregation.name) == ("none", "seq-mean-token-sum-norm")
     assert (algorithm.clip.low, algorithm.clip.high) == (0.2, 0.28)
     assert (algorithm.kl.loss.coef, algorithm.kl.loss.is_corrected) == (0.04, True)
-    assert (config.run.directory, config.run.name, config.run.trackers) == ("outputs", "sums", ["wandb"])
+    assert (config.run.directory, config.run.name, config.run.trackers[0].name) == ("outputs", "sums", "wandb")
     assert [(part.name, part.weight) for part in config.reward.parts] == [
         ("recipe_rewards.py:correct", 1.0),
         ("recipe_rewards.py:tagged", 0.2),
