@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument(
         "--rl",
         nargs="*",
-        default=["batch_size=6", "group_size=6", "learning_rate=0.0005", "lora_rank=16", "max_tokens=32"],
+        default=["batch_size=6", "group_size=6", "learning_rate=0.0002", "lora_rank=16", "max_tokens=32"],
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="tinker_recipes")
