@@ -168,7 +168,7 @@ def thousand(num: int, folder: Path, mark: str, is_command: bool, seed: int = 3)
     """Play many episodes, with some that hang, and say what happened."""
     started = time.monotonic()
     rows = mixture(num, seed, folder, has_hanging=True)
-    settings = command_settings(mark) | {"workers": 32} if is_command else FUNCTION
+    settings = command_settings(mark) | {"workers": 32} if is_command else FUNCTION | {"workers": 8}
     counts = check(rows, mark, is_command, deadline_s=60.0, **settings)
     lines = [f"{name}: {count}" for name, count in sorted(counts.items())]
     head = f"{num} episodes as {'commands' if is_command else 'functions'} in {time.monotonic() - started:.0f} s, seed {seed}"
