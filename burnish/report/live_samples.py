@@ -60,9 +60,8 @@ class Block:
 class LiveSamples:
     """The index of a folder of tables."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.generation = 0
+    def __init__(self, folder: Path, generation: int = 0) -> None:
+        self.folder, self.generation = folder, generation
         self._begin()
 
     def _begin(self) -> None:

@@ -143,7 +143,8 @@ def _block(run: RunData, request: Request) -> Response:
     kind, block = request.path_params["kind"], request.path_params["block"]
     if kind not in ("texts", "tokens") or block >= len(run.live_samples.blocks):
         raise BadRequest(f"no block {block} of {kind}")
-    return Response(run.block(kind, block), media_type="application/octet-stream")
+    generation = number(request, "generation") if "generation" in request.query_params else None
+    return Response(run.block(kind, block, generation), media_type="application/octet-stream")
 
 
 def number(request: Request, name: str) -> int:

@@ -9,7 +9,7 @@
     runs/ID/config              the config as text and as dotted keys, and earlier configs of the run
     runs/ID/scored              the rollouts that were scored last, while a step is being sampled (live page only)
     runs/ID/samples             the index of samples; with `since` only groups from that number on
-    runs/ID/texts/BLOCK         texts of a block of samples
+    runs/ID/texts/BLOCK         texts of a block of samples; with `generation` refused if the samples have other numbers by now
     runs/ID/tokens/BLOCK        values of their tokens
     runs/ID/search              samples that contain some words (live page only; report.html searches in the browser)
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import yaml
 
 from burnish.report.curves import main_charts, other_charts, thinned_points
-from burnish.report.live_samples import TABLES_AT_ONCE, LiveSamples
+from burnish.report.live_samples import TABLES_AT_ONCE, ChangedTable, LiveSamples
 from burnish.report.mismatch_charts import is_profile, profile_charts
 from burnish.report.run_files import LogTail, MetricsTail, Series, WorstTokensTail
 from burnish.report.run_status import file_stamp, run_status
@@ -41,6 +42,8 @@ MAX_POINTS = {"main": 2000, "other": 400}
 """Points per line of each part that the page gets. It draws fewer, and uses the others when a user zooms in."""
 FIRST_GROUPS, GROUPS_AT_ONCE = 400, 4000
 """Groups of samples in the first answer, which is shown at once, and in each later one: some hundred kilobytes."""
+MAX_GENERATION = 10**9
+"""Upper bound of the number with which the generations of samples begin."""
 FIRST_TABLES = 16
 """Tables to index before the first answer."""
 
@@ -56,7 +59,8 @@ class RunData:
         self.metrics_tail = MetricsTail(self.directory.metrics)
         self.log_tail = LogTail(self.directory.log)
         self.worst_tail = WorstTokensTail(self.directory.worst_tokens)
-        self.live_samples = LiveSamples(self.directory.samples)
+        # A page that stays open while the server is started again must not take the new numbers of samples for the old ones.
+        self.live_samples = LiveSamples(self.directory.samples, generation=secrets.randbelow(MAX_GENERATION) + 1)
         self._status: dict[str, Any] = {}
         self._status_files: list[str] = []
         self.lock, self.samples_lock = threading.Lock(), threading.Lock()
@@ -158,10 +162,16 @@ class RunData:
             rollouts = []
         return {"rollouts": rollouts[::-1]}
 
-    def block(self, kind: str, number: int) -> bytes:
-        """Return a block of texts (JSON) or tokens (bytes)."""
+    def block(self, kind: str, number: int, generation: int | None = None) -> bytes:
+        """Return a block of texts (JSON) or tokens (bytes).
+
+        If the samples have other numbers than in the given generation, or there is no such block any more, raise `ChangedTable`.
+        """
         with self.samples_lock:
-            return self.live_samples.texts(number) if kind == "texts" else self.live_samples.tokens(number)
+            live = self.live_samples
+            if generation not in (None, live.generation) or number >= len(live.blocks):
+                raise ChangedTable(f"the samples of {self.id} were numbered anew")
+            return live.texts(number) if kind == "texts" else live.tokens(number)
 
     def search(self, words: str, first: int, last: int) -> dict[str, Any]:
         """Return the samples in some blocks that contain the words."""

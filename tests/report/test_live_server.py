@@ -53,6 +53,15 @@ def test_other_names_are_refused(client: TestClient, host: str) -> None:
         assert (answer.status_code, "answers only to localhost" in answer.text) == (403, True)
 
 
+def test_a_page_of_an_earlier_server_gets_no_block_by_its_old_numbers(client: TestClient, tmp_path: Path) -> None:
+    base = "/api/runs/group/it"
+    now = client.get(f"{base}/samples").json()["generation"]
+    with TestClient(make_app(RunList([tmp_path])), base_url="http://127.0.0.1:8100") as later:
+        assert later.get(f"{base}/samples?since=1&generation={now}").json()["since"] == 0
+        assert later.get(f"{base}/texts/0?generation={now}").status_code == 409
+    assert client.get(f"{base}/texts/0?generation={now}").status_code == 200
+
+
 @pytest.mark.parametrize("host", ["localhost:8100", "[::1]:8100", "run.localhost"])
 def test_names_of_this_machine_are_answered(client: TestClient, host: str) -> None:
     assert client.get("/api/runs", headers={"Host": host}).status_code == 200

@@ -71,19 +71,22 @@ class Store {
   }
 
   load(key) {
-    if (this.cache.has(key)) return Promise.resolve(this.ready(key) || this.cache.get(key));
+    const { cache, generation } = this;
+    if (cache.has(key)) return Promise.resolve(this.ready(key) || cache.get(key));
     const isText = key[0] === "x", number = Number(key.slice(1));
-    const loading = this.source.bytes(this.path + (isText ? "/texts/" : "/tokens/") + number).then((bytes) => {
+    const loading = this.source.bytes(this.path + (isText ? "/texts/" : "/tokens/") + number, { generation }).then((bytes) => {
+      if (this.cache !== cache) throw new RefusedError(409, "the samples of this run were numbered anew"); // this block is of the old numbers
       const block = isText ? parsed(bytes) : tokenBlock(bytes, this, number);
-      this.cache.delete(key);
-      this.cache.set(key, block);
-      for (const old of this.cache.keys()) {
-        if (this.cache.size <= CACHED) break;
-        if (!(this.cache.get(old) instanceof Promise)) this.cache.delete(old);
+      cache.delete(key);
+      cache.set(key, block);
+      for (const old of cache.keys()) {
+        if (cache.size <= CACHED) break;
+        if (!(cache.get(old) instanceof Promise)) cache.delete(old);
       }
       return block;
     });
-    this.cache.set(key, loading);
+    cache.set(key, loading);
+    loading.catch(() => cache.delete(key)); // asked for again when it is looked at next
     return loading;
   }
 
