@@ -44,6 +44,7 @@ class LineTail:
                 return self._read(file)
         except FileNotFoundError:
             was_there = self._file_id is not None
+            self.generation += was_there
             self._begin(None)
             return was_there, []
 

@@ -72,7 +72,8 @@ class RunList:
     def summaries(self) -> dict[str, Any]:
         """Return the line of each run, by id."""
         self.update()
-        return {"runs": [self._runs[run_id].summary() for run_id in sorted(self._runs)]}
+        runs = sorted(self._runs.items())  # a copy: another request may remove a run meanwhile
+        return {"runs": [run.summary() for _, run in runs]}
 
 
 def check_path(path: Path) -> None:
@@ -85,7 +86,7 @@ def check_path(path: Path) -> None:
 
 def find_runs(path: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
     """Yield the runs at and below a path. Folders inside a run, and hidden ones, are not searched."""
-    if (path / "config.yaml").is_file():
+    if os.path.isfile(path / "config.yaml"):  # `Path.is_file` raises for a folder that this user may not enter
         yield path
         return
     if depth == 0:

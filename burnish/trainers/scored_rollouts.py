@@ -91,7 +91,8 @@ def scored_row(trajectory: Trajectory, draw: PromptSample, tokenizer: Tokenizer)
         "sample": trajectory.sample,
         "prompt": cut(opening_text(trajectory, draw.prompt, tokenizer)),
         "completion": cut(trajectory.completion),
-        "turns": None if turns is None or len(turns) > MAX_TURNS_CHARS else json.loads(turns),
+        # A turn's reward may be NaN, for which browsers know no JSON.
+        "turns": None if turns is None or len(turns) > MAX_TURNS_CHARS else json.loads(turns, parse_constant=_none),
         "reward": finite(trajectory.reward),
         "accuracy": finite(trajectory.accuracy),
         "finish": trajectory.finish,
@@ -108,6 +109,10 @@ def cut(text: str) -> str:
         if len(text) <= MAX_CHARS
         else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
     )
+
+
+def _none(constant: str) -> None:
+    """What is read for NaN and the infinities."""
 
 
 def finite(value: float | None) -> float | None:

@@ -94,6 +94,8 @@ def test_a_row_has_texts_and_numbers_that_json_has(tokenizer: Tokenizer) -> None
     trajectory.nodes.append(TokenNode(1, np.array(tokenizer.encode("5"))))
     trajectory.turns = [TurnSpan(1, "start", 0.25)]
     assert [entry["text"] for entry in scored_row(trajectory, draw, tokenizer)["turns"]] == ["9", "5"]
+    trajectory.turns = [TurnSpan(1, "start", float("nan"))]
+    assert scored_row(trajectory, draw, tokenizer)["turns"][0]["reward"] is None
 
 
 def test_a_long_text_loses_its_middle() -> None:
