@@ -84,6 +84,15 @@ class Checkpoint:
         }
 
 
+def saved_at(directory: Path) -> str | None:
+    """When the checkpoint in a folder was saved; None if there is none any more."""
+    try:
+        found: str = json.loads((directory / FILE).read_text())["time"]
+    except FileNotFoundError:
+        return None
+    return found
+
+
 class CheckpointStore:
     """The checkpoints below a folder."""
 
@@ -166,8 +175,13 @@ class CheckpointStore:
         for folder in folders:
             for kind in TYPES:
                 for file in (folder / kind).glob(f"*/{FILE}"):
-                    if NAME.fullmatch(file.parent.name):  # not the temporary folder of a writer
-                        yield self._read(file.parent)
+                    if not NAME.fullmatch(file.parent.name):  # the temporary folder of a writer
+                        continue
+                    try:
+                        found = self._read(file.parent)
+                    except FileNotFoundError:  # deleted or replaced meanwhile
+                        continue
+                    yield found
 
     def _directory(self, model_id: str, folder: str, name: str) -> Path:
         for part in (model_id, name):

@@ -57,6 +57,8 @@ def cispo(logp: Tensor, inputs: Inputs, options: Options) -> Tensor:
 def dro(logp: Tensor, inputs: Inputs, options: Options) -> Tensor:
     """Policy gradient with a quadratic penalty on the log-ratio."""
     penalty = 0.5 * _number(options, "beta") * (logp - inputs["logprobs"]).square()
+    if "weights" in inputs:
+        penalty = penalty * inputs["weights"]
     return -(logp * inputs["advantages"] - penalty).sum()
 
 
@@ -144,7 +146,7 @@ def find_loss(name: str, options: Options) -> LossSpec:
 def read_names(name: str, given: Mapping[str, object]) -> list[str]:
     """The tensors of a sequence that a loss reads; BadRequest if one is missing, or if one is given that it does not read.
 
-    `weights` of a policy loss multiply the advantages: 0 leaves a token out.
+    `weights` of a policy loss multiply the advantages, and the penalty of dro: 0 leaves a token out.
     """
     spec = LOSSES[name]
     extra = () if name == "cross_entropy" else ("weights",)

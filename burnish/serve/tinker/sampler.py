@@ -23,6 +23,7 @@ from burnish.distributed.roles import build_engine
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.serve.request_to_engine import TokenScorer
+from burnish.serve.tinker.checkpoints import saved_at
 from burnish.serve.tinker.prompt_scoring import ScoredPrompt, score_prompts, scored_prompt
 from burnish.serve.tinker.requests import BadRequest, Sample, SamplingParams, text_tokens
 from burnish.serve.tinker.responses import NO_LOGPROB, Failure, Result, SampledSequence, SampleOutput, TopTable
@@ -39,6 +40,8 @@ class SamplerWeights:
     lora: Lora | None = None
     tensors: Weights | None = None
     directory: Path | None = None
+    saved_at: str | None = None
+    """When the checkpoint in `directory` was saved."""
 
     @property
     def kind(self) -> Kind:
@@ -78,6 +81,7 @@ class SamplerPool:
         self.base, self.rollout, self.token_budget = base, rollout, token_budget
         self.slots: dict[Kind, EngineSlot] = {}
         self.version = 0
+        self.is_stopping = False
 
     def run(self, jobs: Sequence[SampleJob], take_more: Callable[[], Sequence[SampleJob]]) -> None:
         """Sample for jobs of the same weights, and for those that `take_more` returns meanwhile, until all are finished.
@@ -89,23 +93,30 @@ class SamplerPool:
             slot = self.slot_with(weights)
             running: dict[str, SampleJob] = {}
             self._begin(slot, jobs, running)
-            for completion in slot.engine.stream():
-                job_id, _, index = completion.id.rpartition("#")
-                job = running[job_id]
-                job.completions[int(index)] = completion
-                if len(job.completions) == job.asked.num_samples:
-                    del running[job_id]
-                    job.finish(self._result(slot, job))
-                self._begin(slot, take_more(), running)
-                self._abort(slot, [job for job in running.values() if job.is_cancelled], running)
+            while running and not self.is_stopping:
+                for completion in slot.engine.stream():
+                    job_id, _, index = completion.id.rpartition("#")
+                    job = running[job_id]
+                    job.completions[int(index)] = completion
+                    if len(job.completions) == job.asked.num_samples:
+                        del running[job_id]
+                        job.finish(self._result(slot, job))
+                    self._change(slot, take_more(), running)
+                # The stream has ended by `interrupt`, or because no request is left.
+                self._change(slot, take_more(), running)
         except Exception:
             self.slots.pop(weights.kind, None)
             raise
 
     def interrupt(self) -> None:
-        """Make `run` return after the engine's present step, from any thread. Unfinished jobs are left without a result."""
+        """Make `run` look for new and cancelled jobs after the engine's present step, from any thread."""
         for slot in list(self.slots.values()):
             slot.engine.interrupt()
+
+    def stop(self) -> None:
+        """Make `run` return after the engine's present step, from any thread. Unfinished jobs are left without a result."""
+        self.is_stopping = True
+        self.interrupt()
 
     def slot_with(self, weights: SamplerWeights) -> EngineSlot:
         """The engine of the weights' kind with these weights. The caches of other engines are freed."""
@@ -116,6 +127,10 @@ class SamplerPool:
         if slot is None:
             slot = self.slots[weights.kind] = self._new_slot(weights)
         if slot.weights is not weights:
+            if weights.directory is not None and saved_at(weights.directory) != weights.saved_at:
+                raise BadRequest(
+                    f"the checkpoint {weights.directory} was replaced or deleted since this sampler was made; make another sampler"
+                )
             self.version += 1
             slot.weights = None  # until the copy is complete
             slot.engine.load(self.version, (weights.tensors or {}).items())
@@ -132,6 +147,11 @@ class SamplerPool:
         module = base.module if weights.form == "base" else new_module(base, weights.lora, 0).requires_grad_(False)
         policy = PolicyModel(module, base.tokenizer, base.source, "")
         return EngineSlot(policy, module, build_engine(policy, self.rollout))
+
+    def _change(self, slot: EngineSlot, new: Iterable[SampleJob], running: dict[str, SampleJob]) -> None:
+        """Begin new jobs, and end those that were cancelled."""
+        self._begin(slot, new, running)
+        self._abort(slot, [job for job in running.values() if job.is_cancelled], running)
 
     def _begin(self, slot: EngineSlot, jobs: Iterable[SampleJob], running: dict[str, SampleJob]) -> None:
         """Score the prompts of jobs and submit their requests. A job that cannot run is finished with the reason."""

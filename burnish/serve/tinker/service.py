@@ -200,7 +200,8 @@ class TinkerService:
     def _snapshot(self, entry: ModelEntry, asked: SaveWeights) -> Result:
         """Copy the present weights for a sampler (on the worker's thread). The oldest copy beyond MAX_SNAPSHOTS is dropped."""
         model = entry.require()
-        number = asked.sampling_session_seq_id if asked.sampling_session_seq_id is not None else asked.seq_id
+        # A number of the model's own would be that of another model's sampler, too.
+        number = uuid.uuid4() if asked.sampling_session_seq_id is None else asked.sampling_session_seq_id
         sampler_id = f"{entry.session_id}:sample:{number}"
         weights = SamplerWeights("full" if model.lora is None else "adapter", model.lora, model.snapshot())
 
@@ -229,7 +230,7 @@ class TinkerService:
 
         def run() -> Result:
             found = self.store.find(asked.path)
-            self._check_checkpoint(found, entry.description.adapters)
+            self._check_checkpoint(found, entry.description.adapters, asked.optimizer)
             entry.require().load(found.directory, asked.optimizer)
             return JsonResult({"type": "load_weights", "path": found.path, "model_id": entry.id})
 
@@ -246,7 +247,7 @@ class TinkerService:
         try:
             found = self.store.find(asked.path)
             lora = found.model.adapters
-            self._check_checkpoint(found, lora)
+            self._check_checkpoint(found, lora, asked.optimizer)
             check_optimizer(asked.optimizer_config or OptimizerOptions())
         except BadRequest as error:
             return self._failed(request_id, session.id, model_id, error)
@@ -324,9 +325,13 @@ class TinkerService:
         if name not in {self.name, *self.aliases}:
             raise BadRequest(f"this server has the base model {self.name}, not {name}; it is named with --name")
 
-    def _check_checkpoint(self, found: Checkpoint, lora: Lora | None) -> None:
-        """Refuse weights of another base or kind."""
+    def _check_checkpoint(self, found: Checkpoint, lora: Lora | None, needs_optimizer: bool = False) -> None:
+        """Refuse weights of another base or kind, and an optimizer's state where there is none."""
         self._check_base(found.model.base_model)
+        if needs_optimizer and found.folder != "weights":
+            raise BadRequest(
+                f"{found.path} has no optimizer state, which only save_state saves; load it without the optimizer"
+            )
         if found.model.adapters != lora:
             kinds = [
                 ("all weights" if one is None else f"adapters of rank {one.rank} on {', '.join(one.projections)}")
@@ -359,7 +364,7 @@ class TinkerService:
         for other in self.samplers.values():
             if (other.path, other.saved_at) == (found.path, found.time):
                 return SamplerEntry(other.weights, found.path, found.time)
-        weights = SamplerWeights("full" if lora is None else "adapter", lora, directory=found.directory)
+        weights = SamplerWeights("full" if lora is None else "adapter", lora, None, found.directory, found.time)
         return SamplerEntry(weights, found.path, found.time)
 
     def sampler(self, sampler_id: str) -> SamplerEntry:
@@ -406,6 +411,7 @@ class TinkerService:
         job = self.jobs.get(request_id)
         if job is not None:
             job.is_cancelled = True
+            self.worker.pool.interrupt()
 
     # --- tasks and futures -----------------------------------------------------------------------------------------------
 

@@ -239,14 +239,21 @@ class TrainingModel:
 
     def load(self, directory: Path, with_optimizer: bool) -> None:
         """Load weights, and AdamW's state or none. A gradient that was accumulated is dropped."""
-        self.optimizer.zero_grad()
-        self.policy.load_weights(directory)
         if not with_optimizer:
+            self._load_weights(directory)
             self.optimizer.state, self.optimizer.updates, self.num_steps = {}, {}, 0
             return
+        # The state is read before the weights change: with the new weights, older master copies would undo them at the next step.
         with StoredTensors(directory, "optimizer") as stored:
-            self.optimizer.restore(read_state(stored, self.module, self.optimizer.layout))
-        self.num_steps = int(json.loads((directory / STATE_FILE).read_text())["steps"])
+            state = read_state(stored, self.module, self.optimizer.layout)
+            num_steps = int(json.loads((directory / STATE_FILE).read_text())["steps"])
+            self._load_weights(directory)
+            self.optimizer.restore(state)
+        self.num_steps = num_steps
+
+    def _load_weights(self, directory: Path) -> None:
+        self.policy.load_weights(directory)
+        self.optimizer.zero_grad()
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array.copy() if not array.flags.writeable else array, device=self.device)

@@ -54,13 +54,15 @@ class Worker:
         with self._changed:
             self._queue.append(item)
             self._changed.notify()
+        if isinstance(item, SampleJob):  # it joins a batch of the same weights at once, not when a long sample ends
+            self.pool.interrupt()
 
     def stop(self) -> None:
         """End after the present training task, or after the engine's present step. What waits is failed."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        self.pool.interrupt()
+        self.pool.stop()
         if self._thread.is_alive():
             self._thread.join()
 

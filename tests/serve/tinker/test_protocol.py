@@ -13,6 +13,8 @@ import torch
 
 from burnish.config.model import Lora
 from burnish.config.rollout import Rollout
+from burnish.core.engine import Completion
+from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.policy import PolicyModel
 from burnish.serve.tinker.protobuf import bytes_of, double_of, read_fields, text_of
 from burnish.serve.tinker.requests import AdamOptions, Sample
@@ -346,6 +348,30 @@ def test_requests_are_cancelled_before_they_run_and_while_they_run(
     assert results["long"].error == "the request was cancelled"
 
 
+def test_a_cancelled_request_ends_before_any_sample_does(
+    tiny_base: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[Any] = []
+    asked = Sample.model_validate(sample_body("", 0, [1, 2], params={"max_tokens": 200, "stop": []}))
+    job = SampleJob("long", asked, SamplerWeights(), results.append, 0)
+    pool = SamplerPool(tiny_base, Rollout(max_rows=8), TOKEN_BUDGET)
+    engine = pool.slot_with(job.weights).engine
+    assert isinstance(engine, DenseEngine)
+    decode, steps = engine._decode_step, list[int]()
+
+    def counted() -> list[Completion]:
+        steps.append(1)
+        if len(steps) == 3:  # as the event loop does it while the engine runs
+            job.is_cancelled = True
+            pool.interrupt()
+        return decode()
+
+    monkeypatch.setattr(engine, "_decode_step", counted)
+    pool.run([job], list)
+    assert [result.error for result in results] == ["the request was cancelled"]
+    assert len(steps) == 3
+
+
 def test_the_oldest_unnamed_weights_of_a_model_are_dropped(tinker_server: Server) -> None:
     model = tinker_server.model(tinker_server.session())
     names = [snapshot(tinker_server, model, 1 + n, 1 + n) for n in range(MAX_SNAPSHOTS + 1)]
@@ -420,6 +446,10 @@ def test_checkpoints_are_listed_sampled_from_replaced_and_deleted(saved: tuple[S
     assert "exists already" in taken["error"]
     server.done("save_weights", {"model_id": model, "seq_id": 8, "path": "one", "overwrite": True})
     assert logprobs(server, server.sampler(session, 2, path), 0, [1, 2, 3]) != before
+    old = server.done("asample", sample_body(f"{session}:sample:1", 1, [1, 2, 3]))
+    assert "was replaced or deleted" in old["error"]
+    no_state = server.done("load_weights", {"model_id": model, "seq_id": 9, "path": weights, "optimizer": True})
+    assert "has no optimizer state" in no_state["error"]
     assert server.request("DELETE", f"training_runs/{model}/checkpoints/weights/one").status == 204
     assert [one["checkpoint_id"] for one in server.get("checkpoints")["checkpoints"]] == ["sampler_weights/two"]
 

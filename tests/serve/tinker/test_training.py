@@ -71,6 +71,16 @@ def test_a_loss_and_its_gradient_are_those_of_the_documented_formula(name: str) 
     assert float(theirs.grad.abs().sum()) > 0
 
 
+def test_a_weight_of_zero_leaves_a_token_out_of_dro() -> None:
+    logp, q, a = (
+        torch.tensor(values, requires_grad=k == 0) for k, values in enumerate(([-1.0, -2.0], [0.0, -1.5], [0.5, 1.0]))
+    )
+    inputs = {"logprobs": q, "advantages": a, "weights": torch.tensor([0.0, 1.0])}
+    sequence_loss(LOSSES["dro"], logp, inputs, {"beta": 0.1}).backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([0.0, -1.0 + 0.1 * -0.5])
+
+
 # --- models --------------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +265,14 @@ def test_training_goes_on_bit_equal_from_a_saved_state(
     saved, restored = first.optimizer.tensors(), second.optimizer.tensors()
     assert saved.keys() == restored.keys()
     assert all(torch.equal(tensor, restored[name]) for name, tensor in saved.items())
+    train(second, 1)
+    (tmp_path / "optimizer.json").rename(tmp_path / "gone.json")
+    changed = second.snapshot()
+    with pytest.raises(FileNotFoundError):
+        second.load(tmp_path, with_optimizer=True)
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in second.snapshot().items()), "nothing is loaded"
+    (tmp_path / "gone.json").rename(tmp_path / "optimizer.json")
+    second.load(tmp_path, with_optimizer=True)
     third = TrainingModel(plain, lora, seed=9, token_budget=64)
     third.load(tmp_path, with_optimizer=False)
     assert third.num_steps == 0
