@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burnish.core.random_keys import fold
 from burnish.models.decoder import Decoder
-from burnish.serve.tinker.requests import NUMPY_TYPES, BadRequest, JsonTensor, Sample
+from burnish.serve.tinker.requests import BadRequest, JsonTensor, Sample, json_values
 from burnish.serve.tinker.responses import NO_LOGPROB, PromptScores, Table, TopTable
 from burnish.training.packing import pack_units, sequence_units
 
@@ -107,9 +107,10 @@ def _wanted(tensor: JsonTensor, tokens: Sequence[int], vocab_size: int) -> Wante
         raise BadRequest(
             f"target_prompt_logprobs is {tensor.dtype} {shape}; expected int64 [{len(tokens) - 1}, K] for {len(tokens)} tokens"
         )
-    ids = np.asarray(tensor.data, NUMPY_TYPES["int64"])
+    ids = json_values(tensor)
     if tensor.sparse_crow_indices is None:
-        rows, expected = np.repeat(np.arange(shape[0]), shape[1]), shape[0] * shape[1]
+        expected = shape[0] * shape[1]
+        rows = np.repeat(np.arange(shape[0]), shape[1]) if expected == len(ids) else ids[:0]
     else:
         pointers = np.asarray(tensor.sparse_crow_indices)
         steps = np.diff(pointers)

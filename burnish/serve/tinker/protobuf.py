@@ -2,7 +2,7 @@
 
 The stock client sends `forward_backward` requests and reads samples and training outputs in this format. A message is a sequence
 of fields, each a varint tag (field number and wire type) and a value (https://protobuf.dev/programming-guides/encoding). The few
-messages of the API need no generated code and no `protobuf` package; `messages.py` has their field numbers.
+messages of the API need no generated code and no `protobuf` package; `requests.py` and `responses.py` have their field numbers.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class SaveWeights(ModelRequest):
     """`save_weights`, `save_weights_for_sampler` and `save_weights_external`."""
 
     path: str | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, le=10**10)
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
@@ -301,8 +301,15 @@ def text_tokens(chunks: Iterable[JsonChunk]) -> list[int]:
 
 def json_tensor(tensor: JsonTensor) -> np.ndarray:
     """A JSON tensor as an array; cells that a sparse one does not list are 0."""
-    values = np.asarray(tensor.data, NUMPY_TYPES[tensor.dtype])
-    return shaped(values, tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+    return shaped(json_values(tensor), tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+
+
+def json_values(tensor: JsonTensor) -> np.ndarray:
+    """The values of a JSON tensor in a row."""
+    try:
+        return np.asarray(tensor.data, NUMPY_TYPES[tensor.dtype])
+    except (ValueError, OverflowError) as error:  # NaN or an infinity as an integer
+        raise BadRequest(f"a tensor of {tensor.dtype} has a value that is none: {error}") from error
 
 
 def shaped(

@@ -268,7 +268,12 @@ class Routes:
             await asyncio.sleep(SWEEP_S)
             for session_id in self.service.end_lost_sessions():
                 self.log(f"session {session_id} has ended: no heartbeat for {self.service.session_timeout_s:g} s")
-            for path in await asyncio.to_thread(self.service.store.delete_expired):
+            try:
+                deleted = await asyncio.to_thread(self.service.store.delete_expired)
+            except Exception as error:  # noqa: BLE001 - a damaged checkpoint must not end the search for lost sessions
+                self.log(f"expired checkpoints below {self.service.store.root} could not be deleted: {error!r}")
+                continue
+            for path in deleted:
                 self.log(f"deleted {path}: its time is over")
 
 
