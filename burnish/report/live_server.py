@@ -33,6 +33,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_S = 2
 MAX_NUMBER = 10**12
 MAX_WORDS = 1000
+NO_RUN = "no such run: its folder is gone, or it was never on this page\n"
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -90,13 +91,15 @@ def make_app(runs: RunList) -> ASGIApp:
         def endpoint(request: Request) -> Response:
             run = runs.get(request.path_params["id"])
             if run is None:
-                return PlainTextResponse("no such run: its folder is gone, or it was never on this page\n", 404)
+                return PlainTextResponse(NO_RUN, 404)
             try:
                 return answer(run, request)
             except BadRequest as error:
                 return PlainTextResponse(f"{error}\n", 400)
             except ChangedTable as error:
                 return PlainTextResponse(f"{error}\n", 409)
+            except FileNotFoundError:  # the folder is being removed
+                return PlainTextResponse(NO_RUN, 404)
             except UserError as error:
                 return PlainTextResponse(f"{error}\n", 500)
 

@@ -53,6 +53,12 @@ def test_other_names_are_refused(client: TestClient, host: str) -> None:
         assert (answer.status_code, "answers only to localhost" in answer.text) == (403, True)
 
 
+def test_a_run_whose_folder_is_removed_meanwhile_is_not_there(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "group" / "it" / "config.yaml").unlink()
+    answer = client.get("/api/runs/group/it/config")
+    assert (answer.status_code, answer.text.startswith("no such run")) == (404, True)
+
+
 def test_a_page_of_an_earlier_server_gets_no_block_by_its_old_numbers(client: TestClient, tmp_path: Path) -> None:
     base = "/api/runs/group/it"
     now = client.get(f"{base}/samples").json()["generation"]
