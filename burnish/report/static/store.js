@@ -23,8 +23,10 @@ class Store {
 
   // Load the next part of the index; whether anything changed. `isComplete` says whether more is to come.
   async update() {
-    const answer = await this.source.json(this.path + "/samples", { since: this.numGroups, generation: this.generation });
-    const isAnew = answer.generation !== this.generation || answer.since < this.numGroups;
+    const since = this.numGroups, { generation } = this;
+    const answer = await this.source.json(this.path + "/samples", { since, generation });
+    if (this.numGroups !== since || this.generation !== generation) return false; // another answer came first
+    const isAnew = answer.generation !== generation || answer.since < since;
     if (isAnew) this.begin();
     this.generation = answer.generation;
     const { kinds, sources, finishes } = answer;
