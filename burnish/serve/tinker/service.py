@@ -382,6 +382,7 @@ class TinkerService:
         if asked.sampling_session_id is not None:
             entry = self.sampler(asked.sampling_session_id)
             session_id = asked.sampling_session_id.rpartition(":sample:")[0]
+            self.session(session_id)  # a client that only samples is there, too
             request_id = f"{asked.sampling_session_id}:{uuid.uuid4() if asked.seq_id is None else asked.seq_id}"
         else:
             entry, session_id, request_id = self._sampler(asked.model_path, asked.base_model), "", str(uuid.uuid4())

@@ -469,6 +469,11 @@ def test_models_end_with_unload_and_with_their_lost_session(serve_tinker: Start,
     assert server.post("get_info", {"model_id": models[1]}).status == 404
     assert server.post("retrieve_future", {"request_id": waiting["request_id"]}).status == 410
     assert server.get("sessions")["sessions"] == [second]
+    sampler = server.sampler(second, 0)
+    now[0] = 240.0
+    assert "sequences" in server.done("asample", sample_body(sampler, 0, [1, 2]))
+    now[0] = 330.0
+    assert server.on_event_loop(server.service.end_lost_sessions) == [], "a client that samples is there"
 
 
 def test_a_key_is_required_if_the_server_has_one(serve_tinker: Start, tmp_path: Path) -> None:
