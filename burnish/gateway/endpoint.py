@@ -77,6 +77,7 @@ class RecordingEndpoint:
             uvicorn.Config(
                 self._app,
                 log_config=None,
+                log_level="error",  # an agent may send garbage a thousand times
                 access_log=False,
                 server_header=False,
                 lifespan="off",
