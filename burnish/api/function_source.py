@@ -20,13 +20,14 @@ import inspect
 import linecache
 import os
 import pickle
+import pickletools
 import re
 import site
 import symtable
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -37,6 +38,8 @@ from burnish.config.errors import UserError
 PROGRAM_MODULES = ("__main__", "__mp_main__")
 """Modules that worker processes cannot import: a script, a notebook, a prompt."""
 LAMBDA = "<lambda>"
+MODULE_NAMES = ("__name__", "__doc__", "__package__", "__loader__", "__spec__", "__builtins__", "__debug__")
+"""Names that every module has for itself."""
 
 
 class CannotWrite(Exception):
@@ -95,9 +98,7 @@ class _SourceFile:
         head = ['"""Written from a Python program, for worker processes and for a later resume."""', ""]
         if self.has_future_annotations:
             head += ["from __future__ import annotations", ""]
-        if self.folders:
-            appended = [f"sys.path.append({folder!r})  # the program imports from here" for folder in self.folders]
-            head += ["import sys", "", *appended, ""]
+        head += _path_lines(self.folders)
         return "\n".join([*head, *self.imports, *([""] if self.imports else []), "\n\n".join(self.blocks)])
 
     def _define(self, name: str, value: Any, user: str = "") -> None:
@@ -112,7 +113,7 @@ class _SourceFile:
         elif _is_imported(value):
             module = sys.modules[value.__module__]
             self._import(module, f"from {module.__name__} import {value.__name__}", name, value.__name__)
-        elif isinstance(value, (FunctionType, type)):
+        elif isinstance(value, type) or isinstance(inspect.unwrap(value), FunctionType):  # or of functools.lru_cache
             self._write_definition(name, value)
         else:
             self.blocks.append(self._constant(name, value, user) + "\n")
@@ -128,14 +129,18 @@ class _SourceFile:
         if value.__name__ == LAMBDA:
             raise CannotWrite("it is a lambda, whose source is part of another line: give it a name with def")
         # A decorated function is its own source with the decorator, if that uses functools.wraps.
-        inner = inspect.unwrap(value) if isinstance(value, FunctionType) else value
+        inner = value if isinstance(value, type) else inspect.unwrap(value)
         if variables := _closure_variables(inner):
             raise CannotWrite(f"{name} is a closure over {', '.join(variables)}: pass them as arguments with defaults")
         source = _source_of(inner)
         functions = [inner] if isinstance(inner, FunctionType) else _methods(inner)
         names = functions[0].__globals__ if functions else vars(sys.modules[value.__module__])
         self.has_future_annotations |= names.get("annotations") is __future__.annotations
+        for function in functions:
+            _check_defaults(name, function)
         for used in _global_names(source):
+            if used not in names and not hasattr(builtins, used) and "<locals>" in inner.__qualname__:
+                raise CannotWrite(f"{name} uses {used}, a variable of the function in which it is defined")
             if used in names and used != value.__name__:
                 self._define(used, names[used], name)
                 if isinstance(names[used], ModuleType):
@@ -173,6 +178,7 @@ class _SourceFile:
         if reason:
             raise CannotWrite(f"{user or name} uses {name}, a {kind}, which cannot be written to a file ({reason})")
         self.imports["import pickle"] = None
+        self.folders |= _pickled_folders(data)
         return f"{name} = pickle.loads({data!r})  # {kind}"
 
 
@@ -182,6 +188,42 @@ def _is_imported(value: Any) -> bool:
     if module is None or module.__name__ in PROGRAM_MODULES or not isinstance(name, str):
         return False
     return getattr(module, name, None) is value
+
+
+def _path_lines(folders: Iterable[str]) -> list[str]:
+    """The lines of a file that let it import from the program's own folders."""
+    appended = [f"sys.path.append({folder!r})  # the program imports from here" for folder in folders]
+    return ["import sys", "", *appended, ""] if appended else []
+
+
+def _pickled_folders(data: bytes) -> dict[str, None]:
+    """The program's own folders from which pickled bytes import: the modules of its classes and functions are named in them."""
+    named = [arg for _, arg, _ in pickletools.genops(data) if isinstance(arg, str) and arg in sys.modules]
+    modules = [sys.modules[name] for name in named if name not in PROGRAM_MODULES]
+    folders = [_root_folder(module) for module in modules if not _is_found_by_workers(module)]
+    return {str(folder): None for folder in folders if folder is not None}
+
+
+def _check_defaults(user: str, function: FunctionType) -> None:
+    """Refuse the source of a function with a default `weight=weight`, if that variable has another value now, as after a loop."""
+    for parameter in inspect.signature(function).parameters.values():
+        given = parameter.default
+        if given is not parameter.empty:
+            node = _default_expression(function, parameter.name)
+            if isinstance(node, ast.Name) and function.__globals__.get(node.id, given) is not given:
+                raise CannotWrite(f"{user} has a default {parameter.name}={node.id}, and {node.id} has changed since")
+
+
+def _default_expression(function: FunctionType, parameter: str) -> ast.expr | None:
+    """The default of a parameter in the source of a function; None if it has none there."""
+    definition = ast.parse(_source_of(function)).body[0]
+    if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    arguments = definition.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
+    pairs += [(arg, node) for arg, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if node]
+    return next((node for arg, node in pairs if arg.arg == parameter), None)
 
 
 def _attribute_paths(source: str, name: str) -> list[list[str]]:
@@ -221,9 +263,16 @@ def _closure_variables(value: Any) -> list[str]:
 
 
 def _methods(value: type) -> list[FunctionType]:
-    """The functions that the body of a class defines."""
-    functions = [member for member in vars(value).values() if isinstance(member, FunctionType)]
-    return [function for function in functions if function.__qualname__.startswith(f"{value.__qualname__}.")]
+    """The functions that the body of a class defines, without what decorators such as `dataclass` add."""
+    members = [member for member in vars(value).values() if isinstance(member, FunctionType)]
+    functions = [
+        inspect.unwrap(member) for member in members if member.__qualname__.startswith(f"{value.__qualname__}.")
+    ]
+    return [
+        function
+        for function in functions
+        if function.__globals__.get("__name__") == value.__module__ and function.__code__.co_filename != "<string>"
+    ]
 
 
 def _class_source(value: type) -> str:
@@ -261,7 +310,7 @@ def _global_names(source: str) -> list[str]:
     def found(table: symtable.SymbolTable, is_top: bool) -> Iterator[str]:
         for symbol in table.get_symbols():
             is_looked_up = symbol.is_referenced() and not symbol.is_assigned() if is_top else symbol.is_global()
-            if is_looked_up and not hasattr(builtins, symbol.get_name()):
+            if is_looked_up and symbol.get_name() not in MODULE_NAMES:
                 yield symbol.get_name()
         for child in table.get_children():
             yield from found(child, is_top=False)
@@ -326,5 +375,6 @@ def _pickled_source(value: Any, reason: str) -> str:
     return (
         f'"""Written by cloudpickle from a Python program. It loads in Python {version} only."""\n'
         f"# Not as source: {' '.join(reason.split())}.\n\n"
-        f"import cloudpickle\n\n{name} = cloudpickle.loads({data!r})\n"
+        + "\n".join(_path_lines(_pickled_folders(data)))
+        + f"\nimport cloudpickle\n\n{name} = cloudpickle.loads({data!r})\n"
     )

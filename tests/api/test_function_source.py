@@ -148,6 +148,58 @@ def test_cloudpickle_sends_a_closure_and_says_what_it_cannot_send() -> None:
         )
 
 
+CHANGED = """
+from functools import lru_cache
+from dataclasses import dataclass
+
+@lru_cache(None)
+def cached(x):
+    return x + 1
+
+def round(x):
+    return "mine"
+
+@dataclass
+class Weights:
+    right: float = 2.0
+
+    def total(self):
+        return self.right
+
+def shadows(x):
+    return round(x), cached(x), Weights().total()
+
+scored = []
+for weight in (1, 2):
+    def weighted(x, weight=weight):
+        return x * weight
+    scored.append(weighted)
+
+def made(factor):
+    def inner(x, factor=factor):
+        return x * factor
+    return inner
+"""
+
+
+def test_what_a_name_meant_when_a_function_was_defined_is_sent() -> None:
+    cell = in_program(CHANGED)
+    assert elsewhere(written_source(cell["shadows"]), "shadows(1)") == "('mine', 2, 2.0)"
+    assert [elsewhere(written_source(f), "weighted(10)") for f in cell["scored"]] == ["10", "20"]
+    assert elsewhere(written_source(cell["made"](5)), "inner(2)") == "10"
+
+
+def test_a_pickled_object_is_loaded_with_the_folder_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_weights.py").write_text("class Weights:\n    right = 3\n\ndef triple(x):\n    return x * 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    cell = in_program("import my_weights\nW = my_weights.Weights()\ndef f(x):\n    return x * W.right\n")
+    assert elsewhere(written_source(cell["f"]), "f(2)") == "6"
+    cell = in_program("import my_weights\nf = lambda x: my_weights.triple(x)\n")
+    assert elsewhere(written_source(cell["f"]), "function(2)") == "6"
+
+
 def test_rows_of_any_kind_become_one_file() -> None:
     import numpy as np
 
