@@ -8,6 +8,7 @@ command's, and `burnish train RUN/config.yaml` continues it.
 from __future__ import annotations
 
 import glob
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,10 @@ def train(
 
 def sft(*, model: Any, data: Any, **settings: Any) -> Run:
     """Train on demonstrations, as `burnish sft` does. Arguments as of `train`; keys of the section `sft` may be given by themselves."""
+    if "held_out" in settings:
+        raise UserError(
+            "burnish.sft has no argument 'held_out', because sft has no validation; measure its model with evaluate"
+        )
     return _offline("sft", "sft", model, data, None, **settings)
 
 
@@ -186,10 +191,17 @@ def _offline(
         return _run_command(section, command, inputs, given, settings, name, fresh, callback)
 
 
-def _model_section(model: Any) -> dict[str, Any]:
+def _model_section(inputs: PythonInputs, model: Any) -> dict[str, Any]:
     if isinstance(model, Run):
         return {"path": str(model.best_checkpoint)}
-    return dict(model) if isinstance(model, Mapping) else {"path": str(model)}
+    if isinstance(model, Mapping):
+        return dict(inputs.section(model))
+    if not isinstance(model, (str, Path)):
+        raise UserError(
+            f"model is a {type(model).__name__}; expected a directory, a Run or the section model (a Policy is given as the directory "
+            "that its save returns)"
+        )
+    return {"path": str(model)}
 
 
 def _program_name() -> str:
@@ -198,7 +210,8 @@ def _program_name() -> str:
     if file is None:
         return "notebook"
     path = Path(file)
-    return path.parent.name if path.stem == "__main__" else path.stem
+    stem = path.parent.name if path.stem == "__main__" else path.stem
+    return re.sub(r"[^\w+=.-]+", "-", stem).strip("-.") or "notebook"  # as of `my script.py`, or of <stdin>
 
 
 # --- Running --------------------------------------------------------------------------------------------------------------
@@ -216,7 +229,7 @@ def _run_command(
 ) -> Run:
     """Build the config of a command, run it, and return its run."""
     tree: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    tree["model"] = _model_section(tree["model"])
+    tree["model"] = _model_section(inputs, tree["model"])
     tree = with_settings(tree, section, inputs.section(settings), command.replace("-", "_"))
     seed = tree.get("seed", CONFIGS[section].model_fields["seed"].default)
     given_name = name or (tree.get("run") or {}).get("name")

@@ -56,6 +56,10 @@ def evaluate(
     out: the folder of the results, `eval-<model>` without it. force: evaluate again.
     settings: n, temperature, max_tokens, limit, seed, and other keys of `burnish eval`: `environment={...}`, `**{"sampling.top_p": 0.9}`.
     """
+    if not isinstance(model, (str, Path, Run)):
+        raise UserError(
+            f"model is a {type(model).__name__}; expected a directory or a Run (a Policy is given as the directory that its save returns)"
+        )
     path = Path(model.directory if isinstance(model, Run) else model)
     parser = argparse.ArgumentParser()
     eval_command.add_arguments(parser)
@@ -84,5 +88,8 @@ def _overrides(settings: Mapping[str, Any]) -> list[str]:
             raise UserError(
                 f"burnish.evaluate has no argument {key!r}{did_you_mean(key, known)} (has: {', '.join(dict.fromkeys(known))})"
             )
-        found.append(f"{OPTIONS.get(key, key)}={json.dumps(value)}")
+        try:
+            found.append(f"{OPTIONS.get(key, key)}={json.dumps(value)}")
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{key}: {value!r:.100} cannot be written as JSON ({error})") from error
     return found

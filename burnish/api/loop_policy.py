@@ -150,6 +150,8 @@ class Policy:
             )
         source = Source(task=data.removeprefix(TASK_PREFIX)) if is_task else Source(path=name)
         rows = [] if is_task else [prompt_row(dict(row), f"row {i}", source, i) for i, row in enumerate(data)]
+        if not is_task and not rows:
+            raise UserError("data holds no rows")
         settings = Data(train=[source], template=self.template, sampler=sampler)
         return PromptStream([source], self.tokenizer, settings, self.seed, read=lambda *_: rows)
 
@@ -168,6 +170,14 @@ class Policy:
 
         A prompt that is sampled again gets other random numbers. `temperature=0` is greedy decoding.
         """
+        if n < 1 or max_tokens < 1 or (temperature or 0) < 0:
+            raise UserError(
+                f"n={n}, max_tokens={max_tokens}, temperature={temperature}: expected at least 1, 1 and 0 (greedy decoding)"
+            )
+        if not isinstance(prompts, (str, Mapping, PromptSample, Sequence)):
+            raise UserError(
+                f"prompts is a {type(prompts).__name__}; expected a text, messages, a row, or a list of them"
+            )
         is_one = isinstance(prompts, (str, Mapping, PromptSample)) or _is_conversation(prompts)
         each: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
         draws = [self._draw(prompt) for prompt in each]

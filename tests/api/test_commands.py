@@ -112,6 +112,14 @@ def test_wrong_arguments_are_refused_before_anything_is_written(model: Path) -> 
         burnish.train(**(call | {"reward": comparable}), name="x")
     with pytest.raises(burnish.UserError, match=r"burnish.evaluate has no argument 'temprature'; did you mean"):
         burnish.evaluate(model, ROWS, "exact", temprature=1)
+    with pytest.raises(burnish.UserError, match="model is a object; expected a directory, a Run"):
+        burnish.train(**(call | {"model": object()}))
+    with pytest.raises(burnish.UserError, match="model is a object; expected a directory or a Run"):
+        burnish.evaluate(object(), ROWS, "exact")  # type: ignore[arg-type]
+    with pytest.raises(burnish.UserError, match=r"environment: .* cannot be written as JSON"):
+        burnish.evaluate(model, ROWS, "exact", environment={"name": object()})
+    with pytest.raises(burnish.UserError, match=r"burnish.sft has no argument 'held_out'"):
+        burnish.sft(model=model, data=ROWS, held_out=ROWS)
     with pytest.raises(burnish.UserError, match="is not a run"):
         burnish.Run("runs/none")
     assert not list(Path("runs").glob("*"))

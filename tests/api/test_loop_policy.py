@@ -73,6 +73,10 @@ def test_what_a_loss_needs_is_asked_for(policy: burnish.Policy, model: Path) -> 
         policy.update(batch, "dr_grpo", aggregation="token_mean")
     with pytest.raises(UserError, match="has no advantages"):
         policy.update(dataclasses.replace(batch, sequence={"reward": batch.sequence["reward"]}), "dr_grpo", horizon=4)
+    with pytest.raises(UserError, match=r"n=0, .*expected at least 1"):
+        policy.sample("1+1=", n=0)
+    with pytest.raises(UserError, match="data holds no rows"):
+        policy.prompts([])
     with pytest.raises(UserError, match="give total_updates"):
         burnish.Policy.load(model, optimizer={"schedule": "linear"})
     with pytest.raises(UserError, match="unknown key; did you mean 'dtype'"):
