@@ -56,9 +56,10 @@ def check_trackers(trackers: Sequence[TrackerSlot]) -> None:
 
 def _is_installed(module: str) -> bool:
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module)
     except ValueError:  # blocked: sys.modules[name] is None
         return False
+    return spec is not None and spec.origin is not None  # a folder `wandb` of files beside a script is no package
 
 
 class Trackers:
