@@ -79,9 +79,10 @@ def _finish(imported: Imported, args: argparse.Namespace, system: str) -> int:
 
     text = recipe_text(imported, args.source, system)
     if args.out is not None:
-        for path, content in {args.out: text, **{args.out.parent / n: c for n, c in imported.files.items()}}.items():
-            if path.exists() and not args.force:
-                raise UserError(f"{path} exists: give another --out, or --force to replace it")
+        contents = {args.out: text, **{args.out.parent / n: c for n, c in imported.files.items()}}
+        if (there := [path for path in contents if path.exists()]) and not args.force:
+            raise UserError(f"{there[0]} exists: give another --out, or --force to replace it")
+        for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
     said = sys.stdout if args.out is not None else sys.stderr
@@ -169,7 +170,10 @@ def num_rows(path: str) -> int | None:
     if path.endswith(".parquet"):
         import pyarrow.parquet
 
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
+        try:
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        except pyarrow.ArrowInvalid as error:
+            raise UserError(f"{path}: not a parquet file: {error}") from error
     return sum(1 for _ in _records(path))
 
 

@@ -16,7 +16,7 @@ from burnish.config.importing.shell_script import read_commands
 from burnish.config.yaml_text import parse_yaml
 
 KINDS = {name.lower(): name for name in ("GRPO", "RLOO", "DPO", "KTO", "ORPO", "CPO", "SFT")} | {"reward": "Reward"}
-SCRIPT_FILE = re.compile(rf"(?:.*/)?({'|'.join(KINDS)})(?:_\w+)?\.py")
+SCRIPT_FILE = re.compile(rf"(?:[^=]*/)?({'|'.join(KINDS)})(?:_\w+)?\.py")
 RENAMED = {
     "model": "model_name_or_path",
     "train_dataset": "dataset_name",

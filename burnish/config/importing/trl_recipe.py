@@ -37,6 +37,8 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "warmup_stable_decay": "wsd",
 }
+NO_CLIP = 1e9
+"""A limit of the gradient norm that no gradient reaches."""
 DPO_LOSSES = {"sigmoid": "dpo", "sigmoid_norm": "dpo", "ipo": "ipo"}
 """TRL's pair losses that `burnish prefer` has."""
 LONGEST_ROW = 32768
@@ -328,6 +330,11 @@ def _preference_loss(draft: Draft, config_name: str) -> None:
 
 
 def _supervised(draft: Draft) -> None:
+    if draft.is_given("completion_only_loss") and not draft.flag("completion_only_loss"):
+        draft.differs(
+            "completion_only_loss",
+            "only completions are learnt; join prompt and completion in a column text to learn both",
+        )
     draft.explain(["completion_only_loss"], "same", "only completions are learnt")
     if draft.flag("assistant_only_loss"):
         draft.same("assistant_only_loss", "only the assistant's turns are learnt")
@@ -336,6 +343,10 @@ def _supervised(draft: Draft) -> None:
         "differs",
         "rows with messages: only the assistant's turns are learnt; TRL learns all of them",
     )
+    if "assistant_only_loss" not in draft.given:
+        draft.notes.append(
+            "rows with messages: only the assistant's turns are learnt here; TRL learns all of them unless assistant_only_loss"
+        )
     field = draft.value("dataset_text_field")
     if field != "text":
         draft.differs(
@@ -361,7 +372,9 @@ def _optimizer(draft: Draft, section: str) -> None:
 
     take("learning_rate", "lr", draft.number("learning_rate", 1e-6), is_always=True)
     take("weight_decay", "weight_decay", draft.number("weight_decay"))
-    take("max_grad_norm", "clip_norm", draft.number("max_grad_norm", 1.0))
+    clip_norm = draft.number("max_grad_norm", 1.0)
+    remark = "" if clip_norm else "0 in TRL: gradients are not clipped"
+    take("max_grad_norm", "clip_norm", clip_norm or NO_CLIP, remark=remark)
     take("adam_epsilon", "eps", draft.number("adam_epsilon", 1e-8))
     if draft.is_given("adam_beta1", "adam_beta2"):
         betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]

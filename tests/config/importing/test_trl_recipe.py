@@ -226,6 +226,20 @@ def test_a_command_line_of_trl_is_read_like_its_script() -> None:
     assert rows["remove_unused_columns"].verdict == "same"
 
 
+def test_a_reward_file_of_verl_is_no_script_of_trl(tmp_path: Path) -> None:
+    path = tmp_path / "verl.sh"
+    path.write_text("python -m verl.trainer.main_ppo custom_reward_function.path=my/reward.py\n")
+    with pytest.raises(UserError, match="no command runs TRL"):
+        imported(path)
+
+
+def test_what_sft_learns_from_and_its_clipping(tmp_path: Path) -> None:
+    config, rows = from_text(tmp_path, "max_grad_norm=0, completion_only_loss=False", "SFT")
+    assert config.sft.optimizer.clip_norm == 1e9
+    assert rows["completion_only_loss"].verdict == "differs"
+    assert from_text(tmp_path, "completion_only_loss=True", "SFT")[1]["completion_only_loss"].verdict == "same"
+
+
 def test_arguments_that_are_not_in_the_script_are_said_to_be_defaults(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(
