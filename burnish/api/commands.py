@@ -21,6 +21,7 @@ from burnish.config.environment import TOOLS
 from burnish.config.errors import UserError
 from burnish.config.loading import load, load_tree
 from burnish.config.plugins import is_plugin_file
+from burnish.config.recipe_names import is_recipe_name, recipe_path
 from burnish.config.yaml_text import parse_yaml
 from burnish.run.run import Run as OpenRun
 from burnish.run.run_directory import run_name
@@ -109,17 +110,30 @@ def tool(function: Any, **options: Any) -> dict[str, Any]:
 def load_config(path: str | Path, *overrides: str) -> dict[str, Any]:
     """The whole config of a recipe as a dictionary, to change and to pass on: `burnish.train(**burnish.load_config("recipe.yaml"))`.
 
-    `overrides` are those of the command line. Relative paths that exist beside the recipe become absolute.
+    `path` is a file, or the name of a recipe of `burnish recipes`. `overrides` are those of the command line. Relative paths that exist beside the recipe become absolute.
     """
-    recipe = Path(path)
-    tree = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe)) if recipe.is_file() else {}
-    section = next((name for name in CONFIGS if isinstance(tree, dict) and name in tree), "training")
+    recipe = recipe_path(str(path))
+    section = _recipe_section(recipe)
     loaded = load(CONFIGS[section], recipe, list(overrides))
     config = dict(_with_absolute_paths(loaded.resolved, loaded.base))
     if section == "training":
         return config
     own = config.pop(section)
     return config | {key: own.pop(key) for key in ("data", "held_out") if own.get(key)} | {section: own}
+
+
+def _recipe_section(recipe: Path) -> str:
+    """The section that says which command a recipe, or one that it extends, is for."""
+    seen: list[Path] = []
+    while recipe.is_file() and recipe.resolve() not in seen:  # loading reports what is missing or extends itself
+        seen.append(recipe.resolve())
+        tree = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
+        tree = tree if isinstance(tree, dict) else {}
+        if found := [name for name in CONFIGS if name in tree]:
+            return found[0]
+        parent = str(tree.get("extends", ""))
+        recipe = recipe_path(parent) if parent and is_recipe_name(parent) else recipe.parent / parent
+    return "training"
 
 
 def _with_absolute_paths(tree: Any, base: Path, key: str = "") -> Any:

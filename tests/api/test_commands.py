@@ -126,6 +126,16 @@ def test_wrong_arguments_are_refused_before_anything_is_written(model: Path) -> 
     assert not Path("eval-model").exists()
 
 
+def test_a_recipe_is_loaded_by_its_name_and_by_what_it_extends() -> None:
+    assert burnish.load_config("sort_digits", "seed=7")["seed"] == 7
+    Path("first.yaml").write_text("model: {path: m}\nsft: {data: {path: rows.jsonl}, updates: 3}\n")
+    Path("second.yaml").write_text("extends: first.yaml\nseed: 4\n")
+    config = burnish.load_config("second.yaml")
+    assert (config["sft"]["updates"], config["seed"], config["data"][0]["path"]) == (3, 4, "rows.jsonl")
+    with pytest.raises(burnish.UserError, match="there is no recipe 'sort_digit'; did you mean 'sort_digits'"):
+        burnish.load_config("sort_digit")
+
+
 def test_supervised_preferences_reward_model_and_evaluation(model: Path) -> None:
     quick: dict[str, Any] = {"batch_size": 4, "run": {"threads": 1}}
     shown = [{"prompt": row["question"], "completion": row["answer"]} for row in ROWS]
