@@ -104,6 +104,9 @@ def apply_overrides(base: Mapping[str, Any], words: list[str]) -> HydraConfig:
             if word:
                 notes.append(f"{word!r} is no key=value and is left out")
             continue
+        if not text:  # such as that of a variable without a value; null would switch things off
+            notes.append(f"{key} has no value in the script, so its default counts")
+            continue
         value = override_value(text)
         if isinstance(value, dict) and value:
             values |= dict(leaves(value, f"{key}."))

@@ -97,6 +97,10 @@ class Variables:
             self.note(
                 f"{name} is not set in the script: give it as an environment variable ({name}=... burnish import ...)"
             )
+        if values is None and name.isdecimal() and name != "0":
+            self.note(
+                f"${name} is an argument of the script or of a function in it, which is not known: it is left empty"
+            )
         return values or []
 
     def _with_operator(self, name: str, values: list[str] | None, rest: str) -> list[str]:

@@ -85,3 +85,11 @@ def test_values_that_would_fill_the_memory_are_refused() -> None:
         read("A=0123456789\n" + "A=$A$A\n" * 40)
     with pytest.raises(UserError, match="nested too deeply"):
         read("run " + "${x:-" * 2000 + "}" * 2000)
+
+
+def test_arguments_of_the_script_are_noted() -> None:
+    script = read("lr=$1\nrun a=$lr b=${2:-3} $@")
+    assert script.commands[-1].words == ["run", "a=", "b=3"]
+    assert script.notes == [
+        "$1 is an argument of the script or of a function in it, which is not known: it is left empty"
+    ]

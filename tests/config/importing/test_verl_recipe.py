@@ -257,3 +257,9 @@ def test_the_sft_trainer_becomes_burnish_sft() -> None:
     assert (verdicts["data.val_files"], verdicts["data.truncation"]) == ("differs", "differs")
     given = read_launch_script(SCRIPTS / "verl_sft.sh", ENVIRONMENT).values
     assert sum(row.num_keys for row in made.rows if not row.is_default) == len(given)
+
+
+def test_a_key_whose_value_is_empty_has_its_default(tmp_path: Path) -> None:
+    config, rows = from_keys(tmp_path, "actor_rollout_ref.actor.optim.lr=$1", "actor_rollout_ref.rollout.n=$(nproc)")
+    assert (config.training.optimizer.lr, config.rollout.n) == (1e-6, 1)
+    assert rows["actor_rollout_ref.rollout.n"].is_default
