@@ -60,6 +60,7 @@ class ScriptedEngine:
         self.script, self.tokenizer = script, tokenizer
         self.drawn: dict[str, list[Sampled]] = {}
         self.num_drawn = 0
+        self._characters: dict[str, list[int]] = {}
         self._queue: deque[Request] = deque()
         self._is_interrupted = False
 
@@ -87,9 +88,14 @@ class ScriptedEngine:
 
     def wake(self) -> None: ...
 
+    def _tokens_of(self, character: str) -> list[int]:
+        if character not in self._characters:
+            self._characters[character] = self.tokenizer.encode(character)
+        return self._characters[character]
+
     def _completion(self, request: Request) -> Completion:
         draw = Draw(self.tokenizer.decode(list(request.tokens), skip_special=False), request.key % 1000)
-        written = [token for character in self.script(draw) for token in self.tokenizer.encode(character)]
+        written = [token for character in self.script(draw) for token in self._tokens_of(character)]
         tokens = [*written, self.tokenizer.eos_ids[0]][: request.sampling.max_tokens]
         logp = [-1e-3 * (1 + fold(request.key, place) % 997) for place in range(len(tokens))]
         self.num_drawn += 1
