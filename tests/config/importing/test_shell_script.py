@@ -9,7 +9,7 @@ from burnish.config.importing.shell_script import ShellCommands, read_commands
 
 
 def read(text: str, **environment: str) -> ShellCommands:
-    return read_commands(text, "run.sh", {"HOME": "/home/me", **environment}, "/work/scripts")
+    return read_commands(text, "run.sh", {"HOME": "/home/me", **environment}, "/repo/scripts")
 
 
 def words(text: str, **environment: str) -> list[str]:
@@ -31,7 +31,7 @@ def words(text: str, **environment: str) -> list[str]:
         ("run a=1 2>&1 > log.txt\n", ["a=1"]),
         ("X=1 Y=2 run a=1 \"$@\"", ["a=1"]),
         ("cat <<EOF\nrun b=1\nEOF\nrun a=1", ["a=1"]),
-        ("D=$(cd \"$(dirname \"$0\")\" && pwd)\nrun a=$D b=$(pwd)/x", ["a=/work/scripts", "b=./x"]),
+        ("D=$(cd \"$(dirname \"$0\")\" && pwd)\nrun a=$D b=$(pwd)/x", ["a=/repo/scripts", "b=./x"]),
         ("export A=1 B='2 3'\nrun a=$A \"b=$B\"", ["a=1", "b=2 3"]),
     ],
 )  # fmt: skip
