@@ -117,7 +117,7 @@ def test_a_tracker_that_hangs_drops_what_does_not_fit_and_is_killed_at_the_end(t
     said: list[str] = []
     trackers = Trackers([Hangs()], tmp_path, {}, said.append)
     (process,) = trackers.processes
-    for step in range(60):  # more than the queue and the pipe hold; the calls return although nobody reads
+    for step in range(60):  # more than the queue and the pipe hold; the calls return although no process reads them
         trackers.log(step, {f"metric/{k}": k / 3 for k in range(300)})
     trackers.close(is_failed=False)
     assert process.num_dropped > 20

@@ -103,7 +103,7 @@ class Routes:
         )
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Clients may cancel sampling requests that nobody waits for."""
+        """A client cancels sampling requests whose results it no longer wants."""
         await self.bodies.work(request, lambda data: None)
         return JSONResponse({"sample_cancel_enabled": True})
 
