@@ -96,7 +96,7 @@ HELD_BACK_SEED = 7
 TOKENS = 1024
 """Tokens of an answer in GSM8K, with the output of programs."""
 MATH = [
-    "reward={parts: math, workers: 8}",
+    "reward={parts: number, workers: 8}",
     "data.max_prompt_tokens=512",
     "training.mini_batches=4",
     "training.token_budget=16384",
@@ -299,7 +299,7 @@ def gsm8k_plain(bench: Bench) -> None:
 def gsm8k(bench: Bench, system: str, overrides: list[str], tokens: int) -> None:
     files = gsm8k_files(bench)
     own = [o for o in overrides if o.startswith(("environment", "data.template"))]
-    options = ["--max-tokens", str(tokens), "--reward", "math", *bench.limit(1319)]
+    options = ["--max-tokens", str(tokens), "--reward", "number", *bench.limit(1319)]
     test = Test(str(files["test"]), options, recipe_text("torl", own))
     size = f"rollout={{prompts: 64, n: 8, max_tokens: {tokens}, max_rows: 512}}"
     given = [*MATH, bench.train_file(files["train"]), *overrides, size]

@@ -27,10 +27,12 @@ from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSeq
 from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
 from burnish.models.kernels.tree_attention import (
     CPU_KERNEL,
-    FLASH_KERNEL,
+    CUDNN_KERNEL,
     Piece,
+    dense_piece,
+    gpu_pieces,
+    has_cudnn_kernel,
     node_pieces,
-    root_pieces,
     tree_attention,
 )
 
@@ -83,6 +85,7 @@ class PackedAttention:
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
         self._sequences: PackedSequences | None = None
         self._pieces: dict[bool, list[Piece]] = {}
+        self._bounds: tuple[tuple[Tensor, Tensor], tuple[int, int]] | None = None
 
     @property
     def buckets(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -106,21 +109,26 @@ class PackedAttention:
     def _shared(self, rows: ComputedRows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if has_varlen_kernel(q):
             if tree.PIECES_ON_GPU:
-                return tree_attention(q, k, v, self._pieces_of(rows, True, window is not None), FLASH_KERNEL, window)
-            k, v = expand_rows(k, rows), expand_rows(v, rows)
-            bounds = rows.offsets.int(), self.offsets.int()
-            return varlen_attention(q, k, v, bounds, (int(rows.offsets.diff().max()), max(self.lengths)), window)
+                has_dense = window is None and has_cudnn_kernel(q)
+                if has_dense not in self._pieces:
+                    self._pieces[has_dense] = gpu_pieces(rows, self.offsets, has_dense)
+                return tree_attention(q, k, v, self._pieces[has_dense], CUDNN_KERNEL, window)
+            if self._bounds is None:  # once for all layers: reading the longest waits for the GPU
+                bounds = rows.offsets.int(), self.offsets.int()
+                self._bounds = bounds, (int(rows.offsets.diff().max()), max(self.lengths))
+            return varlen_attention(q, expand_rows(k, rows), expand_rows(v, rows), *self._bounds, window)
         if q.device.type == "cpu" and window is None and max(self.lengths) > MAX_C_ATTENTION_LENGTH:
-            return tree_attention(q, k, v, self._pieces_of(rows, False, False), CPU_KERNEL)
+            if False not in self._pieces:
+                self._pieces[False] = node_pieces(rows)
+            return tree_attention(q, k, v, self._pieces[False], CPU_KERNEL)
         q, k, v = (expand_rows(x, rows) for x in (q, k, v))
         return self._whole(q, k, v, window).index_select(0, rows.own)
 
-    def _pieces_of(self, rows: ComputedRows, on_gpu: bool, has_window: bool) -> list[Piece]:
-        if has_window not in self._pieces:
-            self._pieces[has_window] = root_pieces(rows, self.offsets, has_window) if on_gpu else node_pieces(rows)
-        return self._pieces[has_window]
-
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if len(self.lengths) == 1 and self.lengths[0] >= tree.MIN_DENSE_ROWS and window is None and has_cudnn_kernel(q):
+            if True not in self._pieces:  # for its rounded shape: torch's own call would plan every new length
+                self._pieces[True] = [dense_piece(slice(0, len(q)), slice(0, len(q)), q.device, is_causal=True)]
+            return tree_attention(q, k, v, self._pieces[True], CUDNN_KERNEL)
         if self.uniform:
             shape = (-1, self.uniform)
             q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))

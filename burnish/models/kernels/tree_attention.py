@@ -10,9 +10,14 @@ contiguous. No key is repeated, and each visible pair is computed once.
 The backward kernels of flash attention (2307.08691) read only the output and the log-sum-exp of a query, and derive the weights of a
 piece from them. Given the merged ones, they return a piece's part of the gradients, which add up (Ring Attention, 2310.01889).
 
-On a CPU the pieces are calls of torch's fused attention. On a GPU few large calls are better than many small ones. There only the root
-of a tree can be a piece of its own, for all trees in one call. The causal piece reads copies of the other prefix rows. Pieces on a GPU are
-off (`PIECES_ON_GPU`): one call over copies of all prefix rows computes the same and takes about as long.
+On a CPU the pieces are calls of torch's fused attention. On a GPU few large calls are better than many small ones, and cuDNN's dense
+attention takes about half the time of torch's variable-length flash attention on an H200. There a long sequence is a dense causal piece,
+and the root of a tree is a dense piece without mask. One variable-length call computes all short sequences. It reads copies of the
+prefix rows that are in no root piece.
+
+cuDNN plans a call for 70 ms when it sees a shape for the first time, so dense pieces have rounded shapes (`rounded`). Rows of zeros follow
+the queries: their results are dropped and their gradients are zero. They also follow the keys of a causal piece, which no query sees. The
+keys of a root are rounded down, and one more variable-length call computes those left over.
 """
 
 from __future__ import annotations
@@ -27,11 +32,17 @@ from torch import Tensor
 
 from burnish.models.kernels.shared_prefix import ComputedRows
 
-MIN_KEYS_SAVED = 4
-"""Copied keys that a root piece must save for each of its queries on a GPU. An estimate from the bytes that both ways move."""
+PIECES_ON_GPU = True
+"""Whether a GPU computes prefix trees in pieces, or in one call that saves copies of all prefix rows for its backward pass."""
 
-PIECES_ON_GPU = False
-"""Whether a GPU computes prefix trees in pieces. With prompts of 8,192 tokens they saved 3% on an H200; short prompts were not timed."""
+MIN_DENSE_ROWS = 1024
+"""Own rows of a sequence from which on it is a dense piece of its own on a GPU."""
+MIN_DENSE_PAIRS = 1024 * 1024
+"""Pairs of a query and a key from which on a root is a dense piece of its own on a GPU."""
+MIN_DENSE_SIDE = 64
+"""Fewest queries and fewest keys of a dense root piece."""
+ROUNDING = 16
+"""Shapes of dense pieces between two powers of two."""
 
 Rows = slice | Tensor
 """Rows of a packing: a range, or indices."""
@@ -46,9 +57,13 @@ class Piece:
     query_bounds: Tensor  # [segments + 1], int32
     key_bounds: Tensor  # [segments + 1], int32
     longest: tuple[int, int]
-    """Most queries and most keys of a segment."""
+    """Most queries and most keys of a segment. A dense piece may have fewer rows: zeros follow them."""
     is_causal: bool = False
     """Whether a segment's queries are its last rows, and do not attend to later keys."""
+    is_further: bool = False
+    """Whether its queries are in an earlier piece too."""
+    is_dense: bool = False
+    """Whether it is one large segment of contiguous rows. If causal, it has as many queries as keys."""
 
 
 class PieceKernel(Protocol):
@@ -91,43 +106,71 @@ def node_pieces(rows: ComputedRows) -> list[Piece]:
     starts = rows.offsets.tolist()
     pieces = [Piece(slice(None), slice(None), *_bounds([_ranges(starts)] * 2), is_causal=True)]
     for queries, keys in tree_nodes(rows.shared, starts):
-        pieces.append(Piece(queries, keys, *_bounds([[queries], [keys]])))
+        pieces.append(Piece(queries, keys, *_bounds([[queries], [keys]]), is_further=True))
     return pieces
 
 
-def root_pieces(rows: ComputedRows, offsets: Tensor, has_window: bool) -> list[Piece]:
-    """A causal piece over each sequence's whole past, and a piece for the roots if it saves enough copies of keys.
+def gpu_pieces(rows: ComputedRows, offsets: Tensor, has_dense_kernel: bool) -> list[Piece]:
+    """Dense pieces for long sequences and large roots, and one causal piece for all other sequences with copies of their prefixes.
 
-    With an attention window there is no piece for the roots, because the window depends on the distance of query and key.
+    Without a kernel for dense pieces there is only the latter. This is also the case with an attention window, which depends on the
+    distance of query and key.
     """
     starts, tokens, device = rows.offsets.tolist(), offsets.tolist(), offsets.device
-    roots = [] if has_window else tree_nodes(rows.shared, starts, max_depth=1)
-    covered = np.zeros(len(rows.shared), dtype=np.int64)  # [S] prefix tokens whose keys are in a root piece
+    roots = tree_nodes(rows.shared, starts, max_depth=1) if has_dense_kernel else []
+    roots = [(queries, keys) for queries, keys in roots if _is_large(_size(queries), _size(keys))]
+    left_over = []  # (queries, keys) of the roots
+    covered = np.zeros(len(rows.shared), dtype=np.int64)  # [S] prefix tokens whose keys are in pieces of a root
     for queries, keys in roots:
-        below = slice(np.searchsorted(starts, queries.start), np.searchsorted(starts, queries.stop))
-        covered[below] = keys.stop - keys.start
-    if covered.sum() <= MIN_KEYS_SAVED * sum(queries.stop - queries.start for queries, _ in roots):
-        roots, covered = [], np.zeros_like(covered)
-    lengths = np.diff(tokens) - covered
-    ends = lengths.cumsum()
-    if not (np.asarray(rows.shared) - covered).any():
-        keys_of_all: Rows = slice(None)
-    else:
-        visible = [slice(a + skipped, b) for a, b, skipped in zip(tokens, tokens[1:], covered.tolist(), strict=False)]
-        keys_of_all = rows.row_of[_indices(visible, device)]
-    bounds = _bounds([_ranges(starts), _ranges([0, *ends.tolist()])], device)
-    pieces = [Piece(slice(None), keys_of_all, *bounds, is_causal=True)]
-    if roots:
-        queries_of, keys_of = [queries for queries, _ in roots], [keys for _, keys in roots]
-        bounds = _bounds([queries_of, keys_of], device)
-        pieces.append(Piece(_indices(queries_of, device), _indices(keys_of, device), *bounds))
+        covered[np.searchsorted(starts, queries.start) : np.searchsorted(starts, queries.stop)] = _size(keys)
+    own = _ranges(starts)
+    copied = np.asarray(rows.shared) - covered  # [S] prefix tokens whose keys are copied
+    is_long = (np.diff(starts) >= MIN_DENSE_ROWS) & (copied == 0) & has_dense_kernel
+    pieces = [dense_piece(own[s], own[s], device, is_causal=True) for s in np.flatnonzero(is_long)]
+    if not is_long.all():
+        short = np.flatnonzero(~is_long).tolist()
+        visible = [slice(tokens[s] + int(covered[s]), tokens[s + 1]) for s in short]
+        queries_of = _joined([own[s] for s in short], device)
+        keys_of = rows.row_of[_indices(visible, device)] if copied.any() else queries_of
+        bounds = _bounds([[own[s] for s in short], visible], device)
+        pieces.append(Piece(queries_of, keys_of, *bounds, is_causal=True))
+    for queries, keys in roots:
+        middle = keys.start + rounded(_size(keys), up=False)
+        pieces.append(dense_piece(queries, slice(keys.start, middle), device, is_further=True))
+        left_over += [(queries, slice(middle, keys.stop))] if middle < keys.stop else []
+    if left_over:
+        sides = [queries for queries, _ in left_over], [keys for _, keys in left_over]
+        queries_of, keys_of = (_joined(side, device) for side in sides)
+        pieces.append(Piece(queries_of, keys_of, *_bounds(sides, device), is_further=True))
     return pieces
+
+
+def rounded(size: int, up: bool) -> int:
+    """The size, or the next one of which there are `ROUNDING` between two powers of two."""
+    step = max(2 ** (size.bit_length() - 1) // ROUNDING, 1)
+    return -(-size // step) * step if up else size // step * step
+
+
+def _is_large(num_queries: int, num_keys: int) -> bool:
+    return num_queries * num_keys >= MIN_DENSE_PAIRS and min(num_queries, num_keys) >= MIN_DENSE_SIDE
+
+
+def dense_piece(
+    queries: slice, keys: slice, device: torch.device, is_causal: bool = False, is_further: bool = False
+) -> Piece:
+    """A dense piece of rounded shape. The keys of one without mask must have a rounded size already."""
+    num_queries = rounded(_size(queries), up=True)
+    sides = [[slice(0, num_queries)], [slice(0, num_queries if is_causal else _size(keys))]]
+    return Piece(queries, keys, *_bounds(sides, device), is_causal, is_further, is_dense=True)
 
 
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], kernel: PieceKernel, window: int | None = None
 ) -> Tensor:
-    """Attention of queries [U, heads, D] over keys and values [U, kv_heads, D] in pieces. The first piece has all queries."""
+    """Attention of queries [U, heads, D] over keys and values [U, kv_heads, D] in pieces; a window limits the causal ones.
+
+    Every query is in one piece that is not further, and in any number of further ones after it.
+    """
     return _TreeAttention.apply(q, k, v, pieces, kernel, window)
 
 
@@ -136,14 +179,21 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], kernel: PieceKernel, window: int | None
     ) -> Tensor:
-        out, lse = kernel.forward(q, _select(k, pieces[0].keys), _select(v, pieces[0].keys), pieces[0], window)
-        for piece in pieces[1:]:
-            keys = _select(k, piece.keys), _select(v, piece.keys)
-            further, further_lse = kernel.forward(_select(q, piece.queries), *keys, piece, None)
-            before, before_lse = out[piece.queries], lse[piece.queries]
-            both = torch.logaddexp(before_lse, further_lse)
-            merged = before * (before_lse - both).exp()[..., None] + further * (further_lse - both).exp()[..., None]
-            out[piece.queries], lse[piece.queries] = merged.to(out.dtype), both
+        out = lse = q.new_empty(0)
+        for index, piece in enumerate(pieces):
+            q_rows, k_rows, v_rows = _query_rows(q, piece), _key_rows(k, piece), _key_rows(v, piece)
+            found = kernel.forward(q_rows, k_rows, v_rows, piece, window if piece.is_causal else None)
+            found = _without_zeros(found[0], piece.queries), _without_zeros(found[1], piece.queries)
+            if piece.is_further:
+                _merge_rows(out, lse, *found, piece.queries)
+            elif found[0].shape == q.shape:
+                out, lse = found
+            else:
+                if index == 0:
+                    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+                    lse = found[1].new_empty(q.shape[1], q.shape[0]).t()
+                _write_rows(out, found[0], piece.queries)
+                _write_rows(lse, found[1], piece.queries)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = pieces, kernel, window
         return out
@@ -153,20 +203,72 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         pieces, kernel, window = ctx.plan
         grad = grads[0].contiguous()
-        # Summed in float32, because a bfloat16 sum would be rounded once for every piece.
+        # Summed in float32, because a bfloat16 sum would be rounded once for every piece. A sum of two is rounded once anyway.
         wide = torch.promote_types(q.dtype, torch.float32)
-        sums = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
-        for index, piece in enumerate(pieces):
-            grad_rows, q_rows, out_rows, lse_rows = (_select(x, piece.queries) for x in (grad, q, out, lse))
-            keys = _select(k, piece.keys), _select(v, piece.keys)
-            found = kernel.backward(grad_rows, q_rows, *keys, out_rows, lse_rows, piece, window if index == 0 else None)
-            for total, part, rows in zip(sums, found, (piece.queries, piece.keys, piece.keys), strict=True):
-                _add_rows(total, part, rows)
-        return *(total.to(q.dtype) for total in sums), None, None, None
+        total_k, total_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        is_sum_of_two = all(piece.is_dense for piece in pieces if piece.is_further)
+        total_q = torch.empty(q.shape, dtype=q.dtype if is_sum_of_two else wide, device=q.device)
+        for piece in pieces:
+            grad_rows, q_rows, out_rows, lse_rows = (_query_rows(x, piece) for x in (grad, q, out, lse))
+            keys, reach = (_key_rows(k, piece), _key_rows(v, piece)), window if piece.is_causal else None
+            part_q, part_k, part_v = kernel.backward(grad_rows, q_rows, *keys, out_rows, lse_rows, piece, reach)
+            part_q = _without_zeros(part_q, piece.queries)
+            part_k, part_v = _without_zeros(part_k, piece.keys), _without_zeros(part_v, piece.keys)
+            if piece.is_further:
+                _add_rows(total_q, part_q, piece.queries)
+            elif part_q.shape == total_q.shape and total_q.dtype == part_q.dtype:
+                total_q = part_q
+            else:
+                _write_rows(total_q, part_q, piece.queries)
+            _add_rows(total_k, part_k, piece.keys)
+            _add_rows(total_v, part_v, piece.keys)
+        return total_q.to(q.dtype), total_k.to(k.dtype), total_v.to(v.dtype), None, None, None
+
+
+def _merge_rows(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor, rows: Rows) -> None:
+    """Merge the results of one more piece into rows of the output and of the log-sum-exp."""
+    before, before_lse = out[rows], lse[rows]
+    both = torch.logaddexp(before_lse, further_lse)
+    merged = before * (before_lse - both).exp()[..., None] + further * (further_lse - both).exp()[..., None]
+    _write_rows(out, merged, rows)
+    _write_rows(lse, both, rows)
+
+
+def _query_rows(x: Tensor, piece: Piece) -> Tensor:
+    """The rows of a piece's queries, with zeros after those of a dense one."""
+    rows = _select(x, piece.queries)
+    return _with_zeros(rows, piece.longest[0]) if piece.is_dense else rows
+
+
+def _key_rows(x: Tensor, piece: Piece) -> Tensor:
+    rows = _select(x, piece.keys)
+    return _with_zeros(rows, piece.longest[1]) if piece.is_dense else rows
+
+
+def _with_zeros(x: Tensor, size: int) -> Tensor:
+    if len(x) == size:
+        return x
+    longer = x.new_zeros(size, *x.shape[1:])
+    longer[: len(x)] = x
+    return longer
+
+
+def _without_zeros(x: Tensor, rows: Rows) -> Tensor:
+    """The rows without those that a dense piece added."""
+    if isinstance(rows, Tensor) or rows == slice(None):
+        return x
+    return x[: _size(rows)]
 
 
 def _select(x: Tensor, rows: Rows) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _write_rows(x: Tensor, part: Tensor, rows: Rows) -> None:
+    if isinstance(rows, slice):
+        x[rows] = part
+    else:
+        x.index_copy_(0, rows, part.to(x.dtype))
 
 
 def _add_rows(total: Tensor, part: Tensor, rows: Rows) -> None:
@@ -180,6 +282,17 @@ def _ranges(starts: Sequence[int]) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
 
+def _size(rows: slice) -> int:
+    return int(rows.stop - rows.start)
+
+
+def _joined(ranges: Sequence[slice], device: torch.device) -> Rows:
+    """One range if the given ones follow each other, otherwise indices."""
+    if all(a.stop == b.start for a, b in zip(ranges, ranges[1:], strict=False)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return _indices(ranges, device)
+
+
 def _indices(ranges: Sequence[slice], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([np.arange(part.start, part.stop) for part in ranges])).to(device)
 
@@ -188,7 +301,7 @@ def _bounds(
     sides: Sequence[Sequence[slice]], device: torch.device | None = None
 ) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Offsets of the segments among queries and among keys, and the most of each."""
-    sizes = [[part.stop - part.start for part in side] for side in sides]
+    sizes = [[_size(part) for part in side] for side in sides]
     queries, keys = (torch.tensor([0, *np.cumsum(side)], dtype=torch.int32, device=device) for side in sizes)
     return queries, keys, (max(sizes[0]), max(sizes[1]))
 
@@ -205,7 +318,7 @@ class FlashKernel:
             q, k, v, piece.query_bounds, piece.key_bounds, *piece.longest, 0.0, piece.is_causal and window is None, False,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return found[0], found[1].t().contiguous()
+        return found[0], found[1].t()
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, window: int | None
@@ -218,6 +331,52 @@ class FlashKernel:
             piece.is_causal and window is None, state, unused, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return found[0], found[1], found[2]
+
+
+class CudnnKernel:
+    """cuDNN's attention on a GPU for dense pieces, and flash attention for the others.
+
+    Its variable-length form is far slower than flash attention. Its causal mask is aligned at the beginning.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, window: int | None) -> tuple[Tensor, Tensor]:
+        if not piece.is_dense:
+            return FLASH_KERNEL.forward(q, k, v, piece, window)
+        views = (_by_head(x) for x in (q, k, v))
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(*views, None, True, 0.0, piece.is_causal, False)
+        return found[0][0].transpose(0, 1), found[1].view(q.shape[1], q.shape[0]).t()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not piece.is_dense:
+            return FLASH_KERNEL.backward(grad, q, k, v, out, lse, piece, window)
+        views = (_by_head(x) for x in (grad, q, k, v, out))
+        state = torch.empty((), dtype=torch.long, device=q.device)  # without dropout the random state is not read
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *views, lse.t().contiguous()[None, :, :, None], state, state, None, None, None, *piece.longest, 0.0, piece.is_causal
+        )  # fmt: skip
+        grad_q, grad_k, grad_v = (x[0].transpose(0, 1) for x in found)
+        return grad_q, grad_k, grad_v
+
+
+def has_cudnn_kernel(q: Tensor) -> bool:
+    """Whether cuDNN computes dense pieces of these queries [n, heads, D], and is faster than flash attention there."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 128
+        and q.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        and torch.backends.cudnn.is_available()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """A view [1, heads, n, D] of rows [n, heads, D]."""
+    return x.transpose(0, 1)[None]
 
 
 def _reach(piece: Piece, window: int | None) -> tuple[int, int]:
@@ -276,4 +435,4 @@ def _by_row(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-CPU_KERNEL, FLASH_KERNEL = CpuKernel(), FlashKernel()
+CPU_KERNEL, FLASH_KERNEL, CUDNN_KERNEL = CpuKernel(), FlashKernel(), CudnnKernel()

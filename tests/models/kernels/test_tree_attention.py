@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,11 +15,12 @@ from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.shared_prefix import computed_rows
 from burnish.models.kernels.tree_attention import (
     CPU_KERNEL,
-    FLASH_KERNEL,
+    CUDNN_KERNEL,
     Piece,
     PieceKernel,
+    gpu_pieces,
+    has_cudnn_kernel,
     node_pieces,
-    root_pieces,
     tree_nodes,
 )
 from tests.kernels import CUDA, error
@@ -117,15 +120,65 @@ def test_a_piece_for_every_node_gives_the_attention_of_single_sequences(packing:
     assert_same(node_pieces(computed_rows(*packing)), CPU_KERNEL, packing)
 
 
-@settings(max_examples=60, deadline=None)
-@given(packings(), st.sampled_from([None, 1, 4]), st.sampled_from([-1, 1, 1000]))
-def test_so_do_pieces_for_the_roots_with_a_kernel_of_ragged_segments(
-    packing: Packing, window: int | None, saved: int
-) -> None:
+def dense_pieces(packing: Packing, min_rows: int, min_pairs: int, rounding: int = 16) -> list[Piece]:
+    """The pieces for a GPU with a dense kernel, with small sizes in place of those of the product."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "MIN_KEYS_SAVED", saved)
-        pieces = root_pieces(computed_rows(*packing), packing[0], window is not None)
+        patch.setattr(tree_attention, "ROUNDING", rounding)
+        patch.setattr(tree_attention, "MIN_DENSE_ROWS", min_rows)
+        patch.setattr(tree_attention, "MIN_DENSE_PAIRS", min_pairs)
+        patch.setattr(tree_attention, "MIN_DENSE_SIDE", 1)
+        return gpu_pieces(computed_rows(*packing), packing[0], True)
+
+
+@settings(max_examples=80, deadline=None)
+@given(packings(), st.sampled_from([1, 4, 1000]), st.sampled_from([1, 20, 1000]), st.sampled_from([1, 2, 16]))
+def test_so_do_dense_pieces_for_long_sequences_and_large_roots(
+    packing: Packing, min_rows: int, min_pairs: int, rounding: int
+) -> None:
+    pieces = dense_pieces(packing, min_rows, min_pairs, rounding)
+    assert_same(pieces, ExplicitKernel(), packing)
+    for piece in pieces:
+        if piece.is_dense:
+            assert isinstance(piece.queries, slice)
+            assert isinstance(piece.keys, slice)
+            assert piece.is_causal == (not piece.is_further)
+            # The kernel's causal mask begins at the first key, the explicit one ends at the last: they agree on a square.
+            assert not piece.is_causal or (piece.queries == piece.keys and piece.longest[0] == piece.longest[1])
+            assert rounding > 1 or all(size.bit_count() == 1 for size in piece.longest)
+    assert sum(not piece.is_dense and not piece.is_further for piece in pieces) <= 1
+    assert sum(not piece.is_dense and piece.is_further for piece in pieces) <= 1
+
+
+def test_dense_pieces_have_few_shapes() -> None:
+    for up, limit in ((True, lambda size: size * 17 / 16), (False, lambda size: size * 15 / 16)):
+        found = {size: tree_attention.rounded(size, up) for size in range(1024, 32769)}
+        assert len({*found.values()}) == 5 * 16 + 1
+        assert all(
+            (size <= found[size] <= limit(size)) if up else (limit(size) <= found[size] <= size) for size in found
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(packings(), st.sampled_from([None, 1, 4]))
+def test_so_does_one_piece_over_copies_of_all_prefixes(packing: Packing, window: int | None) -> None:
+    pieces = gpu_pieces(computed_rows(*packing), packing[0], False)
+    assert [(piece.is_causal, piece.is_dense) for piece in pieces] == [(True, False)]
     assert_same(pieces, ExplicitKernel(), packing, window)
+
+
+def test_a_trace_of_turns_is_its_first_sequence_its_root_and_its_short_turns() -> None:
+    """A prompt of 8,192 tokens and 8 turns of 256, of which each keeps 64 tokens of the one before."""
+    lengths, shared = torch.tensor([8448 + 64 * t for t in range(8)]), [0, *(8192 + 64 * t for t in range(7))]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    prompt, turns, root = gpu_pieces(computed_rows(offsets, torch.tensor(shared)), offsets, True)
+    rows = int(lengths.sum()) - sum(shared)
+    assert (prompt.queries, prompt.keys, prompt.is_causal, prompt.is_dense) == (slice(0, 8448),) * 2 + (True, True)
+    assert (root.queries, root.keys, root.is_causal, root.is_dense) == (slice(8448, rows), slice(0, 8192), False, True)
+    assert (turns.queries, turns.is_causal, turns.is_dense) == (slice(8448, rows), True, False)
+    # A turn reads the tokens that earlier turns keep, but no token of the first sequence.
+    assert turns.key_bounds.diff().tolist() == [256 + 64 * t for t in range(1, 8)]
+    assert isinstance(turns.keys, Tensor)
+    assert int(turns.keys.min()) == 8448
 
 
 def test_long_sequences_on_a_cpu_take_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,36 +208,44 @@ def test_a_sequence_cannot_share_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_calls_of_the_flash_kernel_have_the_arguments_that_torch_expects(window: int | None) -> None:
+def test_the_calls_of_the_gpu_kernels_have_the_arguments_that_torch_expects(window: int | None) -> None:
     """On the meta device, which checks the arguments and gives the shapes of the results."""
     packing = torch.tensor([0, 9, 20, 33, 40, 51]), torch.tensor([0, 6, 8, 0, 3])
     q, k = (x.bfloat16().to("meta") for x in drawn(packing)[:2])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "MIN_KEYS_SAVED", -1)
-        pieces = root_pieces(computed_rows(*packing), packing[0], window is not None)
-    assert len(pieces) == (2 if window is None else 1)
+    pieces = dense_pieces(packing, 6, 1) if window is None else gpu_pieces(computed_rows(*packing), packing[0], False)
+    assert [piece.is_dense for piece in pieces] == (
+        [True, True, True, False, True, True] if window is None else [False]
+    )
     for piece in pieces:
         rows, keys = q[piece.queries], k[piece.keys]
-        out, lse = FLASH_KERNEL.forward(rows, keys, keys, piece, window)
+        out, lse = CUDNN_KERNEL.forward(rows, keys, keys, piece, window)
         assert (out.shape, lse.shape) == (rows.shape, rows.shape[:2])
-        found = FLASH_KERNEL.backward(rows, rows, keys, keys, out, lse, piece, window)
+        found = CUDNN_KERNEL.backward(rows, rows, keys, keys, out, lse, piece, window)
         assert [x.shape for x in found] == [rows.shape, keys.shape, keys.shape]
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("saved", [-1, 1000], ids=["root piece", "copied keys"])
+@pytest.mark.parametrize("has_dense", [False, True], ids=["copied keys", "dense pieces"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_the_flash_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch, window: int | None, saved: int) -> None:
+def test_the_pieces_on_a_gpu(monkeypatch: pytest.MonkeyPatch, window: int | None, has_dense: bool) -> None:
     lengths, shared = torch.tensor([700, 640, 650, 90, 300, 280]), torch.tensor([0, 512, 576, 0, 0, 256])
     packing = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda(), shared.cuda()
+    monkeypatch.setattr(sys.modules[__name__], "DIM", 64)
     tensors = [x.cuda().bfloat16() for x in drawn(packing)]
-    monkeypatch.setattr(tree_attention, "MIN_KEYS_SAVED", saved)
-    monkeypatch.setattr(tree_attention, "PIECES_ON_GPU", True)
+    if has_dense and not has_cudnn_kernel(tensors[0]):
+        pytest.skip("cuDNN's attention needs compute capability 9.0")
+    monkeypatch.setattr(attention, "has_cudnn_kernel", lambda q: has_dense)
+    monkeypatch.setattr(tree_attention, "MIN_DENSE_ROWS", 256)
+    monkeypatch.setattr(tree_attention, "MIN_DENSE_PAIRS", 64 * 512)
     assert attention.has_varlen_kernel(tensors[0])
-    assert len(root_pieces(computed_rows(*packing), packing[0], False)) == (2 if saved < 0 else 1)
+    kinds = [piece.is_dense for piece in gpu_pieces(computed_rows(*packing), packing[0], has_dense)]
+    assert kinds == ([True, True, False, True] if has_dense else [False])
     with monkeypatch.context() as patch:
         patch.setattr(PackedAttention, "_whole", None)
         found = results(lambda *qkv: PackedAttention(packing[0], window, computed_rows(*packing))(0, *qkv), tensors)
     truth = results(lambda *qkv: naive(*qkv, packing, window), [x.double() for x in tensors])
-    for got, expected in zip(found, truth, strict=True):
+    monkeypatch.setattr(tree_attention, "PIECES_ON_GPU", False)
+    whole = results(lambda *qkv: PackedAttention(packing[0], window, computed_rows(*packing))(0, *qkv), tensors)
+    for got, expected, same in zip(found, truth, whole, strict=True):
         assert error(got, expected) < 0.01
+        assert error(got, expected) < 1.5 * error(same, expected)
