@@ -168,7 +168,7 @@ def _best(groups: Sequence[list[Row]], n: int, part: str | None) -> dict[int, Es
     if part is not None:
         return _at_each_k(groups, n, lambda group, k: _chosen(group, part, k))
     if all(row["reward"] in (0, 1) for group in groups for row in group):
-        return {}  # with rewards 0 and 1, best@k equals pass@k
+        return {}  # with rewards 0 and 1, pass@k says the same, unbiased
     return _at_each_k(groups, n, _highest)
 
 

@@ -5,8 +5,8 @@ so every interval is over questions. All shares use Wilson's interval, with the 
 matches the variance between questions. With one greedy sample per question, this is Wilson's own interval. Unlike a
 normal interval, it stays inside 0..1.
 
-maj@k and best@k are exact expectations over every choice of k among the n samples, like pass@k. Nothing is random, so the
-same completions give the same digits on any machine.
+maj@k is the exact expectation over every choice of k different samples among the n, like pass@k. best@k is the exact expectation
+over k draws with replacement, so it is a little lower. Nothing is random, so the same completions give the same digits on any machine.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def _binomial(n: int, k: int, p: float) -> float:
 
 
 def best_at_k(scores: Sequence[float], values: Sequence[float], k: int) -> float:
-    """Return the expected value of the sample with the highest score among k random samples. Ties are broken evenly.
+    """Return the expected value of the sample with the highest score among k draws with replacement. Ties are broken evenly.
 
-    If the values are the scores, this is the expected highest score. If they are accuracies, it is the accuracy of the
+    On sorted scores s_1 <= ... <= s_n it is sum_i s_i (i^k - (i-1)^k) / n^k, as in verl's bootstrap, without its noise. If the values are the scores, this is the expected highest score. If they are accuracies, it is the accuracy of the
     scorer's choice.
     """
     n = len(scores)
@@ -192,7 +192,7 @@ def best_at_k(scores: Sequence[float], values: Sequence[float], k: int) -> float
     for score in sorted(by_score, reverse=True):
         level = by_score[score]
         # P(all k are not better than this level) - P(all k are worse) = P(the best of the k has this level).
-        chance = (math.comb(not_better, k) - math.comb(not_better - len(level), k)) / math.comb(n, k)
+        chance = (not_better / n) ** k - ((not_better - len(level)) / n) ** k
         total += chance * math.fsum(level) / len(level)
         not_better -= len(level)
     return total

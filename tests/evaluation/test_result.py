@@ -98,10 +98,10 @@ def test_questions_without_a_subject_are_a_kind_of_their_own() -> None:
 def test_graded_rewards_have_their_best_of_k() -> None:
     rows = [row("a", i, 0.0, reward=value, parts={"judge": value}) for i, value in enumerate((0.1, 0.5, 0.9))]
     result = summarise(rows)
-    assert {k: e.mean for k, e in result.best_at.items()} == pytest.approx({2: (0.5 + 0.9 + 0.9) / 3, 3: 0.9})
+    assert {k: e.mean for k, e in result.best_at.items()} == pytest.approx({2: 6.1 / 9, 3: 20.7 / 27})
     assert result.reward is not None
     assert result.reward.mean == pytest.approx(0.5)
-    assert "best@3       0.900" in result_text(result)
+    assert "best@3       0.767" in result_text(result)
     assert "mean reward  0.500" in result_text(result)
 
 
@@ -111,7 +111,7 @@ def test_a_part_may_choose_and_the_accuracy_judges_its_choice() -> None:
         row("a", i, right, reward=right + s, parts={"number": right, "style": s}) for i, (s, right) in enumerate(scores)
     ]
     result = summarise(rows, best_by="style")
-    assert {k: e.mean for k, e in result.best_at.items()} == pytest.approx({2: 1 / 3, 3: 0.0})
+    assert {k: e.mean for k, e in result.best_at.items()} == pytest.approx({2: 4 / 9, 3: 8 / 27})
     assert result.best_by == "style"
     assert result.parts == pytest.approx({"number": 2 / 3, "style": 1.4 / 3})
     assert result_json(result)["best_by"] == "style"
