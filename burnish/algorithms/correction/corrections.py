@@ -196,6 +196,11 @@ def budget_correction(
 # --- Bypass
 
 
+def bypass_accepted_tokens(view: LossView, anchor: Tensor, reject: Mapping[str, Bounds]) -> Tensor:
+    """[M] bool: tokens within the bounds of every option of `reject`, with l = sg(logp) - anchor."""
+    return accepted_tokens(rollout_mismatch(view.policy_logp, anchor, view.offsets), reject)
+
+
 def bypass_correction(
     view: LossView,
     anchor: Tensor,
@@ -211,7 +216,7 @@ def bypass_correction(
     """[M] the loss of each token with the engine's log-probs as `anchor`, 0 if rejected; and token metrics.
 
     - `loss` ppo_clip returns `surrogate`, the loss of the slots ratio and clip. Its ratio to that anchor is the correction
-      already, so weights are only logged.
+      already, so weights are only logged. The ratio of a sequence is over its accepted tokens (`bypass_accepted_tokens`).
     - `loss` reinforce returns -sg(w) A logp and does not read `surrogate`. w = exp(clip(u, -20, 20)) is bounded by
       `threshold`, with u = l or sum_t l and l = sg(logp) - anchor; w is 1 if `weights` is None.
 
@@ -246,13 +251,13 @@ def _bypass_token_metrics(
 ) -> dict[str, Tensor]:
     """Columns [M] whose means over all tokens of a mini-batch are the metrics of that name.
 
-    Metrics that are not means over tokens (std, extremes, rows) would depend on the split and are left out. k3 is of the
-    clamped l, because these columns may be summed in float32.
+    Metrics that are not means over tokens (std, extremes, rows) would depend on the split and are left out. k3 is of l itself, as in
+    `divergence_metrics`: these columns are float64 and are summed in it.
     """
     low, high = threshold_band(threshold)
     found = {
         "kl": -mismatch.log_ratio,
-        "k3_kl": mismatch.k3,
+        "k3_kl": mismatch.log_ratio.exp() - 1 - mismatch.log_ratio,
         "chi2_token": mismatch.ratio**2 - 1,
         "rollout_is_mean": mismatch.spread(applied),
     }

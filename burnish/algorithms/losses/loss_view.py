@@ -80,6 +80,17 @@ class LossView:
         """[M] to [S]: mean over each sequence's tokens, with gradient; 0 for a sequence without tokens."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
+    def select(self, is_kept: Tensor) -> LossView:
+        """The view of the tokens [M] that are kept; a sequence without any has length 0."""
+        where = is_kept.nonzero().squeeze(1)
+        outputs = (self.logp, self.entropy, self.value, self.kl)
+        return LossView(
+            torch.searchsorted(where, self.offsets),
+            _SelectedColumns(self.token, where),
+            self.sequence,
+            *(None if column is None else column.index_select(0, where) for column in outputs),
+        )
+
     def sequence_mean_metric(self, values: Tensor) -> Tensor:
         """[S] to [M]: a token metric whose mean over tokens is the mean of `values` over sequences with a token.
 
@@ -122,6 +133,22 @@ class _LazyColumns(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         column = self.columns[name] if self.rows is None else self.columns[name].index_select(0, self.rows)
         return column.to(self.dtype) if column.is_floating_point() else column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+
+class _SelectedColumns(Mapping[str, Tensor]):
+    """Columns at the tokens `where` of another view."""
+
+    def __init__(self, columns: Mapping[str, Tensor], where: Tensor) -> None:
+        self.columns, self.where = columns, where
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name].index_select(0, self.where)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)

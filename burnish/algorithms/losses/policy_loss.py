@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from burnish.algorithms.correction.corrections import bypass_correction
+from burnish.algorithms.correction.corrections import bypass_accepted_tokens, bypass_correction
 from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.correction.weights_and_rejection import sequence_weights
 from burnish.algorithms.losses.loss_functions import LOSSES
@@ -68,6 +68,9 @@ class PolicyLoss:
 
         L = sum_t weight_t (policy_t + kl_coef KL_t - entropy_coef H_t) - sum_t nll_weight_t logp_t
 
+    A token that the correction `bypass` rejects has none of these terms, and takes no part in the ratio of its sequence. The weights
+    still count it.
+
     Columns it reads, besides those of the chosen clip and loss:
 
     - `weight` and `advantages`.
@@ -117,12 +120,13 @@ class PolicyLoss:
         logp, entropy, weight = view.policy_logp, view.entropy, view.column("weight")
         assert entropy is not None, "a policy loss needs entropies"
         anchor = view.column(self.anchor) if view.has(self.anchor) else logp.detach()
-        per_token, metrics = self._corrected(view, anchor, *self._policy(view, logp, anchor))
+        accepted = self._accepted(view, anchor)
+        per_token, metrics = self._corrected(view, anchor, *self._policy_of(view, anchor, accepted))
         sums = {name: _sum_metric(metric, logp.dtype) for name, metric in metrics.items()}
         sums["ppo_kl"] = -self._logged_log_ratio(view, anchor).sum()
         sums["entropy"] = entropy.detach().sum()
         if self.entropy_top is not None:
-            top = top_entropy_mask(entropy.detach(), self.entropy_top)
+            top = _top_entropy(entropy.detach(), self.entropy_top, accepted)
             per_token = torch.where(top, per_token, torch.zeros_like(per_token))
         if self.kl_coef > 0:
             kl = self._kl(view, logp)
@@ -133,10 +137,25 @@ class PolicyLoss:
             sums["kl_ref"] = kl.detach().sum()
         if self.entropy_coef > 0:
             per_token = per_token - self.entropy_coef * entropy
-        total = (weight * per_token).sum()
+        per_token = weight * per_token
         if view.has("nll_weight"):
-            total = total - (view.column("nll_weight") * logp).sum()
-        return total, sums
+            per_token = per_token - view.column("nll_weight") * logp
+        return (per_token if accepted is None else per_token.masked_fill(~accepted, 0)).sum(), sums
+
+    def _accepted(self, view: LossView, anchor: Tensor) -> Tensor | None:
+        """[M] bool: the tokens that the correction `bypass` accepts; None if it rejects none."""
+        reject = (self.bypass or {}).get("reject")
+        return bypass_accepted_tokens(view, anchor, reject) if reject and view.num_tokens else None
+
+    def _policy_of(self, view: LossView, anchor: Tensor, accepted: Tensor | None) -> TokenLoss:
+        """`_policy` of the accepted tokens, as if the others were not in the loss; 0 at the others."""
+        if accepted is None:
+            return self._policy(view, anchor)
+        per_token, metrics = self._policy(view.select(accepted), anchor[accepted])
+        columns = {
+            name: torch.zeros_like(accepted, dtype=m.dtype).masked_scatter(accepted, m) for name, m in metrics.items()
+        }
+        return torch.zeros_like(view.policy_logp).masked_scatter(accepted, per_token), columns
 
     def _kl(self, view: LossView, logp: Tensor) -> Tensor:
         """[M] KL to the reference at each token, estimated or exact."""
@@ -145,9 +164,9 @@ class PolicyLoss:
             return view.kl
         return kl_estimate(logp, view.column("ref_logp"), self.kl_estimator)
 
-    def _policy(self, view: LossView, logp: Tensor, anchor: Tensor) -> TokenLoss:
+    def _policy(self, view: LossView, anchor: Tensor) -> TokenLoss:
         """[M] policy loss of each token, and the token metrics of clip and loss."""
-        advantages = view.column("advantages")
+        logp, advantages = view.policy_logp, view.column("advantages")
         if self.custom is not None:
             return _checked_user_loss(self.custom(logp, anchor, advantages, **self.custom_options), logp), {}
         loss_function = LOSSES[self.loss]
@@ -183,8 +202,15 @@ class PolicyLoss:
 
 
 def _sum_metric(metric: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of a column of numbers, or the number of True."""
-    return (metric.count_nonzero() if metric.dtype == torch.bool else metric.sum()).to(dtype)
+    """The sum of a column of numbers, or the number of True; a float64 column, which may exceed float32, stays float64."""
+    return metric.count_nonzero().to(dtype) if metric.dtype == torch.bool else metric.sum()
+
+
+def _top_entropy(entropy: Tensor, share: float, accepted: Tensor | None) -> Tensor:
+    """[M] bool: the accepted tokens whose entropy is in the top `share` of the accepted tokens."""
+    if accepted is None:
+        return top_entropy_mask(entropy, share)
+    return torch.zeros_like(accepted).masked_scatter(accepted, top_entropy_mask(entropy[accepted], share))
 
 
 def _checked_user_loss(per_token: object, logp: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -167,4 +168,4 @@ def test_an_absurd_token_stays_finite(sampled: Batch) -> None:
         batch = sampled.with_token(behaviour_logp=behaviour)
         for weights in (None, "token", "sequence"):
             loss, gradient, metrics, _ = run(batch, loss="reinforce", weights=weights)
-            assert torch.isfinite(torch.tensor([loss, *gradient.tolist(), *metrics.values()])).all()
+            assert all(map(math.isfinite, [loss, *gradient.tolist(), *metrics.values()]))

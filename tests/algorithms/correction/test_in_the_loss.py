@@ -74,6 +74,59 @@ def test_bypass_reinforce_weights_log_probs(sampled: Batch) -> None:
     assert gradient.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def one_rejected(**columns: float) -> Batch:
+    """One answer of four tokens with A = 1, whose last token the engine thought far less likely."""
+    values = {"new": [-1.0] * 4, "old_logp": [-1.1, -1.1, -1.1, -4.0], "ref_logp": [-1.5] * 4}
+    mask = torch.ones(4, dtype=torch.bool)
+    token = {name: torch.tensor(column, dtype=torch.float64) for name, column in values.items()}
+    token |= {name: torch.full((4,), value, dtype=torch.float64) for name, value in columns.items()}
+    sequence = {"advantages": torch.ones(1, dtype=torch.float64), "key": torch.tensor([3])}
+    masks = {"action_mask": mask, "loss_mask": mask}
+    return Batch(torch.arange(4), torch.tensor([0, 4]), {**token, **masks}, sequence)
+
+
+REJECTS = {"loss": "ppo_clip", "reject": {"token_k1": (0.5, 2.0)}}
+
+
+@pytest.mark.parametrize(("ratio", "clip"), [("sequence", "none"), ("sequence", "log_geo"), ("seq_token", "none")])
+def test_a_token_that_bypass_rejects_leaves_the_ratio_of_its_sequence(ratio: str, clip: str) -> None:
+    batch = one_rejected()
+    loss = PolicyLoss(ratio=ratio, clip=clip, bypass=REJECTS, scope="sequence")
+    value, gradient = loss_of(batch, loss, "seq-mean-token-mean")
+    assert value == pytest.approx(-0.828878, abs=1e-5)
+    assert gradient.tolist() == pytest.approx([-0.276293] * 3 + [0], abs=1e-5)
+    everything = PolicyLoss(ratio=ratio, clip="none", bypass={"loss": "ppo_clip"}, scope="sequence")
+    value, gradient = loss_of(batch, everything, "seq-mean-token-mean")
+    assert value == pytest.approx(-2.281881, abs=1e-5)  # mean l = 0.825: the last token is in the ratio
+    assert gradient.tolist() == pytest.approx([-0.570470] * 4, abs=1e-5)
+
+
+def test_a_token_that_bypass_rejects_has_no_kl_entropy_or_imitation_term() -> None:
+    terms = {"kl_coef": 0.5, "kl_estimator": "k2", "entropy_coef": 0.1}
+    batch = one_rejected(nll_weight=0.25).with_token(weight=torch.full((4,), 0.25, dtype=torch.float64))
+    logp, entropy = (torch.full((4,), x, dtype=torch.float64, requires_grad=True) for x in (-1.0, 2.0))
+    loss = PolicyLoss(clip="none", bypass=REJECTS, scope="sequence", **terms)
+    total, _ = loss(loss_view(batch, logp, entropy))
+    slopes = torch.autograd.grad(total, [logp, entropy])
+    each = -1.105171 / 4 + 0.25 * 0.5 * 0.5 - 0.25
+    assert slopes[0].tolist() == pytest.approx([each] * 3 + [0], abs=1e-5)
+    assert slopes[1].tolist() == pytest.approx([-0.025] * 3 + [0], abs=1e-9)
+    top = PolicyLoss(clip="none", bypass=REJECTS, scope="batch", entropy_top=0.34)
+    entropies = torch.tensor([0.1, 0.5, 0.2, 9.0], dtype=torch.float64)  # the rejected token's is no top entropy
+    slope = torch.autograd.grad(top(loss_view(batch, logp, entropies))[0], logp)[0]
+    assert slope.tolist() == pytest.approx([-0.25, -0.25 - 1.105171 / 4, -0.25, 0], abs=1e-5)
+
+
+def test_the_k3_estimate_of_bypass_is_not_clamped_and_summed_in_float64() -> None:
+    batch = one_rejected()
+    far = batch.with_token(old_logp=torch.tensor([-1.1, -1.1, -1.1, -101.0], dtype=torch.float64))
+    for dtype in (torch.float64, torch.float32):
+        logp = torch.full((4,), -1.0, dtype=dtype, requires_grad=True)
+        view = loss_view(far.with_token(weight=torch.ones(4)), logp, torch.zeros_like(logp))
+        _, sums = PolicyLoss(clip="none", bypass={"loss": "ppo_clip"}, scope="sequence")(view)
+        assert float(sums["rollout_corr/k3_kl"]) == pytest.approx(math.exp(100), rel=1e-4)  # above the largest float32
+
+
 EVERY: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(**DUAL),
     "gspo": PolicyLoss(ratio="sequence", scope="sequence"),
