@@ -151,7 +151,8 @@ class Optimizer(Record):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after warm-up. wsd (warm-up, stable, decay) stays at the peak and decays linearly at the end."""
     warmup: int | float = Field(0, ge=0)
-    """Linear warm-up: a number of updates, or a fraction of all updates (below 1)."""
+    """Linear warm-up: a number of updates, or a fraction of all updates (below 1). Update k of W has the rate lr * k / W, so the first has
+    lr / W, not 0."""
     decay: float = Field(DEFAULT_WSD_DECAY, gt=0, le=1)
     """Length of the final decay of wsd, as a fraction of all updates."""
     final: float = Field(0.0, ge=0, le=1)

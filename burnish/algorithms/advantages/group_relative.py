@@ -103,7 +103,8 @@ def opo(batch: Batch, *, singleton: Literal["raw", "zero"]) -> Tensor:
 def gpg(batch: Batch, *, normalise: Literal["none", "std"], eps: float) -> Tensor:
     """[S] A = N / (N - M) (r - mean_g), optionally divided by std_g + eps. GPG (2504.02546).
 
-    M of the N samples are in groups of equal rewards. The factor undoes how much these shrink the mean gradient.
+    M of the N samples are in groups of equal rewards. The factor undoes how much these shrink the mean gradient. A group of one has
+    the gradient of its raw reward, so it counts in N and not in M.
     """
     trajectory_ids, rewards, groups = group_rewards(batch)
     num_constant = int(groups.is_constant(rewards).sum())

@@ -131,7 +131,9 @@ class OpoAdvantage(AdvantageRecord):
 class GpgAdvantage(AdvantageRecord):
     """Reward relative to its group, scaled up to make up for groups without signal."""
 
-    formula: ClassVar[str] = "A_i = N/(N-M) (r_i - mean_g), M of the N samples being in constant groups"
+    formula: ClassVar[str] = (
+        "A_i = N/(N-M) (r_i - mean_g), M of the N samples being in constant groups; a group of one is no constant group, A = r there"
+    )
     paper: ClassVar[str] = "GPG (2504.02546)"
     needs: ClassVar[tuple[str, ...]] = ("groups",)
     is_shift_free: ClassVar[bool] = True

@@ -246,6 +246,7 @@ def muon_update(matrix: Tensor) -> Tensor:
 def lr_factor(update: int, total: int, schedule: str, warmup: int | float, final: float, decay: float = 0.2) -> float:
     """Factor of the peak learning rate at an update: linear warm-up, then constant, or decay to `final` at the last of `total`.
 
+    Warm-up over W updates has the factors 1/W, 2/W, ... 1: the first update counts, unlike in schedules that begin at 0.
     wsd (MiniCPM, 2404.06395) stays at the peak, and decays linearly during the last fraction `decay` of all updates. A single
     update after warm-up uses the peak rate.
     """
