@@ -62,7 +62,8 @@ def layer_of(name: str) -> str | None:
 def is_record(name: str) -> bool:
     """Whether a module has the torch-free records of algorithms, which `config` reads although they stand above it."""
     parts = name.split(".")
-    return parts[:2] == ["burnish", "algorithms"] and ("spec" in parts or "presets" in parts)
+    is_named = any(part in ("spec", "presets") or part.endswith("_spec") for part in parts)
+    return parts[:2] == ["burnish", "algorithms"] and is_named
 
 
 def upward(path: Path, own: str) -> list[str]:

@@ -328,6 +328,11 @@ class Groups:
         """Whether all values of the group are equal; False in a group of one."""
         return (self.max(values) == self.min(values)) & (self.size > 1)
 
+    def log_mean_exp(self, values: Tensor) -> Tensor:
+        """log mean_g exp(x), with the group's maximum subtracted before the exponential, which could overflow."""
+        best = self.max(values)
+        return best + self.mean((values - best).exp()).log()
+
     def others_mean(self, values: Tensor) -> Tensor:
         """Mean of the other values of the group; 0 in a group of one."""
         return (self.sum(values) - values) / (self.size - 1).clamp(min=1)

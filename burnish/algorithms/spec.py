@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS, AdvantageRecord, GrpoAdvantage
+from burnish.algorithms.advantages.spec import (
+    ADVANTAGE_RECORDS,
+    AdvantageRecord,
+    GrpoAdvantage,
+    MaxRlAdvantage,
+    OpmdAdvantage,
+)
 from burnish.algorithms.correction.spec import CORRECTION_RECORDS, BypassCorrection, CorrectionSlot, NoCorrection
 from burnish.algorithms.curriculum.spec import CURRICULUM_RECORDS, CurriculumSlot, NoCurriculum
 from burnish.algorithms.filters.spec import FILTER_RECORDS, Refill
+from burnish.algorithms.losses.off_policy_spec import GammaClip, OpmdLoss, SecondMomentClip
 from burnish.algorithms.losses.spec import (
     CLIP_RECORDS,
     LOSS_RECORDS,
@@ -97,7 +104,7 @@ class Algorithm(Record):
     loss: LossSlot = SurrogateLoss()
     """The per-token or per-sequence loss."""
     aggregation: AggregationSlot = Aggregation(name="seq-mean-token-mean")
-    """How tokens are averaged: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
+    """How tokens are averaged: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, prompt-mean."""
     kl: Kl = Kl()
     """KL to a reference."""
     entropy: Entropy = Entropy()
@@ -145,6 +152,7 @@ class Algorithm(Record):
             _check_aggregation,
             _check_filters,
             _check_shaping,
+            _check_clip_and_correction,
             _check_correction,
             _check_replay,
         ):
@@ -175,6 +183,16 @@ def _check_policy(a: Algorithm) -> None:
         )
     if accepted is None and a.advantage.name == "none":
         raise ValueError(f"loss {a.loss.name} multiplies the advantage, and advantage none is 0 everywhere")
+    if isinstance(a.advantage, OpmdAdvantage) and isinstance(a.loss, OpmdLoss):
+        soft, tau = a.advantage.baseline == "logavgexp", a.advantage.tau
+        if soft and tau != a.loss.tau:
+            raise ValueError(
+                f"the soft mean of advantage opmd has tau {tau:g} and loss opmd has tau {a.loss.tau:g}: they are one temperature, set both"
+            )
+    if isinstance(a.advantage, MaxRlAdvantage) and a.kl.reward.coef > 0:
+        raise ValueError(
+            "kl.reward makes rewards negative, and advantage max_rl divides by their mean: use algorithm.kl.loss instead"
+        )
     if a.kl.reward.coef > 0 and a.advantage.name == "reinforce" and a.advantage.gamma == 0:
         raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
 
@@ -219,6 +237,7 @@ def _check_reference(a: Algorithm) -> None:
             f"loss {a.loss.name} is anchored at kl.reference, which would be the teacher instead of the policy it started from: "
             "use another loss with a teacher"
         )
+    _check_rollout_reference(a)
     if a.kl.reward.estimator.endswith("+"):
         raise ValueError(
             "kl.reward has no gradient, so a '+' estimator (which changes only the gradient) does nothing there"
@@ -236,6 +255,62 @@ def _check_reference(a: Algorithm) -> None:
     if a.kl.reward.center == "sequence" and isinstance(advantage, AdvantageRecord) and advantage.is_shift_free:
         raise ValueError(
             f"kl.reward.center=sequence subtracts the same number from every sample's reward, which advantage {a.advantage.name} subtracts anyway: use token"
+        )
+
+
+def _check_rollout_reference(a: Algorithm) -> None:
+    """Checks that the engine's log-probs of sampled tokens are all that the reference must give."""
+    if a.kl.reference.name != "rollout":
+        return
+    if a.kl.loss.estimator == "full":
+        raise ValueError(
+            "kl.loss.estimator=full compares whole distributions, and kl.reference=rollout knows the sampled tokens alone: set estimator=k2"
+        )
+    if a.kl.reward.coef > 0:
+        raise ValueError(
+            "kl.reward to kl.reference=rollout would compare the sampling policy with itself: use kl.loss, or another reference"
+        )
+    if "reference" in a.loss.needs:
+        raise ValueError(
+            f"loss {a.loss.name} compares with the model that training began with, not with the samples' own policy: set "
+            "algorithm.kl.reference=frozen"
+        )
+
+
+def _check_clip_and_correction(a: Algorithm) -> None:
+    """Checks that the gap between engine and trainer is corrected once: by the clip's own weight, or by the correction's."""
+    correction, clip = a.correction, a.clip
+    own = "algorithm.correction=bypass makes the engine's policy the anchor of that weight"
+    weighs = (
+        correction.acts
+        and not isinstance(correction, BypassCorrection)
+        and getattr(correction, "weights", "") is not None
+    )
+    if weighs and not clip.takes_weights:
+        raise ValueError(
+            f"clip {clip.name} is a weight, and algorithm.correction={correction.name} would multiply the loss by another: remove the "
+            f"correction's weights ({own})"
+        )
+    if isinstance(clip, GammaClip) and weighs:
+        level = getattr(correction, "level", getattr(correction, "weights", "any"))
+        if level != "token" or getattr(correction, "batch_normalise", False):
+            raise ValueError(
+                "clip gamma adds up the weights of single tokens: of algorithm.correction it takes seed with level token, or decoupled with "
+                f"weights token and without batch_normalise ({own})"
+            )
+    for user, is_used in (
+        ("clip second_moment", isinstance(clip, SecondMomentClip)),
+        ("filter seq_error", any(f.name == "seq_error" for f in a.filters)),
+    ):
+        if is_used and isinstance(correction, BypassCorrection):
+            raise ValueError(
+                f"{user} compares the log-probs of engine and trainer, and correction bypass takes the engine's for both: use another "
+                "correction, or leave it out"
+            )
+    if isinstance(clip, SecondMomentClip) and a.replay is not None:
+        raise ValueError(
+            "clip second_moment compares the log-probs of engine and trainer, and replayed samples are anchored at the engine's: remove "
+            "algorithm.replay (rollout.source.name=async makes stale samples without it)"
         )
 
 
@@ -320,8 +395,9 @@ def _check_filters(a: Algorithm) -> None:
     names = [f.name for f in a.filters]
     if twice := [n for n in names if names.count(n) > 1]:
         raise ValueError(f"filter {twice[0]} is given twice")
-    if "cppo" in names and a.advantage.name == "none":
-        raise ValueError("filter cppo keeps the largest advantages, and advantage none is 0 everywhere")
+    needing = next((n for n in ("cppo", "clip_b", "balance") if n in names), None)
+    if needing is not None and a.advantage.name == "none":
+        raise ValueError(f"filter {needing} chooses by the advantages, and advantage none is 0 everywhere")
     if "pairs" in names:
         _check_pairs(a, names)
     active = a.refill != Refill()
@@ -352,7 +428,7 @@ def _check_replay(a: Algorithm) -> None:
     if a.replay is None or isinstance(a.loss, Plugin):
         return
     weighs = a.correction.acts and getattr(a.correction, "weights", "token") is not None
-    if a.loss.name == "logprob" and not weighs:
+    if a.loss.name == "logprob" and not weighs and a.advantage.name != "asymre":
         raise ValueError(
             "algorithm.replay trains on samples of older policies, and loss logprob has no ratio to correct for that: "
             "set algorithm.loss=surrogate with algorithm.ratio=token, or algorithm.correction=decoupled_token_is"

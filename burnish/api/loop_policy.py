@@ -23,6 +23,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
+from burnish.algorithms.losses.off_policy_spec import SecondMomentClip
 from burnish.algorithms.losses.policy_loss import Loss, PolicyLoss
 from burnish.algorithms.terms.loss_terms import sequence_aggregation_weights
 from burnish.algorithms.terms.spec import Aggregation
@@ -47,7 +48,7 @@ from burnish.evaluation.model_source import compute_dtype, find_model
 from burnish.evaluation.settings import TASK_PREFIX
 from burnish.models.policy import PolicyModel, load_policy, resolve_device
 from burnish.rollout.runner import RolloutRunner
-from burnish.trainers.minibatches import build_policy_loss, with_answer_ids
+from burnish.trainers.minibatches import build_policy_loss, with_answer_ids, with_second_moment_mask
 from burnish.training.learner import Learner
 
 PromptLike = str | Sequence[Message] | Mapping[str, Any] | PromptSample
@@ -242,6 +243,7 @@ class Policy:
             )
         batch, record = batch.to(self._learner.device), _loss_record(loss)
         _check_columns(batch, record)
+        batch = _with_clip_columns(batch, record)
         if "weight" not in batch.token and "weight" not in batch.sequence:
             batch = batch.with_sequence(weight=_token_weights(batch, loss, aggregation, horizon))
         self._free_cache()
@@ -293,6 +295,17 @@ def _token_weights(batch: Batch, loss: LossLike, aggregation: str | None, horizo
             f"aggregation {mode} divides by a constant: give horizon, such as the max_tokens of the samples"
         )
     return sequence_aggregation_weights(batch, mode, horizon)
+
+
+def _with_clip_columns(batch: Batch, loss: Loss) -> Batch:
+    """The batch with the columns that a clip takes from the whole mini-batch."""
+    if not isinstance(loss, PolicyLoss) or loss.clip != "second_moment":
+        return batch
+    if "old_logp" not in batch.token:
+        raise UserError(
+            "clip second_moment compares the policy's log-probs with the engine's: add batch.with_token(old_logp=policy.logprobs(batch))"
+        )
+    return with_second_moment_mask(batch, SecondMomentClip(**loss.clip_options))
 
 
 def _check_columns(batch: Batch, loss: Loss) -> None:

@@ -105,6 +105,7 @@ COLLAPSE = "entropy collapses, answers become similar"
 LENGTH = "answers grow longer without getting better"
 NO_SIGNAL = "prompts that are always or never solved teach nothing"
 RATIOS = "token ratios are unstable (mixtures of experts, long answers)"
+STALE = "samples are of an older policy (async rollouts, replay) and make training unstable"
 STALE_REFERENCE = "the policy has moved far from the reference, and the KL penalty holds it back"
 RARE_SUCCESS = "right answers are rare"
 TRUNCATION = "truncated answers make rewards noisy"
@@ -118,12 +119,14 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(COLLAPSE, "clip-higher", ("algorithm.clip.high=0.28",), ("dapo", "vapo")),
     Remedy(COLLAPSE, "no gradient at tokens of high covariance", ("algorithm=clip_cov",), ("clip_cov",)),
     Remedy(COLLAPSE, "a penalty on moving those tokens", ("algorithm=kl_cov",), ("kl_cov",)),
+    Remedy(COLLAPSE, "unlikely tokens are not pushed down further", ("algorithm=clip_b",), ("clip_b",)),
     Remedy(COLLAPSE, "entropy bonus", ("algorithm.entropy.coef=0.001",), ("t1",)),
     Remedy(COLLAPSE, "entropy bonus with an adaptive coefficient", ("algorithm.entropy={coef: 0.001, adaptive: {target: 0.2}}",)),
     Remedy(COLLAPSE, "learning from high-entropy tokens only", ("algorithm.entropy.top_share=0.2",)),
     Remedy(COLLAPSE, "a higher temperature", ("rollout.temperature=1.2",), ("t1",)),
     Remedy("wrong answers grow long, extreme prompts count more", "no division by length or deviation", ("algorithm=dr_grpo",), ("dr_grpo",)),
     Remedy("long answers' tokens count less", "one mean over all tokens", ("algorithm.aggregation=token-mean",), ("dapo",)),
+    Remedy("prompts with long answers count more", "one mean over the tokens of each prompt", ("algorithm.aggregation=prompt-mean",)),
     Remedy(TRUNCATION, "truncated answers leave the loss", ("algorithm.filters=[overlong]",)),
     Remedy(TRUNCATION, "an agent's trajectories with a turn without call or answer leave the loss", ("algorithm.filters=[void_turns]", "environment={name: torl, max_turns: 3, tools: [{name: python}]}")),
     Remedy(TRUNCATION, "a penalty that grows before the limit", ("algorithm.shaping=[{name: soft_overlong, cache: 128}]",), ("dapo",)),
@@ -135,6 +138,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(NO_SIGNAL, "draw rarely solved prompts more often", ("algorithm.curriculum=prioritised",), ("kimi_k15",)),
     Remedy(NO_SIGNAL, "end with the prompts that were hardly ever solved", ("algorithm.curriculum={name: hard_only, start: 401}",), ("orz",)),
     Remedy(LENGTH, "a reward for being shorter than the other answers of the group", ("algorithm.shaping=[{name: kimi_length, warmup_steps: 100}]",), ("kimi_k15", "long2short")),
+    Remedy(LENGTH, "a penalty on tokens and turns that grows with how often the prompt is solved", ("algorithm.shaping=[linear_length]",)),
     Remedy(LENGTH, "a length asked for in the prompt", ("algorithm=lcpo", "data.budget={}"), ("lcpo", "lcpo_max")),
     Remedy(LENGTH, "a reward that falls with length when right", ("algorithm.shaping=[cosine]",), ("demystify",)),
     Remedy(LENGTH, "a context that grows in stages", ("rollout.stages=[{start: 201, max_tokens: 2048}]",), ("deepscaler",)),
@@ -146,6 +150,14 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(RATIOS, "a gate instead of a clip", ("algorithm=sapo",), ("sapo",)),
     Remedy(RATIOS, "a trust region on probabilities", ("algorithm=dppo_tv",), ("dppo_tv", "dppo_kl")),
     Remedy(RATIOS, "drifted sequences with negative advantage leave the loss", ("algorithm.clip.drift=0.5",)),
+    Remedy(STALE, "a smooth weight of the whole sequence's ratio", ("algorithm=vespo",), ("vespo",)),
+    Remedy(STALE, "a ratio of at most 1 on bad answers, none on good ones", ("algorithm=topr",), ("topr",)),
+    Remedy(STALE, "no gradient at the few tokens of largest mismatch", ("algorithm=m2po",), ("m2po",)),
+    Remedy(STALE, "a baseline below the mean, without a ratio", ("algorithm=asymre",), ("asymre",)),
+    Remedy(STALE, "a clip without a ratio", ("algorithm=rec",), ("rec",)),
+    Remedy(STALE, "a mirror-descent step without a reference", ("algorithm=opmd",), ("opmd",)),
+    Remedy(STALE, "a squared penalty on leaving the policy that sampled", ("algorithm.kl={loss: {estimator: k2, coef: 0.002}, reference: rollout}",)),
+    Remedy(STALE, "answers on which engine and trainer disagree leave the loss", ("algorithm.filters=[{name: seq_error, threshold: 2}]",)),
     Remedy("the clip takes rare but pivotal tokens out of the loss", "the clipped ratio as a weight", ("algorithm=cispo",), ("cispo", "scale_rl")),
     Remedy(STALE_REFERENCE, "replace the reference by a copy of the policy every k steps", ("algorithm.kl.reference={name: hard_sync, every: 400}",), ("r1_zero", "r1")),
     Remedy(STALE_REFERENCE, "a moving average", ("algorithm.kl.reference={name: ema, eta: 0.01}",), ("t1",)),
@@ -163,6 +175,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "a critic that estimates from turn to turn", ("algorithm=ppo", "algorithm.advantage=bilevel_gae", "environment={name: 'game.py:Game', max_turns: 8}")),
     Remedy(SPARSE_REWARD, "returns of turns, normalised over the batch", ("algorithm.advantage={name: rebn, gamma: 0.9}", "environment={name: 'game.py:Game', max_turns: 8}")),
     Remedy(RARE_SUCCESS, "imitate right answers in addition to the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
+    Remedy(RARE_SUCCESS, "weight prompts by one over how often they are solved", ("algorithm=max_rl",), ("max_rl",)),
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations in addition to the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
     Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),

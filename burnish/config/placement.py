@@ -264,8 +264,8 @@ def check_placement_fits(config: TrainConfig) -> None:
 def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
     """Refuse a pool for a role that the run does not have, and a reference that must be with the actor."""
     algorithm, reference = config.algorithm, config.algorithm.kl.reference
-    if REFERENCE in placement.roles and reference.name == "none":
-        raise ValueError("placement.roles.reference has no effect: algorithm.kl.reference is none")
+    if REFERENCE in placement.roles and not reference.has_weights:
+        raise ValueError(f"placement.roles.reference has no effect: algorithm.kl.reference is {reference.name}")
     if CRITIC in placement.roles and algorithm.critic is None:
         raise ValueError("placement.roles.critic has no effect: the algorithm has no critic")
     if placement.is_separate(REWARD) and all(part.name == "judge" for part in config.reward.parts):

@@ -120,7 +120,7 @@ def start_roles(
         policy=RemotePolicy.of(policy, actor),
         learner=learner(ACTOR),
         reference=None
-        if slot.name == "none"
+        if not slot.has_weights
         else RemoteReference(with_reference, slot.name, with_reference.about(), columns, where),
         critic=RemoteCritic(learner(CRITIC), critic.clip) if critic else None,
         engine=engine,

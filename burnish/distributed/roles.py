@@ -286,7 +286,7 @@ def build_reference(
 ) -> Reference | None:
     """The reference, or None if nothing uses one. Call it before the policy's weights change or are divided."""
     slot = config.algorithm.kl.reference
-    if slot.name == "none":
+    if not slot.has_weights:
         return None
     options = slot.model_dump(exclude={"name"})
     if options.get("path") is not None:

@@ -295,7 +295,7 @@ def _rl_setup(
 
 def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
     slot = config.algorithm.kl.reference
-    if slot.name == "none" or (slot.name == "iterate" and slot.every == 1):
+    if not slot.has_weights or (slot.name == "iterate" and slot.every == 1):
         return "none"
     if slot.name == "frozen" and lora is not None and config.model.adapter is None:
         return "off"

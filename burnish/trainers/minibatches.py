@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences
+from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences, sampled_loss_mask
 from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
+from burnish.algorithms.losses.off_policy_spec import SecondMomentClip
 from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.losses.ratios_and_clips import SECOND_MOMENT_KEPT, second_moment_mask
 from burnish.algorithms.losses.spec import SCOPES, scope_of
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import positive_nll_weights, sequence_aggregation_weights
@@ -57,12 +59,27 @@ def _parts(batch: Batch, num: int) -> list[Tensor]:
 def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
     """Return the mini-batch with the weights of its policy loss, and of the NLL term on its correct answers if there is one."""
     aggregation = algorithm.aggregation
+    if isinstance(algorithm.clip, SecondMomentClip):
+        mini = with_second_moment_mask(mini, algorithm.clip)
     others = {name: column for name, column in mini.token.items() if name != "weight"}
     weights = sequence_aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon)
     mini = with_answer_ids(replace(mini, token=others).with_sequence(weight=weights))
     if algorithm.auxiliary.positive_nll > 0:
         mini = mini.with_token(nll_weight=positive_nll_weights(mini, algorithm.auxiliary.positive_nll))
     return mini
+
+
+def with_second_moment_mask(mini: Batch, clip: SecondMomentClip) -> Batch:
+    """Return the mini-batch with the tokens that M2PO keeps; with `denominator` kept, the others leave the loss.
+
+    Demonstrations, which no engine sampled, are kept and take no part in the mean.
+    """
+    mask = sampled_loss_mask(mini)
+    gap = (mini.token["behaviour_logp"] - mini.token["old_logp"])[mask]
+    kept = torch.ones_like(mask).masked_scatter(mask, second_moment_mask(gap**2, clip.tau))
+    if clip.denominator == "kept":
+        mini = mini.with_token(loss_mask=mini.loss_mask & kept)
+    return mini.with_token(**{SECOND_MOMENT_KEPT: kept})
 
 
 def with_answer_ids(mini: Batch) -> Batch:

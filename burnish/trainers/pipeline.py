@@ -47,6 +47,7 @@ from burnish.algorithms.filters.filter_functions import (
     has_untrained_edges,
     loss_mask_from_plugin,
     pair_counts,
+    seq_error_metrics,
 )
 from burnish.algorithms.losses.model_losses import explained_variance
 from burnish.algorithms.losses.policy_loss import PolicyLoss
@@ -97,6 +98,10 @@ class StepContext:
 
     def __post_init__(self) -> None:
         self.budget = self.state.budget
+
+
+OLD_PASS_COLUMNS = ("sum_p2", "entropy")
+"""Outputs other than log-probs that a slot may need of the policy before its first update."""
 
 
 class Step(NamedTuple):
@@ -238,21 +243,23 @@ def preparation_steps(
     """The steps of `prepare`, in the order in which they run."""
     replays, bypasses = algorithm.replay is not None, algorithm.correction.name == "bypass"
     corrects = acts_before_advantages(algorithm.correction)
-    needs_old, needs_sum_p2 = needs_old_logp(algorithm, num_updates), bool(algorithm.needs("sum_p2"))
+    needs_old = needs_old_logp(algorithm, num_updates)
+    columns = frozenset(name for name in OLD_PASS_COLUMNS if algorithm.needs(name))
     needs_reference = needs_reference_logp(algorithm, loss)
     steps: list[Step] = []
-    if replays and needs_old and not (needs_sum_p2 or bypasses or corrects):
+    if replays and needs_old and not (columns or bypasses or corrects):
         steps.append(Step("old_logprobs", partial(old_logprobs_of_new_groups, needs_reference=needs_reference)))
-    elif needs_sum_p2 or (needs_old and not bypasses):
-        columns = frozenset({"sum_p2"}) if needs_sum_p2 else frozenset[str]()
+    elif columns or (needs_old and not bypasses):
         # A later step replaces `old_logp` by log-probs of other policies; `sum_p2` needs those of the current policy.
-        keeps_policy_logp = needs_sum_p2 and (bypasses or replays)
+        keeps_policy_logp = "sum_p2" in columns and (bypasses or replays)
         steps.append(Step("old_logprobs", partial(old_logprobs, columns=columns, keeps_policy_logp=keeps_policy_logp)))
     if bypasses:
         steps.append(Step("bypass_anchor", anchor_on_behaviour))
     if corrects:
         steps.append(Step("correction", _correction_step(algorithm, has_demonstrations)))
-    if needs_reference:
+    if needs_reference and not algorithm.kl.reference.has_weights:
+        steps.append(Step("rollout_reference", reference_on_behaviour))
+    elif needs_reference:
         reuses_old = needs_old and not bypasses
         steps.append(Step("reference_logprobs", partial(reference_logprobs, reuses_old=reuses_old)))
     if replays:
@@ -280,6 +287,8 @@ def sample_filter_steps(filters: Sequence[SlotFunction], replays: bool) -> list[
             steps.insert(0, Step("unfinished_trees", partial(record_unfinished_trees, options=options)))
         if name == "pairs":
             steps.append(Step("pair_counts", log_pair_counts))
+        if name == "seq_error":
+            steps.append(Step("seq_error_metrics", partial(log_seq_errors, options=options)))
         if name in RESAMPLERS:
             steps.append(Step(name, partial(_resample, function=function, options=options)))
         elif name in SAMPLE_FILTERS:
@@ -355,9 +364,14 @@ def _shape(batch: Batch, shaper: SlotFunction, step: int, max_tokens: int) -> Ba
 def old_logprobs(
     batch: Batch, context: StepContext, columns: frozenset[str] = frozenset(), keeps_policy_logp: bool = False
 ) -> Batch:
-    """`old_logp`: the log-probs of the policy before its first update, with other output `columns` of the same pass."""
+    """`old_logp`: the log-probs of the policy before its first update, with other output `columns` of the same pass.
+
+    The column of the entropy is `old_entropy`.
+    """
     outputs = context.learner.outputs(batch, columns)
     old = outputs.pop("logp")
+    if "entropy" in columns:
+        outputs["old_entropy"] = outputs.pop("entropy")
     if keeps_policy_logp:
         outputs["policy_logp"] = old
     return batch.with_token(old_logp=old, **outputs)
@@ -393,6 +407,11 @@ def reference_logprobs(batch: Batch, context: StepContext, reuses_old: bool) -> 
     if reuses_old and context.reference.is_policy:
         return batch.with_token(ref_logp=batch.token["old_logp"])
     return batch.with_token(ref_logp=context.reference.logprobs(batch))
+
+
+def reference_on_behaviour(batch: Batch, context: StepContext) -> Batch:
+    """Use the engine's log-probs as `ref_logp` (kl.reference `rollout`)."""
+    return batch.with_token(ref_logp=batch.token["behaviour_logp"])
 
 
 def author_logprobs(batch: Batch, context: StepContext) -> Batch:
@@ -480,6 +499,12 @@ def record_unfinished_trees(batch: Batch, context: StepContext, options: dict[st
 def log_pair_counts(batch: Batch, context: StepContext) -> Batch:
     """Metrics of the filter `pairs`."""
     context.metrics |= pair_counts(batch)
+    return batch
+
+
+def log_seq_errors(batch: Batch, context: StepContext, options: dict[str, Any]) -> Batch:
+    """Metrics of the filter `seq_error`."""
+    context.metrics |= seq_error_metrics(batch, **options)
     return batch
 
 

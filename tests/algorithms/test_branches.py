@@ -99,6 +99,8 @@ def test_branches_change_no_number_of_a_preset(name: str) -> None:
     whole = episodes(1)
     if name == "grpo_passk":  # refuses a group of one
         whole = whole.select((whole.sequence["group_ids"] != 2).nonzero().squeeze(1))
+    if name == "max_rl":  # refuses negative rewards
+        whole = whole.with_sequence(reward=whole.sequence["reward"].abs())
     cut = branched(whole, 1)
     for kind, of_kind in KINDS.items():
         if kind or not algorithm.needs("states"):

@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "filters": {**GROUP_FILTERS, **SAMPLE_FILTERS, **RESAMPLERS},
     "shaping": dict(SHAPERS),
     "correction": dict(CORRECTIONS),
-    "reference": {"none": None, **REFERENCES},
+    "reference": {"none": None, "rollout": None, **REFERENCES},  # the engine's log-probs are a column
 }
 WITH_OPTIONS = [
     (slot, record)
@@ -216,7 +216,7 @@ class Scorer:
     values = logprobs
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        return {"logp": batch.token[self.column]}
+        return {"logp": batch.token[self.column], **{name: batch.token[name] for name in needs}}
 
 
 def process_of(batch: Batch) -> ProcessRewardResult:
@@ -301,7 +301,16 @@ def listed(slot: str, name: str, option: str, *values: Any, **base: Any) -> list
     return [({slot: [{"name": name, **options}], **base}, f"{slot}.0.{option}", list(values))]
 
 
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"]
+RIGHT = {"shaping": [{"name": "signed", "wrong": 0.0}]}
+GAMMA = {"clip": "gamma", "loss": "sg_logprob"}
+M2 = {"clip": {"name": "second_moment", "tau": 0.1}}
+
+
+def rec(option: str, *values: Any, **options: Any) -> list[Move]:
+    return [({"ratio": "none", "clip": "none", "loss": {"name": "rec", **options}}, f"loss.{option}", list(values))]
+
+
 MOVES: dict[str, list[Move]] = {
     "GrpoAdvantage.std": advantage("grpo", "std", "none", "batch"),
     "GrpoAdvantage.eps": advantage("grpo", "eps", 0.1),
@@ -377,6 +386,7 @@ MOVES: dict[str, list[Move]] = {
     "TotalVariationClip.low": [({**WEIGHTS, "clip": "dppo_tv"}, "clip.low", [0.01])],
     "TotalVariationClip.high": [({**WEIGHTS, "clip": "dppo_tv"}, "clip.high", [0.01])],
     "TotalVariationClip.cap": [({**WEIGHTS, "clip": "dppo_tv"}, "clip.cap", [1.0])],
+    "TotalVariationClip.symmetric": [({**WEIGHTS, "clip": "dppo_tv"}, "clip.symmetric", [True])],
     "BinaryKlClip.low": [({**WEIGHTS, "clip": "dppo_kl"}, "clip.low", [1.0])],
     "BinaryKlClip.high": [({**WEIGHTS, "clip": "dppo_kl"}, "clip.high", [0.001])],
     "BinaryKlClip.cap": [({**WEIGHTS, "clip": "dppo_kl"}, "clip.cap", [1.0])],
@@ -402,6 +412,34 @@ MOVES: dict[str, list[Move]] = {
     "KtoLoss.beta": [({**PAIRS, **FROZEN, "loss": "kto"}, "loss.beta", [0.5])],
     "KtoLoss.desirable": [({**PAIRS, **FROZEN, "loss": "kto"}, "loss.desirable", [2.0])],
     "KtoLoss.undesirable": [({**PAIRS, **FROZEN, "loss": "kto"}, "loss.undesirable", [2.0])],
+    "MaxRlAdvantage.singleton": advantage("max_rl", "singleton", "raw", **RIGHT),
+    "AsymreAdvantage.delta": advantage("asymre", "delta", -0.5),
+    "OpmdAdvantage.baseline": advantage("opmd", "baseline", "logavgexp"),
+    "OpmdAdvantage.tau": advantage("opmd", "tau", 0.5, options={"baseline": "logavgexp"}),
+    **{
+        f"GammaClip.{name}": [(GAMMA, f"clip.{name}", [1.5])]
+        for name in ("k_positive", "lam_positive", "k_negative", "lam_negative")
+    },
+    "TaperClip.threshold": [({"clip": "taper", "ratio": "token", **WEIGHTS}, "clip.threshold", [-0.8])],
+    "SecondMomentClip.tau": [(M2, "clip.tau", [0.01])],
+    "SecondMomentClip.denominator": [(M2, "clip.denominator", ["kept"])],
+    "SecondMomentClip.low": [({"clip": {**M2["clip"], "low": 0.2, "high": 0.2}}, "clip.low", [0.9])],
+    "SecondMomentClip.high": [({"clip": {**M2["clip"], "low": 0.2, "high": 0.2}}, "clip.high", [0.9])],
+    "RecLoss.keep": rec("keep", "one_side", "two_side", "ring"),
+    "RecLoss.low": rec("low", 0.5, keep="two_side"),
+    "RecLoss.high": rec("high", 0.5, keep="two_side"),
+    "RecLoss.outer_low": rec("outer_low", 0.9, keep="ring"),
+    "RecLoss.outer_high": rec("outer_high", 0.3, keep="ring"),
+    "RecLoss.weight": rec("weight", "ratio", "advantage"),
+    "RecLoss.temperature": rec("temperature", 0.5, weight="advantage"),
+    "RecLoss.square": rec("square", 0.1),
+    "RecLoss.imitation": rec("imitation", 0.1),
+    "OpmdLoss.tau": [({**BARE, "loss": "opmd"}, "loss.tau", [0.5])],
+    "SeqErrorFilter.threshold": listed("filters", "seq_error", "threshold", 1.5),
+    "ClipBFilter.mu": listed("filters", "clip_b", "mu", 0.0),
+    "LinearLengthShaper.output": listed("shaping", "linear_length", "output", 0.5),
+    "LinearLengthShaper.input": listed("shaping", "linear_length", "input", 0.5, batch="turns"),
+    "LinearLengthShaper.turns": listed("shaping", "linear_length", "turns", 0.5, advantage="reinforce"),
     "ZeroSignalFilter.metric": listed("filters", "zero_signal", "metric", "accuracy", shaping=["lcpo_exact"]),
     "DifficultyBandFilter.low": listed("filters", "difficulty_band", "low", 0.4),
     "DifficultyBandFilter.high": listed("filters", "difficulty_band", "high", 0.4),
@@ -487,6 +525,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         for name in ADVANTAGES
         if name
         not in (
+            "max_rl",
+            "opmd",
             "gae",
             "bilevel_gae",
             "prime_rloo",
@@ -501,6 +541,10 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         )
     }
     | {name: {"advantage": name, "batch": "turns"} for name in ("gigpo", "hgpo", "mt_grpo")}
+    | {
+        "max_rl": {"advantage": "max_rl", **RIGHT},
+        "opmd": {"advantage": {"name": "opmd", "baseline": "logavgexp", "tau": 0.5}},
+    }
     | {"bilevel_gae": BILEVEL}
     | {"gae": GAE, "opo": {"advantage": "opo"}, "prime_rloo": {"advantage": "prime_rloo", "process": {}}},
     "ratio": {name: {"clip": "none", "ratio": name, **FADING} for name in RATIOS if name != "none"}
@@ -515,6 +559,9 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "kl_cov": {"clip": "kl_cov"},
         "dppo_tv": {"clip": "dppo_tv", **WEIGHTS},
         "dppo_kl": {"clip": "dppo_kl", **WEIGHTS},
+        "gamma": GAMMA,
+        "taper": {"clip": "taper", "ratio": "seq_prod", **WEIGHTS},
+        "second_moment": M2,
     },
     "loss": {
         "surrogate": {"clip": "none"},
@@ -526,6 +573,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "bce": {**BARE, "advantage": "none", "loss": "bce"},
         "mixed_offpolicy": {**BARE, "loss": "mixed_offpolicy"},
         "nll": {**BARE, "advantage": "none", "loss": "nll"},
+        "rec": rec("keep", keep="one_side")[0][0],
+        "opmd": {**BARE, "loss": "opmd"},
         **{name: {**PAIRS, "loss": name} for name in ("simpo", "orpo")},
         **{name: {**PAIRS, **FROZEN, "loss": name} for name in ("dpo", "ipo", "kto")},
     },
@@ -538,6 +587,9 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "filters": {name: {"filters": [name]} for name in FUNCTIONS["filters"]}
     | {"prob_mask": {"filters": [{"name": "prob_mask", "below": 0.5}]}, "-": {}}
+    | {"clip_b": {"filters": [{"name": "clip_b", "mu": 0.2}]}}
+    | {"seq_error": {"filters": [{"name": "seq_error", "threshold": 1.5}]}}
+    | {"balance": {"filters": ["balance"], "shaping": ["signed"]}}
     | {"snr": {"filters": [{"name": "snr", "share": 0.5}]}}
     | {"tree_edges": {"filters": ["tree_edges"], "advantage": "spo_tree", **TREES}}
     | {"pairs": {**BARE, "advantage": "none", "loss": "simpo", "filters": ["pairs"]}},
@@ -618,6 +670,10 @@ def test_a_reference_is_loaded_exactly_when_something_uses_it() -> None:
     with pytest.raises(ValidationError, match=r"loss dpo compares with a reference but kl\.reference is none"):
         algorithm_of({**PAIRS, "loss": "dpo"})
     assert seen({}) != seen(KL_LOSS)
+    near = algorithm_of({"kl": {"loss": {"estimator": "k2", "coef": 0.5}, "reference": "rollout"}})
+    pipeline, batch = AlgorithmPipeline(near, num_updates=2), make_batch()
+    prepared = pipeline.prepare(batch, StepContext(cast(Any, Scorer("old"))))  # there is no reference to ask
+    assert prepared.token["ref_logp"] is batch.token["behaviour_logp"]
     anchored = {**BARE, "loss": "omd_sq", "kl": {"reference": "iterate"}}
     assert seen(anchored) != seen({**BARE, "loss": "omd_sq"})
 

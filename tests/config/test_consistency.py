@@ -48,7 +48,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**BARE, "loss": "mine.py:f", "advantage": "remax", "shaping": ["signed"]}, "not shaped"),
     ({"shaping": ["repetition_dense"]}, "a return for every token and gamma 1"),
     ({"shaping": ["repetition_dense"], "advantage": {"name": "reinforce", "gamma": 0.9}}, "and gamma 1"),
-    ({**BARE, "loss": "bce", "advantage": "none", "filters": ["cppo"]}, "keeps the largest advantages"),
+    ({**BARE, "loss": "bce", "advantage": "none", "filters": ["cppo"]}, "cppo chooses by the advantages"),
     ({**BARE, "loss": "omd_sq", "entropy": {"top_share": 0.2}}, "picks tokens, but omd_sq"),
     ({"kl": {**KL_REWARD, "reward": {"coef": 0.1, "center": "sequence"}}}, "subtracts anyway"),
     ({"kl": {"adaptive": {}}}, "would stay 0"),

@@ -61,8 +61,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "repetition": {"shaping": [{"name": "repetition", "ngram": 1}], "kl": KL},
     "stop_properly": {"shaping": ["stop_properly"], "kl": KL},
     "iterate": {"kl": {**KL, "reference": {"name": "iterate", "every": 400}}},
+    "prompt-mean": {"aggregation": "prompt-mean", "kl": KL},
+    "linear_length": {"shaping": ["linear_length"], "kl": KL},
+    "balance": {"filters": ["balance"], "kl": KL},
+    "seq_error": {"filters": ["seq_error"], "kl": KL},
 }
 """What no preset chooses, beside GRPO's other slots."""
+TUNED: dict[str, dict[str, Any]] = {"clip_b": {"filters": [{"name": "clip_b", "mu": 0.5}]}}
+"""Slots of presets with options that act on the few tokens of these rollouts."""
 BATCHES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
     "spo_tree": "trees",
@@ -190,7 +196,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
     """A job that trains a real model; nothing around it is real."""
     learner = Watched(copy.deepcopy(model_of(0)), trace)
     slot, reference, critic = algorithm.kl.reference, None, None
-    if slot.name != "none":
+    if slot.has_weights:
         # The policy has left the weights it started from.
         start = learner.model if slot.name == "iterate" and slot.every == 1 else model_of(1)
         reference = make_reference(slot.name, start, 1000, 1.0, **slot.model_dump(exclude={"name"}))
@@ -278,7 +284,9 @@ def counted(called: set[tuple[str, str]]) -> Iterator[None]:
 
 @functools.cache
 def algorithm_of(name: str) -> Algorithm:
-    return Algorithm.model_validate(OTHERS[name]) if name in OTHERS else algorithm_from_preset(name)
+    if name in OTHERS:
+        return Algorithm.model_validate(OTHERS[name])
+    return Algorithm.model_validate({**algorithm_from_preset(name).model_dump(), **TUNED.get(name, {})})
 
 
 @functools.cache

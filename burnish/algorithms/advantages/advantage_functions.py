@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from burnish.algorithms.advantages.group_baselines import asymre, max_rl, opmd
 from burnish.algorithms.advantages.group_relative import (
     gdpo,
     gpg,
@@ -56,6 +57,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "otb": otb,
     "softmean": softmean,
     "win_rate": win_rate,
+    "max_rl": max_rl,
+    "asymre": asymre,
+    "opmd": opmd,
     "prime_rloo": prime_rloo,
     "gigpo": gigpo,
     "hgpo": hgpo,

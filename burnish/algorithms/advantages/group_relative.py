@@ -182,8 +182,7 @@ def softmean(batch: Batch, *, beta: float) -> Tensor:
     With beta = 1/tau it is r - tau log Z of Kimi k1.5 (2501.12599); with beta = eta it is the reward form of SPPO (2405.00675).
     """
     trajectory_ids, rewards, groups = group_rewards(batch)
-    best = groups.max(rewards)  # subtracted before the exponential, which could overflow
-    soft = best + groups.mean((beta * (rewards - best)).exp()).log() / beta
+    soft = groups.log_mean_exp(beta * rewards) / beta
     return groups.with_degenerate(rewards - soft, rewards, torch.zeros_like(rewards))[trajectory_ids]
 
 

@@ -274,6 +274,49 @@ class WinRateAdvantage(AdvantageRecord):
     name: Literal["win_rate"] = "win_rate"
 
 
+class MaxRlAdvantage(AdvantageRecord):
+    """Reward relative to its group, divided by the group's mean reward: prompts that are rarely solved count more."""
+
+    formula: ClassVar[str] = "A_i = (r_i - mean_g) / mean_g; 0 if mean_g is 0; rewards must be 0 or more"
+    paper: ClassVar[str] = "Maximum-likelihood RL (2602.02710); SkyRL adds 1e-6 to the divisor"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    name: Literal["max_rl"] = "max_rl"
+    singleton: Singleton = "zero"
+    """Advantage of a group of one: zero as in prime-rl, or its raw reward as in SkyRL."""
+
+
+class AsymreAdvantage(AdvantageRecord):
+    """Reward relative to a baseline below the group's mean, for samples of an older policy."""
+
+    formula: ClassVar[str] = "A_i = r_i - (mean_g + delta); a constant group has A = -delta, a group of one A = r"
+    paper: ClassVar[str] = "AsymRE, as in Trinity-RFT"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["asymre"] = "asymre"
+    delta: float = Field(-0.1, lt=0)
+    """How far the baseline lies from the mean; below 0, because at 0 or above REINFORCE is unstable on stale samples."""
+
+
+class OpmdAdvantage(AdvantageRecord):
+    """Reward relative to its group's mean or soft mean, for the loss opmd."""
+
+    formula: ClassVar[str] = "A_i = r_i - b; b = mean_g or tau log mean_g exp(r / tau); a group of one has b = 0"
+    paper: ClassVar[str] = "OPMD, as in Trinity-RFT"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["opmd"] = "opmd"
+    baseline: Literal["mean", "logavgexp"] = "mean"
+    """The baseline: the group's mean, or its soft mean at temperature tau."""
+    tau: float = Field(1.0, gt=0)
+    """Temperature of baseline logavgexp: near 0 the baseline is the group's maximum. The loss opmd has the same tau."""
+
+    @model_validator(mode="after")
+    def _check_tau_is_used(self) -> OpmdAdvantage:
+        if self.baseline == "mean" and self.tau != 1.0:
+            raise ValueError("opmd.tau belongs to baseline logavgexp: for the step size set algorithm.loss.tau")
+        return self
+
+
 class PrimeRlooAdvantage(AdvantageRecord):
     """Leave-one-out returns of implicit process rewards, plus the leave-one-out outcome."""
 
@@ -458,6 +501,9 @@ ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     OtbAdvantage,
     SoftmeanAdvantage,
     WinRateAdvantage,
+    MaxRlAdvantage,
+    AsymreAdvantage,
+    OpmdAdvantage,
     PrimeRlooAdvantage,
     GigpoAdvantage,
     HgpoAdvantage,

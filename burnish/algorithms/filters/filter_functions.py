@@ -21,6 +21,7 @@ from burnish.algorithms.batch_columns import (
     is_truncated,
     lexsort,
     required_accuracy,
+    sampled_loss_mask,
     trajectory_groups,
 )
 from burnish.config.errors import UserError
@@ -39,6 +40,12 @@ from burnish.core.segments import (
 
 MIN_SPREAD = 1e-10
 """Rewards whose standard deviation is at most this are equal."""
+MIN_DEVIATION = 1e-12
+"""Scores of tokens whose standard deviation is below this are equal."""
+MAX_EXPONENT = 700.0
+"""Log-ratios are clamped to this before the exponential, which float64 can still sum."""
+BALANCE_STREAM = 0x42_414C_414E_4345
+"""XORed into the keys ("BALANCE" in ASCII), so that other draws by the same key have different noise."""
 
 # --- Group filters, before advantages: [S] bool, the same for all samples of a prompt; True is kept
 #
@@ -235,12 +242,98 @@ def prob_mask(batch: Batch, *, below: float) -> Tensor:
     return batch.loss_mask & (batch.token["old_logp"] < math.log(below))
 
 
+def seq_error(batch: Batch, *, threshold: float) -> Tensor:
+    """[N] bool: the loss mask without trajectories whose log-probs of engine and trainer disagree, e_i > threshold. NeMo-RL.
+
+    e_i = mean_t exp(|behaviour_t - old_t|) over the trajectory's tokens in the loss, at least 1. It is symmetric in the sign, unlike the
+    rejection of a correction, and a mean, so that one bad token in a long answer does not show: combine it with a veto.
+    """
+    trajectory_ids, groups = trajectory_groups(batch)
+    error = sequence_errors(batch, trajectory_ids, groups.numel())
+    return batch.loss_mask & ~(error > threshold)[trajectory_ids][batch.sequence_ids]
+
+
+def sequence_errors(batch: Batch, trajectory_ids: Tensor, num: int) -> Tensor:
+    """[T] float64 mean of exp(|behaviour - old|) over each trajectory's sampled tokens in the loss; 0 without such a token."""
+    mask = sampled_loss_mask(batch)
+    gap = (batch.token["behaviour_logp"].double() - batch.token["old_logp"].double()).abs()
+    return segment_mean(gap.clamp(max=MAX_EXPONENT).exp(), trajectory_ids[batch.sequence_ids], num, mask)
+
+
+def seq_error_metrics(batch: Batch, threshold: float) -> dict[str, float]:
+    """Metrics of `seq_error`: mean, min and max of e before and after, trajectories dropped, and the share of right ones among these."""
+    trajectory_ids, groups = trajectory_groups(batch)
+    error = sequence_errors(batch, trajectory_ids, groups.numel())
+    is_dropped = error > threshold
+    found = {"dropped": float(is_dropped.sum())}
+    for when, values in (("before", error[error > 0]), ("after", error[(error > 0) & ~is_dropped])):
+        if values.numel():
+            found |= {f"{when}_mean": float(values.mean()), f"{when}_max": float(values.max())}
+            found[f"{when}_min"] = float(values.min())
+    if "accuracy" in batch.sequence and bool(is_dropped.any()):
+        first = first_index(trajectory_ids, groups.numel())
+        accuracy = batch.sequence["accuracy"][first][is_dropped]
+        known = accuracy[~accuracy.isnan()]
+        found |= {"dropped_accuracy": float(known.mean())} if known.numel() else {}
+    return {f"seq_error/{name}": value for name, value in found.items()}
+
+
+def clip_b(batch: Batch, *, mu: float) -> Tensor:
+    """[N] bool: the loss mask without tokens of A < 0 whose S is more than mu deviations below the mean. CLIP_B of Trinity-RFT.
+
+    S = p (H + log p), with p the probability at which the engine sampled the token and H the entropy there. Pushing down a token of low
+    S sharpens the distribution. Mean and population deviation are over all sampled tokens in the loss of the batch.
+    """
+    mask = sampled_loss_mask(batch)
+    logp = batch.token["behaviour_logp"].double()
+    scores = (logp.exp() * (batch.token["old_entropy"].double() + logp))[mask]
+    if scores.numel() == 0:
+        return batch.loss_mask
+    centred = scores - scores.mean()
+    deviation = centred.square().mean().sqrt()
+    is_low = (centred < -mu * deviation) & (deviation >= MIN_DEVIATION)
+    low = torch.zeros_like(mask).masked_scatter(mask, is_low)
+    return batch.loss_mask & ~(low & (_token_advantages(batch) < 0))
+
+
+def balance(batch: Batch) -> Tensor:
+    """[N] bool: of every group drop surplus samples of A < 0 at random, until there are no more of them than of A > 0. REC (2509.24203).
+
+    The sign is that of the mean over a sample's tokens in the loss. The draw depends only on the key of a sample's first sequence.
+    """
+    trajectory_ids, groups = trajectory_groups(batch)
+    num = groups.numel()
+    mean = segment_mean(_token_advantages(batch), trajectory_ids[batch.sequence_ids], num, batch.loss_mask)
+    num_groups = compact_ids(groups)[1]
+    num_positive = segment_count(groups, num_groups, mean > 0)
+    is_negative = mean < 0
+    keys = batch.sequence["key"][first_index(trajectory_ids, num)] ^ BALANCE_STREAM
+    order = lexsort(
+        uniforms(keys, torch.zeros_like(keys)), (~is_negative).long(), groups
+    )  # negatives first in each group
+    rank = torch.empty_like(order)
+    starts = offsets_from_lengths(segment_count(groups, num_groups))
+    rank[order] = torch.arange(num, device=order.device) - starts[groups[order]]
+    dropped = is_negative & (rank >= num_positive[groups])
+    return batch.loss_mask & ~dropped[trajectory_ids][batch.sequence_ids]
+
+
+def _token_advantages(batch: Batch) -> Tensor:
+    """[N] the advantage of each token."""
+    return (
+        batch.token["advantages"] if "advantages" in batch.token else batch.sequence["advantages"][batch.sequence_ids]
+    )
+
+
 SAMPLE_FILTERS: dict[str, Callable[..., Tensor]] = {
     "overlong": overlong,
     "void_turns": void_turns,
     "positives_only": positives_only,
     "cppo": cppo,
     "prob_mask": prob_mask,
+    "seq_error": seq_error,
+    "clip_b": clip_b,
+    "balance": balance,
     "tree_edges": tree_edges,
 }
 """The function of each sample filter."""

@@ -153,6 +153,44 @@ class ProbMaskFilter(FilterRecord):
     """Tokens of this probability or more leave the loss."""
 
 
+class SeqErrorFilter(FilterRecord):
+    """Takes samples out of the loss for which the log-probs of engine and trainer disagree."""
+
+    formula: ClassVar[str] = (
+        "loss_mask of a sequence := 0 if mean_t exp(|behaviour_t - old_t|) > threshold, after advantages"
+    )
+    paper: ClassVar[str] = "NeMo-RL"
+    needs: ClassVar[tuple[str, ...]] = ("old",)
+    of_answers: ClassVar[bool] = True
+    name: Literal["seq_error"] = "seq_error"
+    threshold: float = Field(2.0, gt=1)
+    """Largest mean error kept; 1 means that engine and trainer agree on every token."""
+
+
+class ClipBFilter(FilterRecord):
+    """Takes tokens with a negative advantage out of the loss where pushing them down would sharpen the distribution."""
+
+    formula: ClassVar[str] = (
+        "loss_mask_t := 0 if A_t < 0 and S_t - mean(S) < -mu std(S), S = p (H + log p), p = exp(behaviour_t), H the entropy at t; all "
+        "tokens are kept if std(S) < 1e-12"
+    )
+    paper: ClassVar[str] = "CLIP_B of Trinity-RFT"
+    needs: ClassVar[tuple[str, ...]] = ("old", "entropy")
+    name: Literal["clip_b"] = "clip_b"
+    mu: float = Field(2.5, ge=0)
+    """Deviations below the mean from which on a token is dropped."""
+
+
+class BalanceFilter(FilterRecord):
+    """Drops samples of negative advantage at random until a group has no more of them than of positive ones."""
+
+    formula: ClassVar[str] = "per group drop max(0, #(A < 0) - #(A > 0)) of the samples with A < 0, drawn by their keys"
+    paper: ClassVar[str] = "REC (2509.24203), as in Trinity-RFT"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    of_answers: ClassVar[bool] = True
+    name: Literal["balance"] = "balance"
+
+
 class TreeEdgesFilter(FilterRecord):
     """Trains on a few edges of each tree that have a nonzero advantage; each replay of a tree uses other edges."""
 
@@ -212,6 +250,9 @@ FILTER_RECORDS: tuple[type[FilterRecord], ...] = (
     PositivesOnlyFilter,
     CppoFilter,
     ProbMaskFilter,
+    SeqErrorFilter,
+    ClipBFilter,
+    BalanceFilter,
     TreeEdgesFilter,
     PfPpoFilter,
     PairsFilter,

@@ -65,6 +65,52 @@ def dro(view: LossView, anchor: Tensor, advantages: Tensor, *, beta: float) -> T
     return -advantages * view.policy_logp + 0.5 * beta * log_ratio(view, anchor) ** 2, {}
 
 
+def opmd_loss(view: LossView, anchor: Tensor, advantages: Tensor, *, tau: float) -> TokenLoss:
+    """[M] -A logp / (1 + tau): online policy mirror descent in its simple form, as in Trinity-RFT."""
+    return -advantages * view.policy_logp / (1 + tau), {}
+
+
+def rec(
+    view: LossView,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    keep: Literal["all", "one_side", "two_side", "ring"],
+    low: float,
+    high: float,
+    outer_low: float,
+    outer_high: float,
+    weight: Literal["none", "ratio", "advantage"],
+    temperature: float,
+    square: float,
+    imitation: float,
+) -> TokenLoss:
+    """[M] -A w logp at kept tokens, + square l^2 - imitation logp at all. REINFORCE with clipping (2509.24203), as in Trinity-RFT.
+
+    r = exp(l) with l = logp - anchor, without gradient. w is 1, r or exp(A / temperature). Tokens are kept by their ratio:
+
+    - one_side: r <= 1 + high if A >= 0, or r >= 1 - low if A <= 0, so a token at A = 0 is kept. With w = r it has PPO's gradient.
+    - two_side: 1 - low <= r <= 1 + high.
+    - ring: two_side, or r <= 1 - outer_low if A >= 0, or r >= 1 + outer_high if A <= 0.
+    """
+    logp, log_ratios = view.policy_logp, log_ratio(view, anchor)
+    r = token_ratio(view, anchor).detach()
+    is_inside = (r >= 1 - low) & (r <= 1 + high)
+    kept = {
+        "all": torch.ones_like(is_inside),
+        "one_side": ((advantages >= 0) & (r <= 1 + high)) | ((advantages <= 0) & (r >= 1 - low)),
+        "two_side": is_inside,
+        "ring": is_inside | ((advantages >= 0) & (r <= 1 - outer_low)) | ((advantages <= 0) & (r >= 1 + outer_high)),
+    }[keep]
+    weights = {"none": torch.ones_like(r), "ratio": r, "advantage": (advantages / temperature).exp()}[weight]
+    loss = (-advantages * weights * logp).masked_fill(~kept, 0)
+    if square > 0:
+        loss = loss + square * log_ratios**2
+    if imitation > 0:
+        loss = loss - imitation * logp
+    return loss, {"pg_clipfrac": ~kept}
+
+
 def bce(
     view: LossView,
     anchor: Tensor,
@@ -144,6 +190,8 @@ LOSSES: dict[str, Callable[..., TokenLoss] | None] = {
     "bce": bce,
     "mixed_offpolicy": mixed_offpolicy,
     "nll": nll,
+    "rec": rec,
+    "opmd": opmd_loss,
     **PREFERENCE_LOSSES,
 }
 """The function of each choice of `algorithm.loss`."""

@@ -19,7 +19,14 @@ from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.correction.weights_and_rejection import sequence_weights
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.loss_view import LossView, TokenLoss
-from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS, clamp_token_log_ratio, log_ratio, token_ratio
+from burnish.algorithms.losses.ratios_and_clips import (
+    CLIPS,
+    RATIOS,
+    ROLLOUT_WEIGHT,
+    clamp_token_log_ratio,
+    log_ratio,
+    token_ratio,
+)
 from burnish.algorithms.losses.spec import CLIP_RECORDS, LOSS_RECORDS
 from burnish.algorithms.terms.loss_terms import kl_estimate, top_entropy_mask
 from burnish.config.errors import UserError
@@ -186,9 +193,9 @@ class PolicyLoss:
             options = {**BYPASS_DEFAULTS, **self.bypass}
             corrected, more = bypass_correction(view, anchor, view.column("advantages"), per_token, **options)
             return corrected, metrics | more
-        if not view.has("rollout_weight"):
+        if not view.has(ROLLOUT_WEIGHT) or self.clip == "gamma":  # the weights are part of the ratio of `gamma_clip`
             return per_token, metrics
-        weight = view.column("rollout_weight")
+        weight = view.column(ROLLOUT_WEIGHT)
         if self.clip == "log_geo":  # a loss of mean log-ratios takes the mean log-weight
             weight = view.spread(sequence_weights(weight, view.offsets))
         return per_token * weight, metrics

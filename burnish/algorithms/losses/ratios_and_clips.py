@@ -11,7 +11,9 @@ returns the loss of each token. For loss `sg_logprob` it returns the weight of e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +23,12 @@ from burnish.core.random_keys import uniforms
 
 MAX_TOKEN_LOG_RATIO = 20.0
 MAX_SEQUENCE_LOG_RATIO = 10.0
+MIN_LOG_WEIGHT = math.log(1e-8)
+"""Lower bound of a sequence's log-ratio, and of the logarithm of a correction's weight, in `gamma_clip`."""
+ROLLOUT_WEIGHT = "rollout_weight"
+"""Token column: the weights of a rollout correction."""
+SECOND_MOMENT_KEPT = "second_moment_kept"
+"""Bool token column: tokens that `second_moment_mask` keeps."""
 TIE_TOLERANCE = 1e-6
 """Covariances that differ by less than this, relative to 1 + their size, count as equal."""
 
@@ -165,16 +173,25 @@ def is_weight_clip(
 
 
 def dppo_tv_clip(
-    view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, low: float, high: float, cap: float
+    view: LossView,
+    ratio: Tensor,
+    advantages: Tensor,
+    anchor: Tensor,
+    *,
+    low: float,
+    high: float,
+    cap: float,
+    symmetric: bool,
 ) -> TokenLoss:
     """[M] w = sg(min(r, cap)) if p - p_old <= high (A > 0) or p - p_old >= -low (else), otherwise 0. DPPO (2602.04879).
 
     The trust region bounds the total variation |p - p_old| of the sampled token against all others. Rare tokens may move by
-    large ratios, frequent ones may not.
+    large ratios, frequent ones may not. With `symmetric` both bounds hold for every token, as in prime-rl's `ipo`.
     """
     new, old = view.policy_logp.detach(), anchor
     rise = new.exp() - old.exp()
-    return _truncated_weights(ratio, torch.where(advantages > 0, rise <= high, rise >= -low), cap)
+    kept = torch.where(advantages > 0, rise <= high, rise >= -low)
+    return _truncated_weights(ratio, (rise <= high) & (rise >= -low) if symmetric else kept, cap)
 
 
 def dppo_kl_clip(
@@ -198,6 +215,87 @@ def _truncated_weights(ratio: Tensor, kept: Tensor, cap: float) -> TokenLoss:
     r = ratio.detach()
     metrics = {"pg_clipfrac": ~kept, "pg_clipfrac_lower": kept & (r > cap)}
     return torch.where(kept, r.clamp(max=cap), torch.zeros_like(r)), metrics
+
+
+# --- Clips for samples of an older policy
+
+
+def gamma_clip(
+    view: LossView,
+    ratio: Tensor,
+    advantages: Tensor,
+    anchor: Tensor,
+    *,
+    k_positive: float,
+    lam_positive: float,
+    k_negative: float,
+    lam_negative: float,
+) -> TokenLoss:
+    """[M] phi_i = sg(exp(lam + k log W_i - lam W_i)) at each token of sequence i. VESPO (2602.10693).
+
+    log W_i = clip(sum_t clip(l_t, -20, 20), log 1e-8, 20) is the log-ratio of the whole sequence, not divided by its length. phi is 1
+    at W = 1 and largest at W = k / lam, with k and lam of the sign of the sequence's advantage. The weights of a rollout correction
+    (column `rollout_weight`) are part of W; a weight of 0 takes the sequence out.
+    """
+    logs = clamp_token_log_ratio(log_ratio(view, anchor).detach())
+    if view.has(ROLLOUT_WEIGHT):
+        logs = logs + view.column(ROLLOUT_WEIGHT).log().clamp(MIN_LOG_WEIGHT, MAX_TOKEN_LOG_RATIO)
+    log_w = view.sum(logs).clamp(MIN_LOG_WEIGHT, MAX_TOKEN_LOG_RATIO)  # [S]
+    is_positive = view.mean(advantages) >= 0
+    k = torch.full_like(log_w, k_negative).masked_fill_(is_positive, k_positive)
+    lam = torch.full_like(log_w, lam_negative).masked_fill_(is_positive, lam_positive)
+    phi = view.spread((lam + k * log_w - lam * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0))
+    return phi, {"sequence_weight": phi}
+
+
+def taper_clip(view: LossView, ratio: Tensor, advantages: Tensor, anchor: Tensor, *, threshold: float) -> TokenLoss:
+    """[M] w = 1 if A > threshold, else sg(min(r, 1)). TOPR (2503.14286).
+
+    Good answers can be imitated however old they are. Bad ones are pushed down only as far as they are still likely.
+    """
+    r = ratio.detach()
+    tapered = (advantages <= threshold) & (r < 1)
+    return torch.where(tapered, r, torch.ones_like(r)), {"pg_clipfrac": tapered}
+
+
+def second_moment_clip(
+    view: LossView,
+    ratio: Tensor,
+    advantages: Tensor,
+    anchor: Tensor,
+    *,
+    tau: float,
+    denominator: Literal["all", "kept"],
+    low: float | None,
+    high: float | None,
+) -> TokenLoss:
+    """[M] -A r, with PPO's clip if `low` and `high` are given, and 0 at the tokens that `second_moment_mask` drops. M2PO (2510.01161).
+
+    The mask depends on the whole mini-batch, so it is made before the mini-batch is split (column `second_moment_kept`, which
+    `trainers/minibatches.py` adds). With `denominator` kept, dropped tokens are not in the loss at all.
+    """
+    metrics: dict[str, Tensor] = {}
+    if low is None or high is None:
+        loss = -advantages * ratio
+    else:
+        loss, metrics = ppo_clip(view, ratio, advantages, anchor, low=low, high=high, dual=None, drift=None)
+    dropped = ~view.column(SECOND_MOMENT_KEPT)
+    return loss.masked_fill(dropped, 0), metrics | {"second_moment_dropped": dropped}
+
+
+def second_moment_mask(squares: Tensor, tau: float) -> Tensor:
+    """[M] bool: all but the k largest, with the smallest k for which the mean of the others is below tau; at least one is kept.
+
+    Of equal squares the later ones are kept.
+    """
+    if squares.numel() == 0:
+        return torch.zeros_like(squares, dtype=torch.bool)
+    ordered, order = squares.double().sort(descending=True, stable=True)
+    sums = ordered.flip(0).cumsum(0).flip(0)  # [M] sum of the squares from each rank on
+    means = sums / torch.arange(ordered.numel(), 0, -1, device=ordered.device)
+    fits = (means < tau).nonzero()
+    num_dropped = int(fits[0]) if fits.numel() else ordered.numel() - 1
+    return torch.ones_like(order, dtype=torch.bool).index_fill_(0, order[:num_dropped], False)
 
 
 # --- Clip-Cov and KL-Cov: the entropy mechanism (2505.22617)
@@ -286,5 +384,8 @@ CLIPS: dict[str, Callable[..., TokenLoss]] = {
     "kl_cov": covariance_kl,
     "dppo_tv": dppo_tv_clip,
     "dppo_kl": dppo_kl_clip,
+    "gamma": gamma_clip,
+    "taper": taper_clip,
+    "second_moment": second_moment_clip,
 }
 """The function of each choice of `algorithm.clip`."""

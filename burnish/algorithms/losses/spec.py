@@ -6,11 +6,9 @@ from typing import ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
+from burnish.algorithms.losses.base_spec import Clip, LossRecord, Scope
+from burnish.algorithms.losses.off_policy_spec import OFF_POLICY_CLIPS, OFF_POLICY_LOSSES
 from burnish.config.records import Plugin, Slot, choice
-
-Scope = Literal["token", "sequence", "group", "batch"]
-"""What a loss must see at once, from the narrowest to the widest."""
-
 
 # --- Ratio
 
@@ -59,17 +57,6 @@ class NoRatio(Slot):
 
 
 # --- Clip
-
-
-class Clip(Slot):
-    """A choice for the slot `clip`."""
-
-    losses: ClassVar[tuple[str, ...]] = ("surrogate",)
-    """The losses it goes with."""
-    ratios: ClassVar[tuple[str, ...]] = ("token",)
-    """The ratios it goes with."""
-    level: ClassVar[Literal["token", "sequence"]] = "token"
-    """Whether its result is one number per token or per sequence."""
 
 
 class PpoClip(Clip):
@@ -187,7 +174,9 @@ class CovarianceKl(Clip):
 class TotalVariationClip(Clip):
     """Tokens whose probability moved too far have weight 0; the others have the ratio as a constant weight."""
 
-    formula: ClassVar[str] = "w = sg(min(r, cap)), 0 unless p - p_old <= high (A>0) or >= -low (else)"
+    formula: ClassVar[str] = (
+        "w = sg(min(r, cap)), 0 unless p - p_old <= high (A>0) or >= -low (else); symmetric: 0 unless -low <= p - p_old <= high"
+    )
     paper: ClassVar[str] = "DPPO, binary total variation (2602.04879)"
     losses: ClassVar[tuple[str, ...]] = ("sg_logprob",)
     name: Literal["dppo_tv"] = "dppo_tv"
@@ -197,6 +186,8 @@ class TotalVariationClip(Clip):
     """Largest rise of the probability for A > 0."""
     cap: float = Field(20.0, ge=1)
     """The weight is at most this."""
+    symmetric: bool = False
+    """Both bounds hold whatever the sign of A (prime-rl's `ipo`, with 0.1 for both)."""
 
 
 class BinaryKlClip(Clip):
@@ -227,23 +218,11 @@ CLIP_RECORDS: tuple[type[Clip], ...] = (
     CovarianceKl,
     TotalVariationClip,
     BinaryKlClip,
+    *OFF_POLICY_CLIPS,
 )
 
 
 # --- Loss
-
-
-class LossRecord(Slot):
-    """A choice for the slot `loss`."""
-
-    advantages: ClassVar[tuple[str, ...] | None] = None
-    """The advantages it goes with; None means any."""
-    anchored: ClassVar[bool] = False
-    """Whether its anchor is the reference if there is one (the start of the iteration), else the old policy."""
-    level: ClassVar[Literal["token", "sequence"]] = "token"
-    """`sequence`: one number per sequence, averaged by aggregation seq-mean-token-mean."""
-    command: ClassVar[str] = "train"
-    """The burnish command that runs it."""
 
 
 class SurrogateLoss(LossRecord):
@@ -463,6 +442,7 @@ LOSS_RECORDS: tuple[type[Slot], ...] = (
     BceLoss,
     MixedLoss,
     ImitationLoss,
+    *OFF_POLICY_LOSSES,
     *PREFERENCE_LOSS_RECORDS,
 )
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from burnish.algorithms.presets.critic_and_other_objectives import OTHER_OBJECTIVES, WITH_CRITIC
 from burnish.algorithms.presets.critic_free import CRITIC_FREE, Preset
+from burnish.algorithms.presets.off_policy import OFF_POLICY
 from burnish.config.errors import unknown_name_error
 
 __all__ = ["PRESETS", "Preset", "preset_slots"]
 
-PRESETS: dict[str, Preset] = {**CRITIC_FREE, **WITH_CRITIC, **OTHER_OBJECTIVES}
+PRESETS: dict[str, Preset] = {**CRITIC_FREE, **OFF_POLICY, **WITH_CRITIC, **OTHER_OBJECTIVES}
 
 
 def preset_slots(name: str) -> dict[str, Any]:

@@ -14,16 +14,19 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.returns import discounted_returns
 from burnish.algorithms.batch_columns import (
+    Groups,
+    first_index,
     is_correct,
     is_truncated,
     trajectory_groups,
     trajectory_lengths,
     trajectory_offsets,
+    turns_of,
 )
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, to_int64
-from burnish.core.segments import compact_ids, ids_from_offsets, segment_count, segment_max, segment_min
+from burnish.core.segments import compact_ids, ids_from_offsets, segment_count, segment_max, segment_mean, segment_min
 
 # --- Length
 #
@@ -58,6 +61,39 @@ def kimi_length(batch: Batch, step: int, *, weight: float, warmup_steps: int) ->
     bonus = torch.where(correct, relative, relative.clamp(max=0))
     bonus = torch.where(longest > shortest, bonus, torch.zeros_like(bonus))
     return batch.sequence["reward"] + (weight if step > warmup_steps else 0.0) * bonus
+
+
+def linear_length(batch: Batch, step: int, *, output: float, input: float, turns: float) -> Tensor:
+    """[S] r - mean_g(r) (output len / max_g len + input in / max_g in + turns k / max_g k). prime-rl's length penalty.
+
+    `len` are the tokens written, `in` the tokens read (`num_read_tokens`), k the turns; each maximum is at least 1. The factor
+    mean_g(r) is the pass rate: prompts that are not solved are not punished.
+    """
+    trajectory_ids, group_ids = trajectory_groups(batch)
+    groups, num = Groups(group_ids, int(group_ids.max()) + 1), group_ids.numel()
+    first = first_index(trajectory_ids, num)
+    rewards = segment_mean(batch.sequence["reward"], trajectory_ids, num)
+    turn_counts = segment_count(trajectory_ids[turns_of(batch).sequence_of_turn], num).double()
+    counts = (trajectory_lengths(batch)[first].double(), num_read_tokens(batch), turn_counts)
+    relative = [x / groups.max(x).clamp(min=1) for x in counts]
+    share = output * relative[0] + input * relative[1] + turns * relative[2]
+    return (rewards - groups.mean(rewards) * share)[trajectory_ids]
+
+
+def num_read_tokens(batch: Batch) -> Tensor:
+    """[T] float64 tokens of a trajectory that the model did not write; what a later sequence repeats of the one before counts once."""
+    trajectory_ids, groups = trajectory_groups(batch)
+    lengths, sequence = batch.lengths, batch.sequence_ids
+    continues = torch.zeros_like(trajectory_ids, dtype=torch.bool)
+    continues[1:] = trajectory_ids[1:] == trajectory_ids[:-1]
+    before = (sequence - 1).clamp(min=0)
+    has_counterpart = continues[sequence] & (batch.positions < lengths[before])
+    counterpart = torch.where(has_counterpart, batch.offsets[:-1][before] + batch.positions, 0)
+    same = has_counterpart & (batch.tokens == batch.tokens[counterpart])
+    # The common prefix of a sequence and the one before it ends at the first token that differs.
+    ends = segment_min(torch.where(same, torch.inf, batch.positions.double()), sequence, batch.num_sequences)
+    is_new = batch.positions >= torch.where(continues, ends, 0.0)[sequence]
+    return segment_count(trajectory_ids[sequence], groups.numel(), is_new & ~batch.action_mask).double()
 
 
 def cosine(
@@ -264,6 +300,7 @@ def repeated_ngram_tokens(batch: Batch, ngram: int) -> Tensor:
 SHAPERS: dict[str, Callable[..., Tensor]] = {
     "soft_overlong": soft_overlong,
     "kimi_length": kimi_length,
+    "linear_length": linear_length,
     "cosine": cosine,
     "repetition": repetition,
     "repetition_dense": repetition_dense,

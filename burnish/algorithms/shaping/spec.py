@@ -57,6 +57,30 @@ class KimiLengthShaper(Shaper):
     """Number of first steps without the length reward."""
 
 
+class LinearLengthShaper(Shaper):
+    """Reduces the reward of samples that are long for their group, in proportion to how often the prompt is solved."""
+
+    formula: ClassVar[str] = (
+        "r - mean_g(r) (output len / max_g len + input in / max_g in + turns k / max_g k); len tokens written, in tokens read, k turns; "
+        "each max at least 1"
+    )
+    paper: ClassVar[str] = "prime-rl"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    name: Literal["linear_length"] = "linear_length"
+    output: float = Field(0.25, ge=0)
+    """Weight of the tokens that the model wrote."""
+    input: float = Field(0.1, ge=0)
+    """Weight of the tokens that it read and did not write: prompt, tool results, observations."""
+    turns: float = Field(0.1, ge=0)
+    """Weight of its turns."""
+
+    @model_validator(mode="after")
+    def _check_any_weight(self) -> LinearLengthShaper:
+        if self.output == self.input == self.turns == 0:
+            raise ValueError("linear_length with weights 0 changes nothing: leave it out")
+        return self
+
+
 class CosineShaper(Shaper):
     """Replaces the reward by one of correctness and length: right answers get more if short, wrong answers if long."""
 
@@ -185,6 +209,7 @@ class SignedShaper(Shaper):
 SHAPER_RECORDS: tuple[type[Shaper], ...] = (
     SoftOverlongShaper,
     KimiLengthShaper,
+    LinearLengthShaper,
     CosineShaper,
     RepetitionShaper,
     RepetitionDenseShaper,

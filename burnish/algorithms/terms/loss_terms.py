@@ -11,7 +11,14 @@ from torch import Tensor
 from burnish.algorithms.batch_columns import per_sequence, sampled_token_mask, trajectory_offsets
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.segments import contiguous_count, ids_from_offsets, segment_broadcast, segment_count, segment_mean
+from burnish.core.segments import (
+    compact_ids,
+    contiguous_count,
+    ids_from_offsets,
+    segment_broadcast,
+    segment_count,
+    segment_mean,
+)
 
 # --- Aggregation
 #
@@ -33,11 +40,23 @@ def sequence_aggregation_weights(batch: Batch, mode: str, horizon: int | None = 
     - seq-mean-token-sum: 1 / trajectories
     - seq-mean-token-mean: 1 / (trajectories x the trajectory's tokens)
     - seq-mean-token-sum-norm: 1 / (trajectories x horizon), with a constant horizon (Dr.GRPO)
+    - prompt-mean: 1 / (groups x the tokens of all the group's trajectories) (SkyRL)
 
-    Only tokens in the loss count, and trajectories with at least one of them. The sequences of a trajectory count as one.
+    Only tokens in the loss count, and trajectories and groups with at least one of them. The sequences of a trajectory count as one.
+    The batch holds whole groups (`trainers/minibatches.py` never splits one), which prompt-mean needs.
     """
+    if mode == "prompt-mean":
+        return _group_weights(batch)
     counts = contiguous_count(batch.loss_mask, trajectory_offsets(batch))  # [T]
     return per_sequence(batch, _trajectory_weights(counts, mode, horizon))
+
+
+def _group_weights(batch: Batch) -> Tensor:
+    """[S] float64 weight of every token in the loss: 1 / (groups with a token x tokens of the sequence's group)."""
+    groups, num = compact_ids(batch.sequence["group_ids"])
+    counts = segment_count(groups[batch.sequence_ids], num, batch.loss_mask)  # [G]
+    num_groups = max(int((counts > 0).sum()), 1)
+    return (1 / (num_groups * counts.clamp(min=1).double())).index_select(0, groups)
 
 
 def _trajectory_weights(counts: Tensor, mode: str, horizon: int | None) -> Tensor:

@@ -15,8 +15,10 @@ class Aggregation(Slot):
     formula: ClassVar[str] = (
         "L = sum_t weight_t L_t, the weights fixed before the mini-batch is split; all sequences of a trajectory are one seq"
     )
-    name: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-    """What is averaged and what is summed."""
+    name: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+    ]
+    """What is averaged and what is summed. prompt-mean: over the tokens of each prompt's answers, then over prompts (SkyRL)."""
     horizon: int | None = Field(None, ge=1)
     """The constant divisor of `seq-mean-token-sum-norm`; null means the most tokens the model can write in an episode: rollout.max_tokens,
     times environment.max_turns, at most environment.max_tokens."""
@@ -25,20 +27,28 @@ class Aggregation(Slot):
 # --- The reference
 
 
-class NoReference(Slot):
+class ReferenceRecord(Slot):
+    """A choice for `kl.reference`."""
+
+    has_weights: ClassVar[bool] = True
+    """Whether a model with its own weights computes the reference's log-probs."""
+
+
+class NoReference(ReferenceRecord):
     """No reference: nothing is loaded."""
 
+    has_weights: ClassVar[bool] = False
     name: Literal["none"] = "none"
 
 
-class FrozenReference(Slot):
+class FrozenReference(ReferenceRecord):
     """The weights the run started from."""
 
     formula: ClassVar[str] = "ref = the policy before the first step"
     name: Literal["frozen"] = "frozen"
 
 
-class EmaReference(Slot):
+class EmaReference(ReferenceRecord):
     """An exponential moving average of the policy, in float32."""
 
     formula: ClassVar[str] = "ref <- (1 - eta) ref + eta policy, after every optimizer step"
@@ -48,7 +58,7 @@ class EmaReference(Slot):
     """Weight of the policy at each update; 1 makes the reference a copy."""
 
 
-class HardSyncReference(Slot):
+class HardSyncReference(ReferenceRecord):
     """A copy of the policy, renewed every `every` steps."""
 
     formula: ClassVar[str] = "ref <- policy, once every `every` steps"
@@ -58,7 +68,7 @@ class HardSyncReference(Slot):
     """Steps between two copies."""
 
 
-class IterateReference(Slot):
+class IterateReference(ReferenceRecord):
     """The policy at the start of the current iteration; each iteration also resets the optimizer state."""
 
     formula: ClassVar[str] = "ref <- policy and a new optimizer state, every `every` steps"
@@ -68,7 +78,7 @@ class IterateReference(Slot):
     """Steps per iteration."""
 
 
-class TeacherReference(Slot):
+class TeacherReference(ReferenceRecord):
     """Another model, usually a larger one; KL to it is distillation."""
 
     formula: ClassVar[str] = "ref = the model of a directory with the policy's tokenizer"
@@ -78,13 +88,25 @@ class TeacherReference(Slot):
     """A Hugging Face directory with exactly the policy's tokenizer; null is the model the run starts from."""
 
 
-REFERENCE_RECORDS: tuple[type[Slot], ...] = (
+class RolloutReference(ReferenceRecord):
+    """The policy that sampled, by the engine's log-probs: a leash that loads no model. Estimator k2 is the squared anchor."""
+
+    formula: ClassVar[str] = (
+        "ref_t = behaviour_t; kl.loss {estimator: k2, coef: 2 kappa} adds kappa (logp_t - behaviour_t)^2"
+    )
+    paper: ClassVar[str] = "Kimi K2.5, prime-rl (kappa 0.001)"
+    has_weights: ClassVar[bool] = False
+    name: Literal["rollout"] = "rollout"
+
+
+REFERENCE_RECORDS: tuple[type[ReferenceRecord], ...] = (
     NoReference,
     FrozenReference,
     EmaReference,
     HardSyncReference,
     IterateReference,
     TeacherReference,
+    RolloutReference,
 )
 ReferenceSlot: Any = choice(*REFERENCE_RECORDS, plugin=False)
 

@@ -11,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from burnish.algorithms.filters.filter_functions import loss_mask_from_plugin, overlong, positives_only, void_turns
+from burnish.algorithms.filters.filter_functions import (
+    loss_mask_from_plugin,
+    overlong,
+    positives_only,
+    seq_error_metrics,
+    sequence_errors,
+    void_turns,
+)
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from tests.algorithms.functions_with_defaults import SAMPLE_FILTERS, cppo, prob_mask
+from tests.algorithms.correction.conftest import ROLLOUT
+from tests.algorithms.functions_with_defaults import SAMPLE_FILTERS, balance, clip_b, cppo, prob_mask, seq_error
 
 
 def samples(advantages: list[float], groups: list[int], lengths: list[int] | None = None) -> Batch:
@@ -26,6 +34,63 @@ def samples(advantages: list[float], groups: list[int], lengths: list[int] | Non
         .with_token(action_mask=torch.ones(n, dtype=torch.bool), loss_mask=torch.ones(n, dtype=torch.bool))
         .with_sequence(advantages=torch.tensor(advantages, dtype=torch.float64), group_ids=torch.tensor(groups))
     )
+
+
+# --- engine and trainer, entropy, balance -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sampled(f1: Batch) -> Batch:
+    rows = [x for row in ROLLOUT for x in [math.nan, *row]]
+    return f1.with_token(behaviour_logp=torch.tensor(rows, dtype=torch.float64))
+
+
+def test_seq_error_drops_rows_on_which_engine_and_trainer_disagree(sampled: Batch) -> None:
+    expected = [1.051928, 1.052585, 1.685146, 1.052585]
+    assert sequence_errors(sampled, torch.arange(4), 4).tolist() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(seq_error(sampled), sampled.loss_mask)
+    assert torch.equal(seq_error(sampled, threshold=1.5), sampled.loss_mask & (sampled.sequence_ids != 2))
+    metrics = seq_error_metrics(sampled.with_sequence(accuracy=torch.tensor([1.0, 0, 1, 0])), 1.5)
+    named = {"before_max": 1.685146, "before_mean": sum(expected) / 4, "before_min": 1.051928, "dropped": 1}
+    named |= {"after_max": 1.052585, "after_mean": 1.052366, "after_min": 1.051928, "dropped_accuracy": 1}
+    assert metrics == pytest.approx({f"seq_error/{k}": v for k, v in named.items()}, abs=1e-5)
+    rest = sampled.with_token(loss_mask=sampled.loss_mask & (sampled.sequence_ids != 2))
+    assert seq_error_metrics(rest, 1.5)["seq_error/before_max"] == pytest.approx(
+        1.052585, abs=1e-5
+    )  # no tokens, no part
+    far = sampled.with_token(old_logp=sampled.token["old_logp"] - 1e6)
+    assert not bool(seq_error(far).any())
+    assert math.isfinite(seq_error_metrics(far, 2.0)["seq_error/before_mean"])
+
+
+def test_clip_b_spares_unlikely_tokens_of_bad_answers(f1: Batch) -> None:
+    ones = torch.ones(f1.num_tokens, dtype=torch.float64)
+    batch = f1.with_token(behaviour_logp=f1.token["old_logp"], old_entropy=ones)
+    logp = batch.token["behaviour_logp"][f1.loss_mask]
+    scores = logp.exp() * (1 + logp)
+    assert float(scores.mean()) == pytest.approx(0.101795, abs=1e-5)
+    assert float(scores.std(correction=0)) == pytest.approx(0.266731, abs=1e-5)
+    assert torch.equal(clip_b(batch), f1.loss_mask)
+    dropped = (f1.loss_mask & ~clip_b(batch, mu=0.7)).nonzero().squeeze(1)
+    assert (dropped - f1.offsets[2] - 1).tolist() == [0, 2]  # tokens 0 and 2 of row 2
+    good = batch.with_sequence(advantages=batch.sequence["advantages"].abs())
+    assert torch.equal(clip_b(good, mu=0.7), f1.loss_mask)
+    level = batch.with_token(behaviour_logp=torch.full_like(ones, -1.0))
+    assert torch.equal(clip_b(level, mu=0.0), f1.loss_mask)
+
+
+def test_balance_leaves_as_many_bad_samples_as_good_ones() -> None:
+    batch = samples([1, -1, -1, -1, 1, 1, -1, 0, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2], [2] * 10)
+    seen = set()
+    for key in range(20):
+        kept = balance(batch.with_sequence(key=torch.arange(10) * 7919 + key))
+        rows = kept.view(10, 2)
+        assert torch.equal(rows[:, 0], rows[:, 1])
+        assert rows[:, 0].tolist()[4:] == [True] * 4 + [False] * 2
+        assert int(rows[1:4, 0].sum()) == 1
+        assert bool(rows[0, 0])
+        seen.add(int(rows[1:4, 0].int().argmax()))
+    assert seen == {0, 1, 2}
 
 
 # --- overlong and positives --------------------------------------------------------------------------------------------
@@ -135,10 +200,12 @@ def test_a_token_of_exactly_the_bound_leaves(f1: Batch) -> None:
 
 @given(st.lists(st.booleans(), min_size=17, max_size=17), st.permutations(range(4)))
 def test_no_filter_brings_a_token_back_or_depends_on_the_order_of_rows(
-    f1: Batch, mask: list[bool], order: list[int]
+    sampled: Batch, mask: list[bool], order: list[int]
 ) -> None:
-    batch = f1.with_token(loss_mask=f1.loss_mask & torch.tensor(mask))
-    batch = batch.with_sequence(advantages=torch.tensor([1.0, -0.9, -0.8, 0.6]))  # no ties, which go to the earlier
+    entropy = torch.linspace(0, 2, 17, dtype=torch.float64)
+    batch = sampled.with_token(loss_mask=sampled.loss_mask & torch.tensor(mask), old_entropy=entropy)
+    advantages = torch.tensor([1.0, -0.9, -0.8, 0.6])  # no ties, which go to the earlier
+    batch = batch.with_sequence(advantages=advantages, key=torch.tensor([5, 6, 7, 9]))
     index = torch.tensor(order)
     for name, function in SAMPLE_FILTERS.items():
         if name == "tree_edges":

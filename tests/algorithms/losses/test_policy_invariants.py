@@ -38,6 +38,9 @@ BY_TOKEN: dict[str, dict[str, Any]] = {
     "sapo": surrogate("token", "soft"),
     "dppo_tv": weighted("token", "dppo_tv"),
     "dppo_kl": weighted("token", "dppo_kl"),
+    "vespo": weighted("token", "gamma"),
+    "topr": weighted("token", "taper"),
+    "rec": {**PLAIN, "loss": "rec", "loss_options": {"keep": "one_side"}},
     "logprob": PLAIN,
 }
 BY_SEQUENCE: dict[str, dict[str, Any]] = {
@@ -47,6 +50,8 @@ BY_SEQUENCE: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "sequence product": surrogate("seq_prod", "none"),
     "truncated sequence product": weighted("seq_prod", "is_weight", cap=2.0),
+    "topr, sequences": weighted("seq_prod", "taper"),
+    "opmd": {**PLAIN, "loss": "opmd"},
     "with terms": {"kl_coef": 0.1, "kl_is_corrected": True, "entropy_coef": 0.2},
 }
 BY_BATCH: dict[str, dict[str, Any]] = {

@@ -39,10 +39,11 @@ def test_which_combinations_there_are() -> None:
     }
     every = ("token", "sequence", "seq_token", "seq_prod")
     expected = {(r, c, "surrogate") for r in every for c in ("ppo", "none")}
-    expected |= {("token", c, "surrogate") for c in ("soft", "clip_cov", "kl_cov")}
+    expected |= {("token", c, "surrogate") for c in ("soft", "clip_cov", "kl_cov", "second_moment")}
     expected |= {("sequence", "log_geo", "surrogate"), ("none", "none", "logprob")}
     expected |= {(r, "is_weight", "sg_logprob") for r in ("token", "sequence", "seq_prod")}
-    expected |= {("token", c, "sg_logprob") for c in ("dppo_tv", "dppo_kl")}
+    expected |= {("token", c, "sg_logprob") for c in ("dppo_tv", "dppo_kl", "gamma", "taper")}
+    expected |= {("seq_prod", "taper", "sg_logprob")}
     assert fits == expected
 
 

@@ -11,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from burnish.algorithms.shaping.spec import SoftOverlongShaper
+from burnish.algorithms.shaping.spec import LinearLengthShaper, SoftOverlongShaper
 from burnish.config.errors import UserError
-from burnish.core.batch import Batch
+from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
-from tests.algorithms.functions_with_defaults import SHAPERS, cosine, kimi_length, lcpo_exact, lcpo_max, soft_overlong
+from tests.algorithms.functions_with_defaults import (
+    SHAPERS,
+    cosine,
+    kimi_length,
+    lcpo_exact,
+    lcpo_max,
+    linear_length,
+    soft_overlong,
+)
 
 NAN = float("nan")
 
@@ -204,3 +212,27 @@ def test_a_sample_nobody_judged_is_an_error(name: str) -> None:
 def test_half_right_is_wrong(name: str) -> None:
     half, wrong = (answers([5, 9], [a, 1.0], budget=budget(6, 6)) for a in (0.5, 0.0))
     assert torch.equal(SHAPERS[name](half, 1, **OPTIONS[name]), SHAPERS[name](wrong, 1, **OPTIONS[name]))
+
+
+# --- linear_length (ALGORITHMS-2026.md N7.1) ----------------------------------------------------------------------------
+
+
+def test_linear_length_penalises_tokens_and_turns_by_the_pass_rate() -> None:
+    """out = [100, 200, 400, 300], in = [50, 100, 100, 50], turns = [1, 2, 4, 2]."""
+    written, read, turns = [100, 200, 400, 300], [50, 100, 100, 50], [1, 2, 4, 2]
+    offsets = offsets_from_lengths(torch.tensor(written) + torch.tensor(read))
+    mask = torch.cat([torch.arange(w + r) >= r for w, r in zip(written, read, strict=True)])
+    starts = [r + k * w // n for w, r, n in zip(written, read, turns, strict=True) for k in range(n)]
+    ragged = {"turn_start": Ragged(torch.tensor(starts), offsets_from_lengths(torch.tensor(turns)))}
+    rewards = torch.tensor([1, 1, 0, 1], dtype=torch.float64)
+    groups = torch.zeros(4, dtype=torch.int64)
+    batch = Batch(
+        torch.arange(mask.numel()), offsets, {"action_mask": mask}, {"reward": rewards, "group_ids": groups}, ragged
+    )
+    found = linear_length(batch, 1)
+    assert found.tolist() == pytest.approx([0.896875, 0.79375, -0.3375, 0.784375], abs=1e-9)
+    assert (found - found.mean()).tolist() == pytest.approx([0.3625, 0.259375, -0.871875, 0.25], abs=1e-9)
+    unsolved = batch.with_sequence(reward=torch.zeros(4, dtype=torch.float64))
+    assert linear_length(unsolved, 1).tolist() == [0] * 4
+    with pytest.raises(ValidationError, match="changes nothing"):
+        LinearLengthShaper(output=0, input=0, turns=0)
