@@ -173,6 +173,8 @@ def _check_policy(a: Algorithm) -> None:
         raise ValueError(
             f"advantage {a.advantage.name} compares with the greedy answer's reward, which is not shaped: remove algorithm.shaping"
         )
+    if "prompt_values" in a.advantage.needs:
+        _check_prompt_values(a)
     _check_branching(a)
     if isinstance(a.loss, Plugin):
         return
@@ -195,6 +197,21 @@ def _check_policy(a: Algorithm) -> None:
         )
     if a.kl.reward.coef > 0 and a.advantage.name == "reinforce" and a.advantage.gamma == 0:
         raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
+
+
+def _check_prompt_values(a: Algorithm) -> None:
+    """Checks that rewards are compared with values of the same rewards, and that the value pass chooses the prompts."""
+    name = a.advantage.name
+    if a.shaping or a.kl.reward.coef > 0:
+        raise ValueError(
+            f"advantage {name} compares with values of rewards that are not shaped and have no KL in them: remove algorithm.shaping and set "
+            "algorithm.kl.reward.coef=0"
+        )
+    if not isinstance(a.curriculum, NoCurriculum):
+        raise ValueError(
+            f"advantage {name} leaves out prompts that were never solved before training, and a curriculum chooses others: set "
+            "algorithm.curriculum=none"
+        )
 
 
 def _check_branching(a: Algorithm) -> None:

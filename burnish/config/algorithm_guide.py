@@ -184,6 +184,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(VARIANCE, "a baseline for every position", ("algorithm.advantage=otb",), ("otb",)),
     Remedy(VARIANCE, "a greedy answer as baseline, without groups", ("algorithm.advantage=remax", "rollout.n=1"), ("remax",)),
     Remedy("one of several rewards dominates the others", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
+    Remedy(COST, "one sample a prompt, against values estimated before training", ("algorithm=astar_po", "rollout.n=1"), ("astar_po",)),
     Remedy(COST, "prune samples of small advantage", ("algorithm.filters=[{name: cppo, prune: 0.5}]",), ("cppo",)),
     Remedy(COST, "train on right answers alone", ("algorithm=raft_plus_plus",), ("raft_plus_plus",)),
     Remedy(COST, "learn from groups of earlier steps again", ("algorithm.replay={share: 0.5, uses: 2}",), ("pf_ppo", "spo_tree")),

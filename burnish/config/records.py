@@ -52,7 +52,7 @@ class Slot(Record):
     `groups`: several samples of each prompt. `critic`: a value of every token. `process`: a reward of every token from a process reward
     model. `greedy`: the reward of each prompt's greedy answer. `old`: log-probs under the policy before the batch's first update.
     `reference`: log-probs under the reference. `accuracy`: right or wrong, independent of the reward. `sum_p2`: the sum of squared
-    probabilities. `entropy`: the entropy at each token before the batch's first update. `budget`: a length that the prompt asks for. `borders`: answers cut into segments, with a value at each border between
+    probabilities. `entropy`: the entropy at each token before the batch's first update. `prompt_values`: a value of each prompt, estimated before training. `budget`: a length that the prompt asks for. `borders`: answers cut into segments, with a value at each border between
     segments. `tree`: answers that branch. `turns`: several turns per sample. `states`: the state in which each turn of an agent begins.
     `void_turns`: the number of turns with neither a call
     nor a final answer. `demonstrations`: answers in the groups that the policy did not sample.

@@ -36,7 +36,7 @@ NO_LOGP = "no log-probs"
 """True for a demonstration whose author reported no log-probs."""
 VOID_TURNS = "void_turns"
 """Turns with neither a call nor a final answer; only of environments that count them."""
-NUMERIC_METADATA = ("greedy_reward", "budget", "use", VOID_TURNS)
+NUMERIC_METADATA = ("greedy_reward", "prompt_value", "budget", "use", VOID_TURNS)
 """Numbers that `pack` turns into sequence columns of the same name."""
 SEGMENT_STARTS = "borders"
 """Only for an answer that is cut into segments: the position at which each segment starts."""
@@ -282,7 +282,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     - `trajectory_ids` (index into `trajectories`): the sequences of one trajectory have its reward in common, which counts once;
     - `key`: a random key that depends on the run's seed and the sample, not on the other sequences of the batch;
     - `reward`, `accuracy`, `truncated`, and `part/<name>` for each part of a reward;
-    - `greedy_reward` (reward of the prompt's greedy answer), `budget` (number of tokens the prompt asked for) and `use`
+    - `greedy_reward` (reward of the prompt's greedy answer), `prompt_value` (value estimated before training), `budget` (number of tokens the prompt asked for) and `use`
       (0 for a new sample, k when a sample is used again for the k-th time), if any trajectory has them in its metadata;
     - `demonstration` (the policy did not write it), if any trajectory is one;
     - `answer_ids`, if the branches of a trajectory count on their own (`BRANCH_CREDIT`): a number for each of them. Its `reward` is then

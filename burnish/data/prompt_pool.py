@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,14 @@ class Prompt:
     """The length in tokens that the prompt asks for (`data.budget`)."""
     is_chat: bool = False
     """Whether the tokenizer's chat template rendered the text."""
+    value: float | None = None
+    """The value of the prompt, if one was estimated before training (A*-PO)."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the prompt that its trajectories have in their metadata."""
+        found = {"budget": self.budget, "prompt_value": self.value}
+        return {name: value for name, value in found.items() if value is not None}
 
     @cached_property
     def start(self) -> tuple[int, ...]:
@@ -66,6 +74,7 @@ class PromptPool:
         self.first_overlong: list[str] = []
         """Ids of the first over-long rows."""
         self._skip: set[int] = set()
+        self._values: Mapping[str, float] = {}
         self._longest = 0
         self._source, self._tokenizer, self._data, self._rows, self._split = source, tokenizer, data, rows, split
         self._seed = seed
@@ -97,6 +106,11 @@ class PromptPool:
         """The indices of the prompts that are used, in order, for a finite source."""
         return [i for i in range(self.size or 0) if i not in self._skip]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every prompt of a finite source is left out."""
+        return self.size is not None and len(self._skip) >= self.size
+
     def longest(self) -> int:
         """Length of the longest prompt that is used; for an endless task, among its first ones."""
         if self.size is not None:
@@ -126,7 +140,7 @@ class PromptPool:
         if len(tokens) <= self._data.max_prompt_tokens:
             self._longest = max(self._longest, len(tokens))
             is_chat = template_kind(self._tokenizer, self._data.template) == "chat"
-            return Prompt(row, text, tokens, self._budget_of(row.id), is_chat)
+            return Prompt(row, text, tokens, self._budget_of(row.id), is_chat, self._values.get(row.id))
         if self._data.overlong_prompts == "error":
             raise UserError(
                 f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
@@ -138,6 +152,11 @@ class PromptPool:
         if self.size is not None:  # an endless task hardly ever draws an index again
             self._skip.add(index)
         return None
+
+    def use_values(self, values: Mapping[str, float]) -> None:
+        """Give prompts their values by the id of their row, and leave out the prompts without one. The source must be finite."""
+        self._values = values
+        self._skip |= {index for index in self.indices() if self._plain_row(index).id not in values}
 
     def all_overlong(self) -> UserError:
         """The error for a source without any usable prompt."""

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,24 @@ class PromptStream:
         """A note on the over-long prompts that were left out so far; None if there were none."""
         return overlong_report([cursor.pool for cursor in self._cursors])
 
+    def check_is_finite(self) -> None:
+        """Refuse endless tasks, for a value pass."""
+        for cursor in self._cursors:
+            if cursor.pool.size is None:
+                raise UserError(
+                    f"{cursor.pool.name} is an endless generated task, and the value pass before training samples every prompt: set the "
+                    "source's limit"
+                )
+
+    def prompts(self) -> list[Prompt]:
+        """Every prompt that is used. All sources must be finite."""
+        return list(itertools.chain.from_iterable(_in_order(cursor.pool) for cursor in self._cursors))
+
+    def use_values(self, values: Mapping[str, float]) -> None:
+        """Give prompts their values by the id of their row. Prompts without a value are left out, and so are sources without any."""
+        for cursor in self._cursors:
+            cursor.pool.use_values(values)
+
     def rows(self) -> Iterator[Row]:
         """Every row of finite sources, and the first rows of endless tasks."""
         return itertools.chain.from_iterable(cursor.pool.rows() for cursor in self._cursors)
@@ -173,8 +191,10 @@ class _SourceCursor:
         self._start(epoch=0, position=0)
 
     def is_empty(self, step: int) -> bool:
-        """Whether the curriculum leaves nothing to draw from this source."""
-        return self._curriculum is not None and self._curriculum.is_empty(step)
+        """Whether the curriculum or a value pass leaves nothing to draw from this source."""
+        if self._curriculum is None:
+            return self.pool.is_empty
+        return self._curriculum.is_empty(step)
 
     def next(self, step: int) -> PromptSample:
         """The next prompt that is not over-long. Visits are counted if an index may come twice; otherwise the visit is the epoch."""

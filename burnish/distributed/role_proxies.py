@@ -32,7 +32,7 @@ from burnish.training.reference import REFERENCES, Reference
 
 DRIVER_ONLY_PREFIXES = (
     *("behaviour_logp", "version", "token_rewards", "dense_rewards", "step_rewards", "process_rewards"),
-    *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "budget"),
+    *("trajectory_ids", "reward", "part/", "truncated", "greedy_reward", "prompt_value", "budget"),
 )
 """Prefixes of columns that only the driver uses (for advantages, corrections and filters), and no loss reads."""
 

@@ -455,8 +455,7 @@ class AsyncSource:
         unscored = [t.reward is None and t.error is None for t in trajectories]
         with self.thread.changed:
             for t, group, waits in zip(trajectories, groups, unscored, strict=True):
-                if group.draw.prompt.budget is not None:
-                    t.metadata["budget"] = group.draw.prompt.budget
+                t.metadata |= group.draw.prompt.numbers
                 samples = group.finished.setdefault(self.runner.episode_index(t.sample), [])
                 self._num_finished += not samples
                 samples.append(t)

@@ -213,9 +213,7 @@ class RoundBuilder:
         for trajectory in answers:
             self.finished.append(trajectory)
             ended.add(self._episode(trajectory))
-            budget = self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.budget
-            if budget is not None:
-                trajectory.metadata["budget"] = budget
+            trajectory.metadata |= self.draws[order[trajectory.prompt_id, trajectory.visit]].prompt.numbers
             found.append(trajectory)
             if len(found) % SUBMIT_CHUNK == 0:
                 self.submit(found[-SUBMIT_CHUNK:])

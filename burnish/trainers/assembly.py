@@ -160,6 +160,8 @@ def build_inputs(
     stream = PromptStream(
         config.data.train, policy.tokenizer, config.data, config.seed, "train", base, curriculum, read
     )
+    if config.algorithm.needs("prompt_values"):
+        stream.check_is_finite()
     held_out = held_out_prompts(config, base, policy, read)
     prompt_tokens = stream.longest()
     longest = check_positions(config, policy.max_positions, prompt_tokens, held_out)

@@ -56,7 +56,12 @@ class RowCache:
 
 
 def check_players(config: TrainConfig, roles: Sequence[str]) -> None:
-    """Refuse a greedy baseline for a game of several players."""
+    """Refuse a greedy baseline, and values of prompts, for a game of several players."""
+    if roles and (valued := ", ".join(config.algorithm.needs("prompt_values"))):
+        raise UserError(
+            f"{valued} estimates one value of each prompt, but environment {config.environment.name} has the players {' and '.join(roles)}, "
+            "whose values differ: use grpo or rloo"
+        )
     if roles and (needs_greedy := ", ".join(config.algorithm.needs("greedy"))):
         raise UserError(
             f"{needs_greedy} compares each sample with the greedy answer to its prompt, but environment {config.environment.name} has the "

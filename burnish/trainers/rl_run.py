@@ -48,6 +48,7 @@ from burnish.trainers.assembly import (
 from burnish.trainers.context import restore
 from burnish.trainers.input_checks import often_repeated_rows, read_checked_rows, record_inputs
 from burnish.trainers.performance import MemoryPlanCheck
+from burnish.trainers.prompt_values import prepare_prompt_values
 from burnish.training.learner import Learner
 from burnish.training.optimizers.update_rules import describe_lr
 from burnish.training.profiler import step_to_profile
@@ -136,6 +137,7 @@ def execute(parts: RunParts, run: Run, profile: int | None = None) -> bool:
     parts.weights = warm if config.warm_start is not None else None
     context = build_context(parts, run)
     try:
+        prepare_prompt_values(parts, run)
         checkpoint = run.resume()
         if checkpoint is not None:
             restore(context, checkpoint.path)

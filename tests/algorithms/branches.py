@@ -83,6 +83,7 @@ def episodes(seed: int) -> Batch:
             "part/a": (shares(num) > 0.5).double(),
             "part/b": shares(num),
             "greedy_reward": torch.tensor([(g % 2) / 2 for g in GROUPS], dtype=torch.float64),
+            "prompt_value": torch.tensor([0.1 + g / 5 for g in GROUPS], dtype=torch.float64),
             "budget": 2 + 6 * shares(num),
             "demonstration": torch.arange(num) % 4 == 2,
         },

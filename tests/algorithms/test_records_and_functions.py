@@ -140,6 +140,7 @@ def make_batch() -> Batch:
             "part/a": torch.tensor([1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.float64),
             "part/b": torch.tensor([0.2, 0.9, 0.4, 0.1, 0.7, 0.3, 0.6, 0.5], dtype=torch.float64),
             "greedy_reward": torch.tensor([1, 1, 0.5, 0.5, 0.5, 0, 0, 0], dtype=torch.float64),
+            "prompt_value": torch.tensor([0.6, 0.6, 0.5, 0.5, 0.5, 0.2, 0.9, 0.9], dtype=torch.float64),
             "budget": torch.tensor([2, 9, 2, 3, 4, 5, 3, 8], dtype=torch.float64),
             "demonstration": torch.tensor([True, False, False, True, False, False, False, True]),
         },
@@ -304,6 +305,7 @@ def listed(slot: str, name: str, option: str, *values: Any, **base: Any) -> list
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"]
 RIGHT = {"shaping": [{"name": "signed", "wrong": 0.0}]}
 GAMMA = {"clip": "gamma", "loss": "sg_logprob"}
+ASTAR = {**BARE, **FROZEN, "advantage": "offline_value", "loss": "astar_sq"}
 M2 = {"clip": {"name": "second_moment", "tau": 0.1}}
 
 
@@ -435,6 +437,7 @@ MOVES: dict[str, list[Move]] = {
     "RecLoss.square": rec("square", 0.1),
     "RecLoss.imitation": rec("imitation", 0.1),
     "OpmdLoss.tau": [({**BARE, "loss": "opmd"}, "loss.tau", [0.5])],
+    "AstarLoss.beta": [(ASTAR, "loss.beta", [0.1])],
     "SeqErrorFilter.threshold": listed("filters", "seq_error", "threshold", 1.5),
     "ClipBFilter.mu": listed("filters", "clip_b", "mu", 0.0),
     "LinearLengthShaper.output": listed("shaping", "linear_length", "output", 0.5),
@@ -575,6 +578,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "nll": {**BARE, "advantage": "none", "loss": "nll"},
         "rec": rec("keep", keep="one_side")[0][0],
         "opmd": {**BARE, "loss": "opmd"},
+        "astar_sq": ASTAR,
         **{name: {**PAIRS, "loss": name} for name in ("simpo", "orpo")},
         **{name: {**PAIRS, **FROZEN, "loss": name} for name in ("dpo", "ipo", "kto")},
     },

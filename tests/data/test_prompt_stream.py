@@ -140,6 +140,25 @@ def test_a_prompt_carries_its_tokens(folder: Path) -> None:
     assert (prompt.text, prompt.tokens) == ("ab", TOKENIZER.encode("ab"))
 
 
+def test_prompts_without_a_value_are_left_out_and_the_others_carry_theirs(folder: Path) -> None:
+    two = {"path": "ten.jsonl"}, {"task": "sort_digits", "limit": 5, "weight": 3.0}
+    drawn_from = stream(folder, *two)
+    everything = drawn_from.prompts()
+    assert len(everything) == 15
+    assert all(prompt.numbers == {} for prompt in everything)
+    values = {prompt.row.id: k / 10 for k, prompt in enumerate(everything[:10]) if k % 3 == 0}  # none of the task's
+    drawn_from.use_values(values)
+    for draw in drawn_from.draw(20):
+        assert draw.prompt.numbers == {"prompt_value": values[draw.prompt.row.id]}
+    again = stream(folder, *two)
+    again.use_values(values)
+    again.restore(drawn_from.state())
+    assert seen(again.draw(9)) == seen(drawn_from.draw(9))
+    assert again.recall("ten.jsonl", 3, 0).prompt.value == 0.3
+    with pytest.raises(UserError, match="endless generated task"):
+        stream(folder, {"task": "sort_digits"}).check_is_finite()
+
+
 def test_overlong_prompts_are_left_out_counted_and_named(folder: Path) -> None:
     made = stream(folder, {"path": "long.jsonl"}, max_prompt_tokens=4)
     assert made.report() == "2 over-long prompts left out: long.jsonl/1, long.jsonl/3"

@@ -52,7 +52,11 @@ TREE = [
     "algorithm.replay=null",
 ]
 
+ASTAR = ["algorithm=astar_po", "algorithm.loss.beta=0.1"]
+
 OVER_STEPS: dict[str, tuple[list[str], str]] = {
+    "OfflineValueAdvantage.samples": (ASTAR, "algorithm.advantage.samples=2"),
+    "OfflineValueAdvantage.beta": (ASTAR, "algorithm.advantage.beta=5"),
     "SpoChainAdvantage.below": (CHAIN, "algorithm.advantage.below=0.5"),
     "SpoChainAdvantage.every": (CHAIN, "algorithm.advantage.every=1"),
     "SpoChainAdvantage.rollouts": (CHAIN, "algorithm.advantage.rollouts=3"),

@@ -117,6 +117,7 @@ def rollouts(kind: str) -> Batch:
             "part/a": right,
             "part/b": rand(num),
             "greedy_reward": (number // 3 % 2).double(),
+            "prompt_value": 0.1 + (number // 3).double() / 8,
             "budget": 2 + 6 * rand(num),
             "demonstration": number % 3 == 1,
         },

@@ -25,6 +25,7 @@ from burnish.algorithms.advantages.group_relative import (
     softmean,
     win_rate,
 )
+from burnish.algorithms.advantages.offline_values import offline_value
 from burnish.algorithms.advantages.returns import (
     AdvantagesAndReturns,
     distillation,
@@ -60,6 +61,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "max_rl": max_rl,
     "asymre": asymre,
     "opmd": opmd,
+    "offline_value": offline_value,
     "prime_rloo": prime_rloo,
     "gigpo": gigpo,
     "hgpo": hgpo,

@@ -317,6 +317,23 @@ class OpmdAdvantage(AdvantageRecord):
         return self
 
 
+class OfflineValueAdvantage(AdvantageRecord):
+    """Reward above the optimal value of its prompt, which samples of the initial policy estimate once before training."""
+
+    formula: ClassVar[str] = (
+        "A_i = r_i - V*(x), V* = beta log mean_n exp(r_n / beta) over samples of the initial policy; prompts without a reward above 0 "
+        "are left out"
+    )
+    paper: ClassVar[str] = "A*-PO (2505.20686)"
+    needs: ClassVar[tuple[str, ...]] = ("prompt_values",)
+    rollout_options: ClassVar[tuple[str, ...]] = ("samples", "beta")
+    name: Literal["offline_value"] = "offline_value"
+    samples: int = Field(8, ge=1)
+    """Answers of the initial policy to each prompt, before the first step."""
+    beta: float = Field(0.5, gt=0)
+    """Temperature of the value: near 0 it is the best of the rewards, for large beta their mean."""
+
+
 class PrimeRlooAdvantage(AdvantageRecord):
     """Leave-one-out returns of implicit process rewards, plus the leave-one-out outcome."""
 
@@ -504,6 +521,7 @@ ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     MaxRlAdvantage,
     AsymreAdvantage,
     OpmdAdvantage,
+    OfflineValueAdvantage,
     PrimeRlooAdvantage,
     GigpoAdvantage,
     HgpoAdvantage,

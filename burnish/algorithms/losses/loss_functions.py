@@ -60,6 +60,16 @@ def sppo_sq(view: LossView, anchor: Tensor, advantages: Tensor, *, eta: float) -
     return view.spread((z - eta * view.mean(advantages)) ** 2), _log_ratio_metric(view, z)
 
 
+def astar_sq(view: LossView, anchor: Tensor, advantages: Tensor, *, beta: float) -> TokenLoss:
+    """[M] (beta z - A)^2, one number per sequence. A*-PO (2505.20686).
+
+    A is the reward minus the optimal value of the prompt (advantage offline_value), the anchor is the reference. At the optimum the
+    log-ratio of every answer is A / beta. It is `sppo_sq` with eta = 1 / beta, times beta^2.
+    """
+    z = sequence_log_ratio(view, anchor)
+    return view.spread((beta * z - view.mean(advantages)) ** 2), _log_ratio_metric(view, z)
+
+
 def dro(view: LossView, anchor: Tensor, advantages: Tensor, *, beta: float) -> TokenLoss:
     """[M] -A logp + beta/2 l^2 with l = logp - anchor, not clamped. Offline regularised RL (2405.19107), token by token."""
     return -advantages * view.policy_logp + 0.5 * beta * log_ratio(view, anchor) ** 2, {}
@@ -192,6 +202,7 @@ LOSSES: dict[str, Callable[..., TokenLoss] | None] = {
     "nll": nll,
     "rec": rec,
     "opmd": opmd_loss,
+    "astar_sq": astar_sq,
     **PREFERENCE_LOSSES,
 }
 """The function of each choice of `algorithm.loss`."""

@@ -125,5 +125,20 @@ class OpmdLoss(LossRecord):
     """Strength of the pull towards the old policy; it only scales the step."""
 
 
+class AstarLoss(LossRecord):
+    """Regresses a sequence's log-ratio to the reference on its advantage over the prompt's optimal value; one sample a prompt is enough."""
+
+    formula: ClassVar[str] = "L_i = (beta z_i - A_i)^2, z_i = sum_t (logp_t - ref_t)"
+    paper: ClassVar[str] = "A*-PO (2505.20686), as in TRL"
+    needs: ClassVar[tuple[str, ...]] = ("reference",)
+    scope: ClassVar[Scope] = "sequence"
+    advantages: ClassVar[tuple[str, ...]] = ("offline_value",)
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
+    anchored: ClassVar[bool] = True
+    name: Literal["astar_sq"] = "astar_sq"
+    beta: float = Field(1e-3, gt=0)
+    """Strength of the KL to the reference that the optimal policy has."""
+
+
 OFF_POLICY_CLIPS: tuple[type[Clip], ...] = (GammaClip, TaperClip, SecondMomentClip)
-OFF_POLICY_LOSSES: tuple[type[LossRecord], ...] = (RecLoss, OpmdLoss)
+OFF_POLICY_LOSSES: tuple[type[LossRecord], ...] = (RecLoss, OpmdLoss, AstarLoss)

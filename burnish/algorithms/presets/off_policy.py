@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from burnish.algorithms.presets.critic_free import PPO, TOKEN_MEAN, Preset
+from burnish.algorithms.presets.critic_free import PPO, SEQUENCE_MEAN, TOKEN_MEAN, Preset
 
 CENTRED = {"name": "grpo", "std": "none"}
 
@@ -61,6 +61,20 @@ OFF_POLICY: dict[str, Preset] = {
         "as in Trinity-RFT",
         "entropy collapse: tokens that the policy finds unlikely already are not pushed down further",
         {"advantage": "grpo", "clip": PPO, "aggregation": TOKEN_MEAN, "filters": ["clip_b"]},
+    ),
+    "astar_po": Preset(
+        "A*-PO",
+        "Accelerating RL for LLM reasoning with optimal advantage regression, Brantley et al. 2025 (2505.20686)",
+        "groups of samples are expensive: the optimal value of a prompt is estimated once before training, then one sample is enough",
+        {
+            "advantage": "offline_value",
+            "ratio": "none",
+            "clip": "none",
+            "loss": "astar_sq",
+            "aggregation": SEQUENCE_MEAN,
+            "kl": {"reference": "frozen"},
+        },
+        note="rollout.n=1; the value pass needs finite data and is kept in the run's prompt_values.jsonl",
     ),
     "rec": Preset(
         "REC",

@@ -18,7 +18,7 @@ from burnish.algorithms.losses.off_policy_spec import SecondMomentClip
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.losses.ratios_and_clips import SECOND_MOMENT_KEPT, second_moment_mask
 from burnish.algorithms.spec import Algorithm
-from burnish.algorithms.terms.loss_terms import kl_estimate
+from burnish.algorithms.terms.loss_terms import aggregation_weights, kl_estimate
 from burnish.core.batch import Batch
 from burnish.trainers.minibatches import with_second_moment_mask
 from tests.algorithms.correction.conftest import ROLLOUT
@@ -191,6 +191,26 @@ def test_m2po_drops_tokens_from_the_gradient_and_by_choice_from_the_mean(sampled
     ppo = look(sampled).run(clip="ppo", clip_options=bounds)[1]
     assert clipped == pytest.approx([g if k != 8 else 0 for k, g in enumerate(ppo)], abs=1e-12)
     assert SECOND_MOMENT_KEPT not in sampled.token
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_the_gradient_of_m2po_is_the_same_for_any_micro_batch_split(
+    sampled: Batch, look: Look, denominator: Any
+) -> None:
+    """The bound drops four tokens of the whole mini-batch; on its parts alone it would drop others."""
+    batch = with_second_moment_mask(sampled, SecondMomentClip(tau=0.002, denominator=denominator))
+    weighted = batch.with_token(weight=aggregation_weights(batch, "prompt-mean"), index=torch.arange(batch.num_tokens))
+    theta = weighted.token["new"].clone().requires_grad_()
+
+    def gradient(parts: list[Batch]) -> Tensor:
+        total = sum(PolicyLoss(**M2)(look(part, None, theta).view)[0] for part in parts)
+        return torch.autograd.grad(total, theta)[0]
+
+    whole = gradient([weighted])
+    assert int((whole[batch.loss_mask] == 0).sum()) == (4 if denominator == "all" else 0)
+    for split in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[0], [1], [2], [3]]):
+        found = gradient([weighted.select(torch.tensor(part)) for part in split])
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
 
 
 # --- REC and OPMD --------------------------------------------------------------------------------------------------------

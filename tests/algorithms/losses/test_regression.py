@@ -11,7 +11,7 @@ from torch import Tensor
 from burnish.algorithms.losses.loss_functions import sequence_log_ratio
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.core.batch import Batch
-from tests.algorithms.functions_with_defaults import dro, omd_sq, sppo_sq
+from tests.algorithms.functions_with_defaults import astar_sq, dro, omd_sq, sppo_sq
 
 R = torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)
 Z = torch.tensor([0.3, 0.4, 0.1, 1.0], dtype=torch.float64)
@@ -112,3 +112,19 @@ def test_token_level_regression_does_not_clamp(f1: Batch, evaluate: Any) -> None
     result = evaluate(dro, far, "token-mean", beta=0.2)
     assert result.value == pytest.approx(0.1 * 900, rel=1e-12)
     close(result.gradient, torch.full((13,), 0.2 * -30 / 13, dtype=torch.float64), atol=1e-12)
+
+
+# --- A*-PO: ALGORITHMS-2026.md N3.5 and N9 -----------------------------------------------------------------------------
+
+
+def test_a_star_regression(f1: Batch, evaluate: Any) -> None:
+    """z to the reference is [0.4, 0.3, -0.2, 0.8]; the values of the two prompts are 0.7 and 0.3."""
+    advantages = R - torch.tensor([0.7, 0.7, 0.3, 0.3], dtype=torch.float64)
+    batch = with_advantages(f1.with_token(old_logp=f1.token["ref_logp"]), advantages)
+    assert evaluate(astar_sq, batch).value == pytest.approx(0.289735, abs=1e-5)
+    result = evaluate(astar_sq, batch, beta=0.1)
+    assert result.value == pytest.approx(0.265825, abs=1e-5)
+    close(result.gradient, rows([-0.013, 0.0365, 0.014, -0.031]), atol=1e-6)
+    assert 0.01 * evaluate(sppo_sq, batch, eta=10.0).value == pytest.approx(result.value)
+    z = torch.tensor([0.4, 0.3, -0.2, 0.8], dtype=torch.float64)
+    assert evaluate(astar_sq, with_advantages(batch, 0.1 * z), beta=0.1).gradient.abs().max() < 1e-12
