@@ -19,9 +19,17 @@ AGGREGATIONS = {
     "sapo": "seq-mean-token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
     "luspo": "seq-mean-token-sum",
+    "vespo": "token-mean",
 }
 """How each loss type of GRPOTrainer averages tokens (`_compute_loss`)."""
-PRESETS = {"cispo": "cispo", "sapo": "sapo", "dr_grpo": "dr_grpo", "luspo": "luspo"}
+PRESETS = {"cispo": "cispo", "sapo": "sapo", "dr_grpo": "dr_grpo", "luspo": "luspo", "vespo": "vespo"}
+GAMMA_KEYS = {
+    "k_positive": "vespo_k_pos",
+    "lam_positive": "vespo_lambda_pos",
+    "k_negative": "vespo_k_neg",
+    "lam_negative": "vespo_lambda_neg",
+}
+"""Options of the clip of VESPO, and TRL's keys of them."""
 TRL_EPSILON = 1e-4
 """What TRL adds to a standard deviation."""
 TRL_REWARDS = {
@@ -265,6 +273,12 @@ def _policy_loss(draft: Draft, loss_type: str, level: str) -> dict[str, Any]:
         slots["clip"] = {"name": "soft", **{option: draft.number(key) for option, key in taus.items()}}
         for option, key in taus.items():
             draft.say(key, f"algorithm.clip.{option}", slots["clip"][option])
+    elif loss_type == "vespo":
+        slots["ratio"] = "token"  # the clip makes its own ratio of whole sequences
+        slots["loss"] = "sg_logprob"
+        slots["clip"] = {"name": "gamma", **{option: draft.number(key) for option, key in GAMMA_KEYS.items()}}
+        for option, key in GAMMA_KEYS.items():
+            draft.say(key, f"algorithm.clip.{option}", slots["clip"][option])
     else:
         slots["clip"] = {"name": "ppo", "low": low, "high": high}
         draft.say("epsilon", "algorithm.clip.low", low)
@@ -274,7 +288,7 @@ def _policy_loss(draft: Draft, loss_type: str, level: str) -> dict[str, Any]:
                 slots["clip"][option] = draft.number(key)
                 draft.say(key, f"algorithm.clip.{option}", slots["clip"][option])
     draft.explain(
-        ["epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg"],
+        ["epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg", *GAMMA_KEYS.values()],
         "same",
         f"not used by {loss_type}",
     )

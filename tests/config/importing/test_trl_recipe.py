@@ -135,6 +135,10 @@ def test_sft_with_argparse_and_the_environment() -> None:
         ("loss_type='cispo', epsilon_high=5.0", {"clip": "is_weight", "loss": "sg_logprob"}),
         ("loss_type='sapo'", {"clip": "soft", "aggregation": "seq-mean-token-mean"}),
         (
+            "loss_type='vespo', vespo_k_pos=1.5, use_vllm=True, vllm_importance_sampling_mode='token_truncate'",
+            {"clip": "gamma", "loss": "sg_logprob", "aggregation": "token-mean", "correction": "decoupled"},
+        ),
+        (
             "loss_type='luspo', importance_sampling_level='sequence'",
             {"ratio": "sequence", "aggregation": "seq-mean-token-sum"},
         ),
