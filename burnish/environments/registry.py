@@ -35,6 +35,7 @@ BUILT_IN = {
     "mem_agent": "burnish.environments.mem_agent:MemAgent",
     "deep_retrieval": "burnish.environments.deep_retrieval:DeepRetrieval",
     "multi_turn_correction": "burnish.environments.self_correction:SelfCorrection",
+    "prove": "burnish.environments.prove:Prove",
 }
 """Environments on messages, by name."""
 TOKEN_ENVIRONMENTS: dict[str, type[Any]] = {SINGLE_TURN: SingleTurn, "guess_number": GuessNumber}

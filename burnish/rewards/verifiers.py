@@ -25,6 +25,7 @@ from burnish.config.errors import UserError, did_you_mean
 from burnish.config.extras import install_hint
 from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, normalized_words, token_f1
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
+from burnish.rewards.formal_proofs import proof
 from burnish.rewards.instruction_checks import MODES, ifeval
 from burnish.rewards.score_types import PartResult, require_answer
 from burnish.rewards.tagged_answers import SEARCH_R1_SCORES, research, search_r1, table_r1
@@ -328,12 +329,26 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "table_r1": table_r1,
     "ifeval": ifeval,
     "code": code,
+    "proof": proof,
     "row": row_verifier,
 }
 
 
 NEEDS_ANSWER = frozenset(
-    {"exact", "number", "choice", "math", "rule_scores", "qa", "search_r1", "research", "table_r1", "ifeval", "code"}
+    {
+        "exact",
+        "number",
+        "choice",
+        "math",
+        "rule_scores",
+        "qa",
+        "search_r1",
+        "research",
+        "table_r1",
+        "ifeval",
+        "code",
+        "proof",
+    }
 )
 """Verifiers that compare with the row's expected answer. Whether `row` needs one depends on the verifier that the row names."""
 

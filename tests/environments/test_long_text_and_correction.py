@@ -1,4 +1,4 @@
-"""MemAgent reads a text in sections and rewrites its memory; self-correction pays for what the second attempt changes."""
+"""MemAgent rewrites its memory section by section; self-correction pays for the second attempt; a prover reads the checker's message."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from burnish.config.errors import UserError
 from burnish.environments.base import Answer, End, Episode, Observation
 from burnish.environments.host import run_now
 from burnish.environments.mem_agent import NO_MEMORY, MemAgent, split_text
+from burnish.environments.prove import Prove
 from burnish.environments.self_correction import SelfCorrection
 
 
@@ -55,3 +56,25 @@ def test_a_correction_earns_the_second_value_and_ten_times_the_change(first: str
     assert end.reward == reward
     assert end.success == (second == "7")
     assert end.metrics["corrected"] == float(reward == 11)
+
+
+def test_a_prover_reads_the_reason_tries_again_and_earns_less_for_a_repair() -> None:
+    game = Prove(discount=0.5)
+    for num_failed in (0, 1, 2):  # the object is started again for each episode
+        assert run_now(game.start(Episode("r#0.0", 0, "?", answer="p & q |- p"))).messages is None
+        for turn in range(num_failed):
+            seen = run_now(game.step(answer("<proof>1 p & q given\n2 q left 1</proof>", turn)))
+            assert isinstance(seen, Observation)
+            assert seen.messages is not None
+            assert "The proof is wrong. Line 2: `left` gives p. Write" in seen.messages[0]["content"]
+            assert seen.state == "line 2: `left` gives p"
+        end = run_now(game.step(answer("<proof>1 p & q given\n2 p left 1</proof>", num_failed)))
+        assert isinstance(end, End)
+        assert (end.reward, end.success) == (0.5**num_failed, True)
+        assert end.metrics == {"proved_first": float(num_failed == 0), "repaired": float(num_failed > 0)}
+    run_now(game.start(Episode("r#0.0", 0, "?", answer="p & q |- p")))
+    unproved = run_now(game.end("turns"))
+    assert (unproved.reward, unproved.success) == (0.0, False)
+    for options in ({"discount": 0.0}, {"prompt": "again"}):
+        with pytest.raises(UserError, match="environment prove"):
+            Prove(**options)

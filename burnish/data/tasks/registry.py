@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
-from burnish.data.tasks import arithmetic, calculator, games, guess_number, reasoning_gym, reverse_text, sort_digits
+from burnish.data.tasks import (
+    arithmetic,
+    calculator,
+    games,
+    guess_number,
+    proofs,
+    reasoning_gym,
+    reverse_text,
+    sort_digits,
+)
 from burnish.data.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -21,6 +30,7 @@ TASKS: dict[str, type[Any]] = {
     calculator.CALCULATOR: calculator.CalculatorTask,
     guess_number.GUESS_NUMBER: guess_number.GuessNumberTask,
     reverse_text.REVERSE_TEXT: reverse_text.ReverseText,
+    proofs.PROOFS: proofs.Proofs,
     **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
@@ -30,6 +40,7 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     calculator.CALCULATOR: calculator.score,
     guess_number.GUESS_NUMBER: guess_number.score,
     reverse_text.REVERSE_TEXT: reverse_text.score,
+    proofs.PROOFS: proofs.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 
