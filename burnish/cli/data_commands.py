@@ -29,6 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "burnish.cli.data_commands:pairs",
         "turn completions into preference pairs, the shortest right one chosen",
     ),
+    "questions": (
+        "burnish.cli.data_commands:questions",
+        "turn preference pairs into questions for a judge, in both orders (RM-R1)",
+    ),
 }
 """As in `cli/main.py`: the functions of each command, and its summary."""
 SEARCH = "search"
@@ -415,6 +419,29 @@ def run_pairs(args: argparse.Namespace) -> int:
     print_result([f"  prompts      {manifest['prompts_paired']:,} of {manifest['prompts']:,} have a pair"])
     rows = [[what, f"{n:,}"] for what, n in manifest["rejected"].items()]
     print_result(aligned_table(["rejected", "pairs"], rows))
+    return 0
+
+
+def add_questions_arguments(parser: argparse.ArgumentParser) -> None:
+    """`burnish data questions PAIRS OUT`."""
+    text = "preference pairs: rows of prompt, chosen and rejected (docs/preference.md)"
+    parser.add_argument("source", type=Path, metavar="PAIRS", help=text)
+    _add_output(parser)
+    text = "a file with the question's text; {question}, {first} and {second} are replaced (default: a built-in text)"
+    parser.add_argument("--template", type=Path, metavar="FILE", help=text)
+
+
+def run_questions(args: argparse.Namespace) -> int:
+    """Write two questions for each pair, for `burnish train` with the reward rm_r1."""
+    from burnish.data.curation.judge_questions import write_questions
+    from burnish.data.curation.output_files import summary
+    from burnish.data.pair_questions import PAIR_TEMPLATE
+
+    if args.template is not None and not args.template.is_file():
+        raise UserError(f"--template {args.template}: no such file")
+    template = PAIR_TEMPLATE if args.template is None else args.template.read_text(encoding="utf-8").rstrip("\n")
+    manifest, is_new = write_questions(args.source, args.out, template, args.force, print_progress)
+    print_result([*summary(manifest, args.out, is_new), f"  pairs        {manifest['pairs']:,}, each in both orders"])
     return 0
 
 

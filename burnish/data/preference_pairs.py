@@ -27,7 +27,7 @@ from burnish.data.row_formats import (
 )
 from burnish.data.supervised import Example, encode_example, refuse_column_keys
 from burnish.data.tasks.registry import make_preferences
-from burnish.data.template import as_messages
+from burnish.data.template import as_messages, prompt_as_text
 from burnish.models.tokenizer import Tokenizer
 
 PREFERENCE_COLUMNS = (
@@ -153,6 +153,14 @@ def count_rows(
             _parse_pair(record, where)
         num_rows += 1
     return num_rows
+
+
+def pair_texts(sources: list[Source], base: Path | None, seed: int = 0) -> Iterator[tuple[str, str, str, str, str]]:
+    """Every pair as texts: its place, its id, the prompt, the chosen and the rejected answer. Messages are joined by line breaks."""
+    for where, identity, record in _records(sources, base, seed, "train"):
+        prompt, chosen, rejected = _parse_pair(record, where)
+        asked = prompt.text if isinstance(prompt, SharedText) else prompt_as_text(prompt)
+        yield where, str(record.get("id", identity)), asked, prompt_as_text(chosen), prompt_as_text(rejected)
 
 
 def _records(sources: list[Source], base: Path | None, seed: int, split: str) -> Iterator[tuple[str, str, Record]]:

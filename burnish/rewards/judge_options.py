@@ -6,6 +6,7 @@ An answer is parsed by one of these parsers. Nothing is guessed: an answer that 
     boxed      the number in the last \boxed{...}
     score      the number after the last `Score:`
     a regular expression with a group named `score`: its last match
+    pair       `<answer>[[A]]</answer>` or [[B]] at the end (RM-R1, 2505.02387). The judge compares the answer with the row's expected answer
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.plugins import check_options
 from burnish.core.http import is_server_url
+from burnish.data.pair_questions import PAIR_TEMPLATE, check_template, fill_pair_template, verdict_of
 
 SCORE_PATTERNS = {
     "boxed": r"\\boxed\s*\{\s*(?P<score>[^{}]*?)\s*\}",
     "score": r"(?i:score)\s*[:=]\s*\**\s*(?P<score>[-+]?\d+(?:\.\d+)?)",
 }
+PAIR = "pair"
 CONTROL_TOKEN = re.compile(
     r"<[|\uff5c][^<>\n]{1,64}[|\uff5c]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>|\[/?INST\]"
 )
@@ -71,9 +74,9 @@ MINIMUMS = {
 
 def check_parser(parser: str) -> None:
     """Raise ValueError for a parser that is neither a known name nor a regular expression with the group."""
-    if parser == "verdict" or parser in SCORE_PATTERNS:
+    if parser in ("verdict", PAIR) or parser in SCORE_PATTERNS:
         return
-    known = f"verdict, {', '.join(SCORE_PATTERNS)}, or a regular expression with a group (?P<score>...)"
+    known = f"verdict, {PAIR}, {', '.join(SCORE_PATTERNS)}, or a regular expression with a group (?P<score>...)"
     try:
         groups = re.compile(parser).groupindex
     except re.error as error:
@@ -132,9 +135,9 @@ class JudgeOptions:
     cache_gib: float | None = None
     """With path: size of the KV cache; null is 2 on a GPU, and what its requests need on a CPU."""
     template: str = DEFAULT_TEMPLATE
-    """The prompt for the judge; {question}, {answer} and {expected} are replaced."""
+    """The prompt for the judge; {question}, {answer} and {expected} are replaced, with parser pair {question}, {first} and {second}."""
     parser: str = "verdict"
-    """How its answer is parsed: verdict, boxed, score, or a regular expression with a group named `score` (the last match counts)."""
+    """How its answer is parsed: verdict, boxed, score, pair, or a regular expression with a group named `score` (the last match counts)."""
     low: float = 0.0
     """The worst score it can give; it becomes 0."""
     high: float = 1.0
@@ -179,6 +182,8 @@ class JudgeOptions:
             if options.get(name) is not None:
                 kind = "an endpoint, and options.path is a model directory" if is_engine else "options.path"
                 raise UserError(f"{where}: options.{name} is for {kind}: leave it out")
+        if options.get("parser") == PAIR:
+            options = {"template": PAIR_TEMPLATE, **options}
         try:
             made = JudgeOptions(**options)
             made.check()
@@ -189,7 +194,21 @@ class JudgeOptions:
     @property
     def shows_expected(self) -> bool:
         """Whether the judge is shown the row's expected answer."""
-        return "expected" in PLACEHOLDERS.findall(self.template)
+        return self.parser == PAIR or "expected" in PLACEHOLDERS.findall(self.template)
+
+    def questions(self, question: str, answer: str, expected: str) -> list[str]:
+        """What one vote asks. With parser pair, the answer is A in the first question and B in the second."""
+        if self.parser != PAIR:
+            return [fill_template(self.template, question, answer, expected)]
+        orders = ((answer, expected), (expected, answer))
+        return [fill_pair_template(self.template, question, first, second) for first, second in orders]
+
+    def parse(self, text: str, order: int) -> float | None:
+        """The score in the judge's reply to one of the `questions`; with parser pair 1 if it prefers the answer, else 0."""
+        if self.parser != PAIR:
+            return parse_score(text, self.parser, self.low, self.high)
+        verdict = verdict_of(text)
+        return None if verdict is None else float(verdict == "AB"[order])
 
     def check(self) -> None:
         """Raise ValueError for values that make no sense."""
@@ -203,13 +222,15 @@ class JudgeOptions:
         if self.cache_gib is not None and not self.cache_gib > 0:
             raise ValueError(f"cache_gib={self.cache_gib} should be above 0")
         found = set(PLACEHOLDERS.findall(self.template))
-        if "answer" not in found:
+        if self.parser == PAIR:
+            check_template(self.template)
+        elif "answer" not in found:
             raise ValueError("template has no {answer} in it, so the judge would not see the answer")
         check_parser(self.parser)
         if not self.low < self.high:
             raise ValueError(f"low={self.low} is not below high={self.high}")
-        if self.parser == "verdict" and (self.low, self.high) != (0.0, 1.0):
-            raise ValueError("low and high have no effect with parser verdict, which gives 0 or 1; remove them")
+        if self.parser in ("verdict", PAIR) and (self.low, self.high) != (0.0, 1.0):
+            raise ValueError(f"low and high have no effect with parser {self.parser}, which gives 0 or 1; remove them")
         for name, least in MINIMUMS.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is below {least}")

@@ -3,6 +3,9 @@
 It asks an endpoint or an engine for one or more votes per sample, from threads of its own. A vote that cannot be parsed is prompt for again
 with another seed. The score is the median of the parsed votes (Kimi k1.5, 2501.12599). A sample without a parsed vote scores 0 and counts
 in `parse_fail`. If the endpoint does not answer, the scorer has failed and the sample has no reward.
+
+With parser `pair` the judge compares the answer with the row's expected answer, in both orders. A vote is the share of the two that prefer the
+answer, so a judge that always names the same position gives every answer 0.5.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 from burnish.data.template import prompt_as_text
 from burnish.rewards.judge_endpoint import JudgeBackend, JudgeCache, JudgeEndpoint, JudgeFailed, RateLimit, cache_key
-from burnish.rewards.judge_options import JudgeOptions, defuse_control_tokens, fill_template, median_vote, parse_score
+from burnish.rewards.judge_options import PAIR, JudgeOptions, defuse_control_tokens, median_vote
 from burnish.rewards.score_types import PartResult, ScoreRequest, require_answer
 from burnish.rewards.worker_pool import CallOutcome, OutcomeQueue, ScoringCall
 
@@ -97,25 +100,32 @@ class Judge:
         prompt, answer = prompt_as_text(request.prompt), request.completion
         if options.url is not None:  # servers may parse control tokens in text; our own tokenizer does not
             prompt, answer, expected = map(defuse_control_tokens, (prompt, answer, expected))
-        question = fill_template(options.template, prompt, answer, expected)
-        answers, votes, num_unparsed = list[str](), list[float](), 0
+        questions = options.questions(prompt, answer, expected)
+        answers, votes, num_unparsed, num_consistent = list[str](), list[float](), 0, 0
         for vote in range(options.votes):
-            for attempt in range(options.parse_retries + 1):
-                text = self._answer(question, vote, attempt, deadline)
-                answers.append(text)
-                value = parse_score(text, options.parser, options.low, options.high)
-                if value is not None:
-                    votes.append(value)
-                    break
-                num_unparsed += 1
+            values = list[float]()
+            for order, question in enumerate(questions):
+                for attempt in range(options.parse_retries + 1):
+                    text = self._answer(question, vote, attempt, deadline)
+                    answers.append(text)
+                    value = options.parse(text, order)
+                    if value is not None:
+                        values.append(value)
+                        break
+                    num_unparsed += 1
+            if len(values) == len(questions):  # a pair that was read in one order only would favour a position
+                votes.append(sum(values) / len(values))
+                num_consistent += len(set(values)) == 1
         numbers = {"parse_fail": float(not votes), "unread": float(num_unparsed)}
         transcript = "\n---\n".join(answers)[-MAX_DETAIL_CHARS:]
         if not votes:
             self._count("judge_parse_fail")
-            return PartResult(0.0, 0.0 if options.parser == "verdict" else None, numbers, transcript)
+            return PartResult(0.0, 0.0 if options.parser in ("verdict", PAIR) else None, numbers, transcript)
+        if options.parser == PAIR:
+            numbers["consistent"] = num_consistent / len(votes)
         value, disagreement = median_vote(votes)
         # A score is graded, so it gives no accuracy. A tied vote (0.5) does not count as correct.
-        accuracy = float(value > 0.5) if options.parser == "verdict" else None
+        accuracy = float(value > 0.5) if options.parser in ("verdict", PAIR) else None
         return PartResult(value, accuracy, numbers | {"disagreement": disagreement}, transcript)
 
     def _answer(self, question: str, vote: int, attempt: int, deadline: float) -> str:

@@ -27,6 +27,7 @@ from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, no
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
 from burnish.rewards.formal_proofs import proof
 from burnish.rewards.instruction_checks import MODES, ifeval
+from burnish.rewards.pair_verdicts import rm_r1
 from burnish.rewards.score_types import PartResult, require_answer
 from burnish.rewards.tagged_answers import SEARCH_R1_SCORES, research, search_r1, table_r1
 
@@ -330,6 +331,7 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "ifeval": ifeval,
     "code": code,
     "proof": proof,
+    "rm_r1": rm_r1,
     "row": row_verifier,
 }
 
@@ -348,6 +350,7 @@ NEEDS_ANSWER = frozenset(
         "ifeval",
         "code",
         "proof",
+        "rm_r1",
     }
 )
 """Verifiers that compare with the row's expected answer. Whether `row` needs one depends on the verifier that the row names."""

@@ -256,6 +256,9 @@ def test_demonstrations_are_proofs_in_the_alphabet_of_the_task(words: bool) -> N
         assert words or set(row["prompt"] + row["completion"]) <= set(task.alphabet or "")
         spoilt = row["completion"].replace("given", "assume")
         assert score(spoilt, theorem, {}) == float(spoilt == row["completion"])
+    flawed = make_demonstrations("proofs", {"words": words, "num": 40, "flawed": 1.0}, 3)
+    right = [score(row["completion"], row["prompt"].strip().rpartition("Theorem: ")[2], {}) for row in flawed]
+    assert sum(right) < 10  # a change may be harmless
 
 
 def test_a_proof_is_found_in_tags_in_a_fence_or_bare_and_thoughts_are_ignored() -> None:
@@ -269,7 +272,9 @@ def test_a_proof_is_found_in_tags_in_a_fence_or_bare_and_thoughts_are_ignored() 
         assert extract_proof(text).strip() == "x"
 
 
-@pytest.mark.parametrize("options", [{"words": 1}, {"variables": 5}, {"min_lines": 9, "max_lines": 4}])
+@pytest.mark.parametrize(
+    "options", [{"words": 1}, {"variables": 5}, {"min_lines": 1}, {"min_lines": 9, "max_lines": 4}]
+)
 def test_wrong_options_are_refused(options: dict) -> None:
     with pytest.raises(UserError, match="proofs: "):
         make_task("proofs", options, 0)

@@ -354,7 +354,7 @@ def test_the_scale_goes_from_low_to_high() -> None:
 
 @pytest.mark.parametrize("parser", ["(", r"(\d+)", "verdicts"])
 def test_a_parser_that_is_none_is_refused(parser: str) -> None:
-    with pytest.raises(ValueError, match="verdict, boxed, score, or a regular expression"):
+    with pytest.raises(ValueError, match="verdict, pair, boxed, score, or a regular expression"):
         check_parser(parser)
 
 

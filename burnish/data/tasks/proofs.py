@@ -128,10 +128,18 @@ class Proofs:
         extra = {"task": PROOFS, "length": len(lines)}
         return Row(f"{PROOFS}/{split}/{index}", self._prompt(theorem), PROOFS, format_theorem(theorem), extra)
 
-    def demonstrations(self, num: int = 2000, seed: int = 0) -> list[dict[str, str]]:
-        """Theorems of the train split with the proofs of our prover."""
-        found = [self._problem("train", seed, PROOFS, "demonstrations", index) for index in range(num)]
-        return [{"prompt": self._prompt(theorem), "completion": self._written(lines)} for theorem, lines in found]
+    def demonstrations(self, num: int = 2000, seed: int = 0, flawed: float = 0.0) -> list[dict[str, str]]:
+        """Theorems of the train split with the proofs of our prover. A share `flawed` has one line with another rule or other references."""
+        if not 0 <= flawed <= 1:
+            raise UserError(f"{PROOFS}: flawed should be a share from 0 to 1, got {flawed!r}")
+        rows = []
+        for index in range(num):
+            theorem, lines = self._problem("train", seed, PROOFS, "demonstrations", index)
+            dice = Dice(seed, PROOFS, "student", index)
+            if dice.unit() < flawed:
+                lines = _spoilt(lines, dice)
+            rows.append({"prompt": self._prompt(theorem), "completion": self._written(lines)})
+        return rows
 
     def _prompt(self, theorem: Theorem) -> str:
         text = format_theorem(theorem)
@@ -158,6 +166,18 @@ class Proofs:
             return f"{PROOFS} {canonical_text(theorem)}", (theorem, lines)
 
         return first_on_split(split, propose, PROOFS)
+
+
+def _spoilt(lines: Sequence[Line], dice: Dice) -> list[Line]:
+    """A proof with one line changed: its references if it has some, else its rule."""
+    at = dice.between(0, len(lines) - 1)
+    line = lines[at]
+    if line.references:
+        references = tuple(dice.between(1, len(lines)) for _ in line.references)
+        line = line._replace(references=references)
+    else:
+        line = line._replace(rule="given" if line.rule == "assume" else "assume")
+    return [*lines[:at], line, *lines[at + 1 :]]
 
 
 def random_theorem(dice: Dice, variables: str) -> Theorem:

@@ -13,6 +13,7 @@ from burnish.data.tasks import (
     calculator,
     games,
     guess_number,
+    pair_verdict,
     proofs,
     reasoning_gym,
     reverse_text,
@@ -31,6 +32,7 @@ TASKS: dict[str, type[Any]] = {
     guess_number.GUESS_NUMBER: guess_number.GuessNumberTask,
     reverse_text.REVERSE_TEXT: reverse_text.ReverseText,
     proofs.PROOFS: proofs.Proofs,
+    pair_verdict.PAIR_VERDICT: pair_verdict.PairVerdict,
     **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
@@ -41,6 +43,7 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     guess_number.GUESS_NUMBER: guess_number.score,
     reverse_text.REVERSE_TEXT: reverse_text.score,
     proofs.PROOFS: proofs.score,
+    pair_verdict.PAIR_VERDICT: pair_verdict.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 
