@@ -28,6 +28,7 @@ from burnish.config.extras import EXTRAS, install_command
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.rewards.code_reward import check_sandbox
+from burnish.rewards.lean_reward import lean_prefix
 
 OK, ABSENT, WRONG = "ok", "--", "!!"
 GIB = 1024**3
@@ -145,6 +146,17 @@ def isolation() -> Iterator[ReportRow]:
         yield ReportRow(OK, "code sandbox", "programs of the code reward run in namespaces, without files or network")
     except UserError as error:
         yield ReportRow(ABSENT, "code sandbox", f"the code reward would not start: {error}")
+    yield lean_row()
+
+
+def lean_row() -> ReportRow:
+    """Whether the user's Lean is there."""
+    try:
+        program = lean_prefix() / "bin/lean"
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (UserError, OSError, subprocess.TimeoutExpired) as error:
+        return ReportRow(ABSENT, "lean", str(error))
+    return ReportRow(OK, "lean", f"the reward lean runs {done.stdout.strip() or program} in the code sandbox")
 
 
 def self_check() -> Iterator[ReportRow]:

@@ -138,7 +138,7 @@ class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, search_r1, research, table_r1, ifeval, code, proof, rm_r1, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
+    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, search_r1, research, table_r1, ifeval, code, proof, lean, rm_r1, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
     weight: float = 1.0
     """Weight of this part in the sum."""
     correct_at: float | None = None
@@ -169,12 +169,14 @@ class Reward(Record):
     max_answer_chars: int = Field(20_000, ge=1)
     """Longer completions are cut to their last characters before they are verified."""
     memory_gib: float = Field(2.0, gt=0)
-    """Address-space limit of a verifier process, or of a program of the `code` reward with all processes it starts."""
+    """Address-space limit of a verifier process, or of a program of the `code` reward (of Lean) with all processes it starts."""
     sandbox: Literal["namespaces", "unsafe"] = "namespaces"
-    """Where programs of the `code` reward run. namespaces: without files and network. unsafe: as your user, with resource limits only."""
+    """Where programs of the `code` reward, and Lean, run. namespaces: without files and network. unsafe: as your user, with resource limits only."""
 
     @model_validator(mode="after")
     def _check_sandbox(self) -> Reward:
-        if self.sandbox == "unsafe" and not any(part.name in ("code", "row") for part in self.parts):
-            raise ValueError("reward.sandbox=unsafe has no effect: no part of the reward runs programs (code, row)")
+        if self.sandbox == "unsafe" and not any(part.name in ("code", "lean", "row") for part in self.parts):
+            raise ValueError(
+                "reward.sandbox=unsafe has no effect: no part of the reward runs programs (code, lean, row)"
+            )
         return self

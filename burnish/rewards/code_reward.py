@@ -86,6 +86,11 @@ def configure_runner(timeout_s: float, memory_gib: float, is_isolated: bool) -> 
     _runner_settings.update(timeout_s=timeout_s, memory_gib=memory_gib, is_isolated=is_isolated)
 
 
+def runner_settings() -> dict[str, Any]:
+    """The limits that `configure_runner` has set; the defaults of the runner apply to others."""
+    return dict(_runner_settings)
+
+
 def check_sandbox(is_isolated: bool) -> None:
     """Raise a UserError, with advice, if programs cannot be run on this machine."""
     from burnish.sandbox.client import Sandbox, SandboxError
@@ -203,7 +208,12 @@ def _describe_exit(status: int | None) -> str:
 
 
 def extract_program(completion: str) -> str:
-    """The program of a completion: its last fenced Python block, else its last fenced block, else all of it.
+    """The program of a completion: its last fenced Python block, else its last fenced block, else all of it."""
+    return extract_fenced(completion, _PYTHON_TAGS)
+
+
+def extract_fenced(completion: str, tags: Sequence[str]) -> str:
+    """The last fenced block with one of these tags, else the last fenced block, else all of a completion.
 
     An unclosed block extends to the end. Text up to the last `</think>` is ignored.
     """
@@ -218,7 +228,7 @@ def extract_program(completion: str) -> str:
             opened = None
     if opened is not None:
         blocks.append((opened[2].lower(), text[opened.end() + 1 :]))
-    tagged = [block for tag, block in blocks if tag in _PYTHON_TAGS]
+    tagged = [block for tag, block in blocks if tag in tags]
     return (tagged or [block for _, block in blocks] or [text])[-1]
 
 

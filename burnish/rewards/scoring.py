@@ -28,6 +28,7 @@ from burnish.data.row import VERL_MODEL_STYLE, Row
 from burnish.rewards.code_reward import check_sandbox, parse_tests
 from burnish.rewards.judge_endpoint import JudgeBackend
 from burnish.rewards.judge_options import JudgeOptions
+from burnish.rewards.lean_reward import parse_statement
 from burnish.rewards.llm_judge import Judge
 from burnish.rewards.reward_parts import (
     JUDGE,
@@ -92,7 +93,7 @@ class Rewards:
         self._parts = check_parts(config.parts, base)
         self._has_checked_sandbox = False
         self._warned_parts: set[str] = set()  # labels of parts that get None for an answer
-        if any(part.config.name == "code" for part in self._parts):
+        if any(part.config.name in ("code", "lean") for part in self._parts):
             self._check_sandbox()
         self._applying: dict[tuple[str, bool], list[int]] = {}  # by data source, and whether a model scores the row
         self._outcomes: OutcomeQueue = queue.SimpleQueue()
@@ -268,10 +269,13 @@ class Rewards:
                 [(f"reward.parts[{i}] ({self._parts[i].config.name})", self._parts[i].config) for i in applying],
                 answer_key,
             )
-            if "code" in names or ("row" in names and row.extra["verifier"] == "code"):
+            verifiers = {row.extra["verifier"] if name == "row" else name for name in names}
+            for verifier, parse in (("code", parse_tests), ("lean", parse_statement)):
+                if verifier not in verifiers:
+                    continue
                 self._check_sandbox()
                 try:
-                    parse_tests(row.answer)
+                    parse(row.answer)
                 except ValueError as error:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
 

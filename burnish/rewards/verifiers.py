@@ -27,6 +27,7 @@ from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, no
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
 from burnish.rewards.formal_proofs import proof
 from burnish.rewards.instruction_checks import MODES, ifeval
+from burnish.rewards.lean_reward import check_lean, lean
 from burnish.rewards.pair_verdicts import rm_r1
 from burnish.rewards.score_types import PartResult, require_answer
 from burnish.rewards.tagged_answers import SEARCH_R1_SCORES, research, search_r1, table_r1
@@ -331,6 +332,7 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "ifeval": ifeval,
     "code": code,
     "proof": proof,
+    "lean": lean,
     "rm_r1": rm_r1,
     "row": row_verifier,
 }
@@ -350,6 +352,7 @@ NEEDS_ANSWER = frozenset(
         "ifeval",
         "code",
         "proof",
+        "lean",
         "rm_r1",
     }
 )
@@ -392,6 +395,8 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
             raise UserError(
                 f"{where}: pattern {options['pattern']!r} is not a valid regular expression: {error}"
             ) from error
+    if name == "lean":
+        check_lean(options, where)
     if "math" in (name, options.get("checker")) and importlib.util.find_spec("math_verify") is None:
         raise UserError(f"{where}: the math verifier needs math-verify; install it with {install_hint('math')}")
 

@@ -18,6 +18,7 @@ import burnish
 from burnish.config.errors import UserError
 from burnish.sandbox.limits import Limits
 from burnish.sandbox.rpc import frame, receive_message, send_message
+from burnish.sandbox.toolchain import Toolchain
 
 START_TIMEOUT_S = 30.0
 PROGRAM_ENVIRONMENT = {
@@ -64,7 +65,11 @@ def no_sandbox_error(problem: str, user: str, setting: str) -> UserError:
 
 
 def start_zygote(
-    limits: Limits, is_isolated: bool, serves: Literal["runs", "sessions"], user: str
+    limits: Limits,
+    is_isolated: bool,
+    serves: Literal["runs", "sessions"],
+    user: str,
+    toolchain: Toolchain | None = None,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a zygote; return its process and our end of its channel. Its first message is `ready` or `failed`."""
     if not sys.platform.startswith("linux"):
@@ -72,6 +77,8 @@ def start_zygote(
     ours, theirs = socket.socketpair()
     root = str(Path(burnish.__file__).parents[1])
     arguments = [str(theirs.fileno()), "isolated" if is_isolated else "unsafe", json.dumps(vars(limits)), serves]
+    if toolchain is not None:
+        arguments.append(toolchain.as_json())
     launcher = ["-s", "-S", "-P", "-B", "-X", "utf8", "-c", ZYGOTE_LAUNCHER.format(root=root)]
     process = subprocess.Popen(
         [sys.executable, *launcher, *arguments],
@@ -87,15 +94,18 @@ def start_zygote(
 class Sandbox:
     """Runs programs one at a time. The zygote starts with the first program, and again after a failure. Close it, or use `with`."""
 
-    def __init__(self, limits: Limits, is_isolated: bool = True, slack_s: float = 5.0) -> None:
+    def __init__(
+        self, limits: Limits, is_isolated: bool = True, slack_s: float = 5.0, toolchain: Toolchain | None = None
+    ) -> None:
         """`slack_s` is how long a run may take beyond its own time limit before the sandbox counts as broken."""
+        self._toolchain = toolchain
         self._limits, self._is_isolated, self._slack_s = limits, is_isolated, slack_s
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
     def start(self) -> None:
         """Start the zygote; UserError with advice if the system does not allow a sandbox."""
-        self._process, ours = start_zygote(self._limits, self._is_isolated, "runs", "code rewards")
+        self._process, ours = start_zygote(self._limits, self._is_isolated, "runs", "code rewards", self._toolchain)
         self._channel = ours
         message = self._receive(time.monotonic() + START_TIMEOUT_S)
         if "failed" in message:

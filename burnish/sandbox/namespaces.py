@@ -6,7 +6,8 @@ File system: a small tmpfs becomes the root by pivot_root, so that nothing else 
 to execute. Bind mounts show Python's standard library at its own path, read-only. Extension modules need system libraries that are not
 visible there; the zygote has loaded them all before. Each program has a scratch directory: a tmpfs with a limited size and number of files,
 which goes with the mount namespace. /tmp and /dev/shm lead there. A Python that is installed below one of these three directories is bound
-into the scratch directory of each program, so that its library is at its own path there too.
+into the scratch directory of each program, so that its library is at its own path there too. A toolchain
+(burnish.sandbox.toolchain) adds its folders and the system's shared libraries, read-only, and may be executed.
 
 Users: root builds the file system with its own privileges and then enters a user namespace in which uid 1000 is `nobody` outside. Another
 user enters a namespace in which uid 1000 is that user, and builds the file system with the privileges it has there. Either way the process
@@ -18,6 +19,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+
+from burnish.sandbox.toolchain import LIBRARY_FOLDERS, TOOLCHAIN_MOUNT, Toolchain
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -127,11 +130,12 @@ def path_in_scratch(library: str) -> str | None:
     return None
 
 
-def build_root() -> None:
+def build_root(toolchain: Toolchain | None = None) -> None:
     """Replace the whole file system of this mount namespace; it is read-only except for what programs mount on it."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
+    shown = {} if toolchain is None else {**_library_mounts(), **toolchain.mounts()}
     # Open these before the new root covers anything: they may lie below it.
-    sources = {path: os.open(path, os.O_PATH) for path in (STANDARD_LIBRARY, *DEVICES)}
+    sources = {path: os.open(path, os.O_PATH) for path in (STANDARD_LIBRARY, *DEVICES, *shown.values())}
     mount("tmpfs", BUILD_AT, "tmpfs", SAFE_MOUNT_FLAGS, "size=1m,mode=755")
     os.chdir(BUILD_AT)
     in_scratch = path_in_scratch(STANDARD_LIBRARY)
@@ -150,10 +154,42 @@ def build_root() -> None:
         _bind_read_only(f"/proc/self/fd/{sources[device]}", "." + device, MS_NOSUID | MS_NOEXEC)
     for other in ("tmp", "dev/shm"):
         os.symlink(SCRATCH, other)
+    for target, source in shown.items():
+        _show(f"/proc/self/fd/{sources[source]}", target)
+    if toolchain is not None:
+        _link_system_folders()
+        # A program finds its own folder through /proc. There is none here, but its pid is known: 1.
+        os.makedirs("proc/1")
+        os.symlink(f"{TOOLCHAIN_MOUNT}/{toolchain.executable}", "proc/1/exe")
+        os.symlink("1", "proc/self")
     for descriptor in sources.values():
         os.close(descriptor)
     pivot_root_here()
     mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | SAFE_MOUNT_FLAGS)
+
+
+def _library_mounts() -> dict[str, str]:
+    """The folders of shared libraries that exist and are not links to another."""
+    return {path: path for path in LIBRARY_FOLDERS if os.path.exists(path) and not os.path.islink(path)}
+
+
+def _link_system_folders() -> None:
+    """Links such as /lib -> usr/lib. The target of an absolute link is the same here."""
+    for path in LIBRARY_FOLDERS:
+        if os.path.islink(path) and not os.path.lexists("." + path):
+            os.makedirs(os.path.dirname("." + path), exist_ok=True)
+            os.symlink(os.readlink(path), "." + path)
+
+
+def _show(source: str, target: str) -> None:
+    """Bind a file or folder of a toolchain, read-only; programs in it may be executed."""
+    inside = "." + target
+    if os.path.isdir(source):
+        os.makedirs(inside, exist_ok=True)  # the standard library may lie in a folder of shared libraries
+    else:
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        os.close(os.open(inside, os.O_CREAT | os.O_WRONLY))
+    _bind_read_only(source, inside, MS_NOSUID | MS_NODEV)
 
 
 def _bind_library(library: str, target: str) -> None:
@@ -181,18 +217,18 @@ def mount_scratch(num_bytes: int) -> None:
 # --- entering the namespaces -----------------------------------------------------------------------------------------
 
 
-def enter_sandbox() -> None:
+def enter_sandbox(toolchain: Toolchain | None = None) -> None:
     """Move this process, which must have one thread, into the sandbox. Its children start in a new pid namespace."""
     all_namespaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWCGROUP | PROGRAM_NAMESPACES
     if os.geteuid() != 0:
         uid, gid = os.geteuid(), os.getegid()
         unshare(all_namespaces, "user, mount, pid, network, ipc, uts, cgroup")
         _write_id_maps(os.getpid(), uid, gid, may_set_groups=False)
-        build_root()
+        build_root(toolchain)
         return
     unshare(CLONE_NEWNS, "mount, as root")
     processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-    build_root()
+    build_root(toolchain)
     _enter_as_nobody(all_namespaces, processes)
     os.close(processes)
     os.setgroups([])

@@ -1,6 +1,6 @@
 """The zygote: the process that all programs of a worker are forked from, and the supervisor that watches one run.
 
-    python -c '... zygote.main()' SOCKET isolated|unsafe LIMITS runs|sessions
+    python -c '... zygote.main()' SOCKET isolated|unsafe LIMITS runs|sessions [TOOLCHAIN]
 
 The zygote has Python started and the standard library loaded, and is already inside the sandbox. It starts with an empty environment, so
 there is nothing to find in its memory. It is the first process of a pid namespace, so nothing outlives it.
@@ -42,6 +42,7 @@ from burnish.sandbox.confined_process import ConfinedProcess, SandboxContext, Se
 from burnish.sandbox.limits import OWN_PROCESSES, Limits
 from burnish.sandbox.namespaces import STANDARD_LIBRARY
 from burnish.sandbox.rpc import HEADER, receive_exactly, receive_message, send_message
+from burnish.sandbox.toolchain import Toolchain
 
 PRELOADED_MODULES = """
 abc array base64 bisect bz2 calendar cmath collections concurrent.futures contextlib copy ctypes dataclasses datetime decimal difflib
@@ -75,7 +76,7 @@ def main() -> None:
         preload()
         processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         if is_isolated:
-            namespaces.enter_sandbox()
+            namespaces.enter_sandbox(Toolchain.from_json(sys.argv[5]) if len(sys.argv) > 5 else None)
             _fork_into_pid_namespace(channel)
         context = SandboxContext(
             limits=Limits(**json.loads(sys.argv[3])),
