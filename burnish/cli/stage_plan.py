@@ -38,7 +38,7 @@ POSITIONAL_OPTIONS = {
     "data impact": ("run",),
 }
 """Positional arguments of commands whose only input is not `source`."""
-PATH_OPTIONS = ("data", "models", "source", "run", "prompts", "scores", "guesses", "against")
+PATH_OPTIONS = ("data", "models", "source", "run", "prompts", "scores", "guesses", "against", "template")
 """Options that name files or folders."""
 RESERVED_OPTIONS = ("out", "force", "compare")
 """Options that `burnish stages` sets itself."""

@@ -40,7 +40,7 @@ from burnish.config.shrink import (
 
 Command = Literal[
     "train", "sft", "prefer", "reward-model", "eval", "merge", "export", "data prepare", "data decontaminate",
-    "data filter", "data bucket", "data impact", "data reject", "data pairs",
+    "data filter", "data bucket", "data impact", "data reject", "data pairs", "data questions",
 ]  # fmt: skip
 TRAINING_COMMANDS = ("train", "sft", "prefer", "reward-model")
 """Commands whose stages are training runs with a config."""

@@ -33,7 +33,6 @@ from burnish.data.tasks.task import Dice, check_span, first_on_split
 
 PROOFS = "proofs"
 VARIABLES = "pqrs"
-MAX_PREMISES = 2
 OPERATORS = "&|>>"  # implications twice: they make most theorems
 NEGATION_CHANCE = 0.2
 PROVED = "the proof is complete"
@@ -182,9 +181,9 @@ def _spoilt(lines: Sequence[Line], dice: Dice) -> list[Line]:
 
 def random_theorem(dice: Dice, variables: str) -> Theorem:
     """Up to two premises and a conclusion, at random. It may not hold."""
-    num_premises = dice.between(0, MAX_PREMISES)
+    num_premises = (0, 1, 1, 2)[dice.between(0, 3)]
     premises = tuple(_random_formula(dice, variables, dice.between(1, 3)) for _ in range(num_premises))
-    return Theorem(premises, _random_formula(dice, variables, dice.between(0, 2) if premises else dice.between(1, 5)))
+    return Theorem(premises, _random_formula(dice, variables, dice.between(0, 3) if premises else dice.between(2, 6)))
 
 
 def _random_formula(dice: Dice, variables: str, num_operators: int) -> Formula:
