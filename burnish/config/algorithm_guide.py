@@ -113,6 +113,8 @@ REPEATS = "answers repeat themselves or mix scripts"
 VARIANCE = "advantages are noisy"
 CRITIC_BIAS = "a critic is biased at the start, or over long answers"
 SPARSE_REWARD = "one reward at the end says little about single tokens"
+ROLES = "a batch mixes roles or types of tasks whose rewards have different scales"
+NO_DATA = "there are no tasks to train on"
 COST = "most of the compute goes into samples that teach little"
 
 PROBLEMS: tuple[Remedy, ...] = (
@@ -185,6 +187,8 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(VARIANCE, "a greedy answer as baseline, without groups", ("algorithm.advantage=remax", "rollout.n=1"), ("remax",)),
     Remedy("one of several rewards dominates the others", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
     Remedy(COST, "one sample a prompt, against values estimated before training", ("algorithm=astar_po", "rollout.n=1"), ("astar_po",)),
+    Remedy(NO_DATA, "the model proposes and solves tasks about programs, checked by the sandbox", ("algorithm=trr_plus_plus", "data.train=[{task: absolute_zero}]", "data.validation=[{task: absolute_zero, limit: 24}]", "reward.parts=[task]", "environment={name: absolute_zero, max_turns: 9}"), ("trr_plus_plus",)),
+    Remedy(ROLES, "a baseline for each role, over the batch", ("algorithm=trr_plus_plus",), ("trr_plus_plus",)),
     Remedy(COST, "prune samples of small advantage", ("algorithm.filters=[{name: cppo, prune: 0.5}]",), ("cppo",)),
     Remedy(COST, "train on right answers alone", ("algorithm=raft_plus_plus",), ("raft_plus_plus",)),
     Remedy(COST, "learn from groups of earlier steps again", ("algorithm.replay={share: 0.5, uses: 2}",), ("pf_ppo", "spo_tree")),

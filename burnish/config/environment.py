@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
 
 SINGLE_TURN, GUESS_NUMBER, SELF_CORRECTION = "single_turn", "guess_number", "multi_turn_correction"
+ABSOLUTE_ZERO = "absolute_zero"
+"""The environment, and the task of the same name, in which the model proposes and solves tasks of its own."""
+DEFAULT_ATTEMPTS = 8
+"""Attempts of absolute_zero at each proposed task."""
 TOOLS = "tools"
 """The environment whose answers call tools in the format of the model's chat template."""
 AGENT = "agent"
@@ -160,9 +164,40 @@ def check_game_task(environment: Environment, task: str | None, what: str) -> No
         )
 
 
+def check_self_made_tasks(config: TrainConfig) -> None:
+    """Refuse absolute_zero without the rows of its task, rows without it, too few turns, and sources that sample ahead."""
+    environment = config.environment
+    tasks = [source.task for source in [*config.data.train, *config.data.validation]]
+    if environment.name != ABSOLUTE_ZERO:
+        if ABSOLUTE_ZERO in tasks and not is_plugin(environment.name):
+            raise ValueError(
+                f"rows of the task {ABSOLUTE_ZERO} need environment.name={ABSOLUTE_ZERO}, which plays them"
+            )
+        return
+    if other := [task for task in tasks if task != ABSOLUTE_ZERO]:
+        raise ValueError(
+            f"environment {ABSOLUTE_ZERO} needs rows of the task {ABSOLUTE_ZERO}, but data has {other[0] or 'a file'}"
+        )
+    attempts = environment.options.get("attempts", DEFAULT_ATTEMPTS)
+    if isinstance(attempts, int) and environment.max_turns < attempts + 1:
+        raise ValueError(
+            f"environment {ABSOLUTE_ZERO} has a turn for the proposer and one for each of {attempts} attempts, but environment.max_turns="
+            f"{environment.max_turns}: set it to {attempts + 1}"
+        )
+    if config.rollout.source.name != "sync":
+        raise ValueError(
+            f"task {ABSOLUTE_ZERO} makes its rows from the tasks of the steps before, so they cannot be drawn ahead: set rollout.source=sync"
+        )
+    if [part.name for part in config.reward.parts] != ["task"]:
+        raise ValueError(
+            f"reward.parts has no effect: environment {ABSOLUTE_ZERO} gives the rewards itself; leave it out"
+        )
+
+
 def check_environment_fits(config: TrainConfig) -> None:
     """Refuse an environment that does not match the data, and settings that have no effect."""
     environment = config.environment
+    check_self_made_tasks(config)
     if environment.name == SINGLE_TURN and environment.max_turns != 1:
         raise ValueError("environment.max_turns has no effect on single_turn, which ends after one completion")
     if environment.max_tokens is not None and environment.max_turns == 1:

@@ -1,8 +1,8 @@
 """`--shrink`: any recipe as a job of seconds that uses every slot of its algorithm.
 
 The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker. Board games stay what they are,
-with bare boards and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Any other
-environment of several turns becomes the built-in game guess_number. Processes on Ray become one process. Numbers of steps, samples and
+with bare boards and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Self-made
+tasks are written in a one-line language. Any other environment of several turns becomes the built-in game guess_number. Processes on Ray become one process. Numbers of steps, samples and
 tokens become small enough for two steps. The algorithm keeps all of its choices; only numbers that would have no effect in two steps of
 ten tokens change. A short warm start is kept or added: groups of a model that is never right carry no signal, and filters would leave
 nothing for the loss.
@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from burnish.config.consistency import STYLE_REWARDS
-from burnish.config.environment import GAME_TURNS, GUESS_NUMBER, SELF_CORRECTION, SINGLE_TURN, TAG_ENVIRONMENTS, TOOLS
+from burnish.config.environment import (
+    ABSOLUTE_ZERO,
+    GAME_TURNS,
+    GUESS_NUMBER,
+    SELF_CORRECTION,
+    SINGLE_TURN,
+    TAG_ENVIRONMENTS,
+    TOOLS,
+)
 from burnish.config.placement import LocalPlacement, Parallel
 from burnish.config.plugins import is_reference
 
@@ -233,6 +241,8 @@ def _environment_edits(tree: Tree) -> Iterator[Edit]:
         yield from _tool_edits(tree)
     elif name == SELF_CORRECTION:
         yield from _correction_edits(tree)
+    elif name == ABSOLUTE_ZERO:
+        yield from _self_made_edits(tree)
     else:
         yield from _guessing_edits(tree)
 
@@ -268,6 +278,22 @@ def _correction_edits(tree: Tree) -> Iterator[Edit]:
     yield "warm_start", WARM_START
     yield "environment", {**environment, "options": options, "max_turns": 2, "max_tokens": None, "workers": 1}
     yield from _row_edits(tree, {"task": "sort_digits", "options": SORT_DIGITS_OPTIONS}, DEMONSTRATION_SOURCE)
+
+
+def _self_made_edits(tree: Tree) -> Iterator[Edit]:
+    """Keep proposing and solving, in a one-line language. The warm start imitates simple proposals and solutions."""
+    options = {"references": 1, "inputs": 2, "format": "expression"}
+    shown = {"task": ABSOLUTE_ZERO, "options": {**options, "num": 96}}
+    yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS}}
+    yield "warm_start", {**WARM_START, "data": shown, "updates": 60, "max_tokens": 64}
+    yield "environment", {"name": ABSOLUTE_ZERO, "options": {"attempts": 2}, "max_turns": 3, "max_tokens": None}
+    yield "data.max_prompt_tokens", 64
+    yield "data.train", [{"task": ABSOLUTE_ZERO, "options": options}]
+    yield "data.template", PLAIN_TEMPLATE
+    yield "data.prerendered", False
+    if tree["data"]["validation"]:
+        yield "data.validation", [{"task": ABSOLUTE_ZERO, "options": options, "limit": 8}]
+    yield "rollout.prompts", 6  # two of each type
 
 
 def _guessing_edits(tree: Tree) -> Iterator[Edit]:

@@ -52,6 +52,8 @@ STEP_REWARDS = "step_rewards"
 """(position of the last token, reward) of each step of the only sequence. Also the name of the token column."""
 ROLE = "role"
 """Only in a game of several players: the player whose trajectory it is. Samples of one prompt are compared within a role."""
+ROLE_COLUMN = "role_ids"
+"""Sequence column: equal numbers for equal roles, where the copies of a role count as one (`role_kind`)."""
 PLAYERS = "players"
 """Only in a game of several players: how many of them had a turn, which is how many trajectories the game became."""
 EVENTS = "events"
@@ -68,6 +70,13 @@ BRANCH_CREDIT = "branch_credit"
 """Only of an agent whose branches are compared on their own: the part of the main turn's reward that is the episode's."""
 EPISODE_METRICS = "episode_metrics"
 """Numbers that the environment measured, by name."""
+RECORD = "record"
+"""What the episode made for the task that its row comes from (`End.record`), as plain data. Only the first trajectory of an episode has it."""
+
+
+def role_kind(role: str) -> str:
+    """Return a role without the number of a copy: `solve` for `solve:3`. Copies of a role do the same in one episode."""
+    return role.partition(":")[0]
 
 
 @dataclass(slots=True)
@@ -285,6 +294,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     - `greedy_reward` (reward of the prompt's greedy answer), `prompt_value` (value estimated before training), `budget` (number of tokens the prompt asked for) and `use`
       (0 for a new sample, k when a sample is used again for the k-th time), if any trajectory has them in its metadata;
     - `demonstration` (the policy did not write it), if any trajectory is one;
+    - `role_ids`, if the episodes have roles;
     - `answer_ids`, if the branches of a trajectory count on their own (`BRANCH_CREDIT`): a number for each of them. Its `reward` is then
       that of the episode and of its own turns.
 
@@ -402,6 +412,8 @@ def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
     if any(BRANCH_CREDIT in t.metadata and len(t.sequences) > 1 for t in owners):
         is_first = [k == 0 or t is not owners[k - 1] or BRANCH_CREDIT in t.metadata for k, t in enumerate(owners)]
         columns["answer_ids"] = torch.tensor(is_first).cumsum(0)
+    if any(t.role is not None for t in owners):
+        columns[ROLE_COLUMN] = torch.tensor([to_int64(hash_text(role_kind(t.role or ""))) for t in owners])
     parts = sorted({name for t in owners for name in t.parts})
     numbers = {f"part/{name}": [_nan_if_none(t.parts.get(name)) for t in owners] for name in parts}
     for name in NUMERIC_METADATA:

@@ -20,7 +20,7 @@ from burnish.core.random_keys import fold, uniform_from_key
 from burnish.data.row import Row
 from burnish.data.row_formats import read_rows, source_name
 from burnish.data.tasks.registry import make_task
-from burnish.data.tasks.task import Task
+from burnish.data.tasks.task import GrowingTask, Task
 from burnish.data.template import render_text, template_kind, tokenize_rendered, with_suffix
 from burnish.models.compatibility import digest_parts
 from burnish.models.tokenizer import Tokenizer
@@ -90,6 +90,11 @@ class PromptPool:
             json.dumps(c, skipkeys=True, default=lambda value: type(value).__name__).encode() for c in columns
         )
 
+    @property
+    def growing_task(self) -> GrowingTask | None:
+        """The task, if its rows depend on what earlier steps made."""
+        return self._rows if isinstance(self._rows, GrowingTask) else None
+
     def scan(self) -> None:
         """Render every prompt of a finite source, so that over-long prompts are found before the first step."""
         if self.size is not None:
@@ -112,7 +117,9 @@ class PromptPool:
         return self.size is not None and len(self._skip) >= self.size
 
     def longest(self) -> int:
-        """Length of the longest prompt that is used; for an endless task, among its first ones."""
+        """Length of the longest prompt that is used; for an endless task, among its first ones. Prompts of a growing task may reach the limit."""
+        if self.growing_task is not None:
+            return self._data.max_prompt_tokens
         if self.size is not None:
             return self._longest
         lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED_PROMPTS))

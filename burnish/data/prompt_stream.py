@@ -22,11 +22,12 @@ from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import is_plugin, load_plugin
 from burnish.config.records import Slot
 from burnish.core.random_keys import fold, permutation, uniform_from_key
-from burnish.core.trajectory import Trajectory, with_accuracy
+from burnish.core.trajectory import RECORD, Trajectory, with_accuracy
 from burnish.data.curriculum import Curriculum, PromptStatistics, make_curriculum, visit_accuracies
 from burnish.data.prompt_pool import MAX_SKIPPED_PROMPTS, Prompt, PromptPool, ReadRows, make_pools, overlong_report
 from burnish.data.row import Row
 from burnish.data.row_formats import read_rows, refuse_weights
+from burnish.data.tasks.task import GrowingTask
 from burnish.models.tokenizer import Tokenizer
 
 SAMPLERS = ("shuffle", "sequential")
@@ -80,6 +81,12 @@ class PromptStream:
             _SourceCursor(pool, sampler, seed, make_curriculum(record, pool, self._statistics, seed)) for pool in pools
         ]
         self._weights = [source.weight for source in sources]
+        growing = [pool.growing_task for pool in pools if pool.growing_task is not None]
+        if len(growing) > 1:
+            raise UserError(
+                "two data sources make tasks themselves, but a run has one buffer of tasks: leave one of them"
+            )
+        self._growing: GrowingTask | None = growing[0] if growing else None
         self._seed = seed
         self._num_draws = 0
         self._step = 1
@@ -101,7 +108,13 @@ class PromptStream:
         return PromptSample(prompt, visit, source, index, step)
 
     def observe(self, trajectories: Iterable[Trajectory]) -> None:
-        """Record how prompts were answered, from all samples of a step, if the curriculum uses it."""
+        """Record how prompts were answered, from all samples of a step, if the curriculum uses it, and the tasks that they made."""
+        trajectories = list(trajectories)
+        if self._growing is not None:
+            self._growing.observe(
+                self._step,
+                [(t.id, t.metadata[RECORD]) for t in trajectories if RECORD in t.metadata and t.error is None],
+            )
         if "accuracy" not in self._record.needs:
             return
         scored = [t for t in trajectories if t.reward is not None]
@@ -113,9 +126,19 @@ class PromptStream:
         for prompt_id, right, total in visit_accuracies(scored):
             self._statistics.observe(prompt_id, right, total)
 
+    def open_journal(self, path: Path, step: int) -> None:
+        """Keep the tasks that the run makes in a file, if it makes any, and go on after `step`."""
+        if self._growing is not None:
+            self._growing.open_journal(path, step)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics `tasks/...` of a run that makes tasks; else none."""
+        return {} if self._growing is None else {f"tasks/{k}": v for k, v in self._growing.metrics().items()}
+
     def state(self) -> dict[str, Any]:
         """The state of the stream, as plain JSON values."""
-        return {
+        made = {} if self._growing is None else {"made": self._growing.state()}
+        return made | {
             "num_draws": self._num_draws,
             "step": self._step,
             "statistics": self._statistics.state(),
@@ -132,6 +155,8 @@ class PromptStream:
         for cursor in self._cursors:
             cursor.restore(state["sources"][cursor.pool.name])
         self._statistics.restore(state["statistics"])
+        if self._growing is not None:
+            self._growing.restore(state["made"])
         self._num_draws, self._step = state["num_draws"], state["step"]
 
     def report(self) -> str | None:

@@ -101,6 +101,8 @@ class End:
     no turn may have had a reward."""
     success: bool | None = None
     """Whether the episode counts as correct in accuracy, pass@k and filters. None: compare the reward with `correct_at`."""
+    successes: Mapping[str, bool] | None = None
+    """Only with several roles, in place of `success`: whether the answer of each role is correct. A role that is not in it has no accuracy."""
     rewards: Mapping[str, float] | None = None
     """Only in a game of several players: the reward of each role for its last answer. A role that had a turn must be in it. With `reward`
     instead, the role that answered last gets it, and the others have what their turns earned."""
@@ -112,6 +114,8 @@ class End:
     """Only of an agent program: rewards of single model calls, by the id of their answer. They count towards the reward of the episode."""
     answer: str | None = None
     """Only of an agent program: what the configured reward reads. None: the last answer of the model in the main conversation."""
+    record: Mapping[str, Any] | None = None
+    """Plain data for the task that the row comes from, where its later rows depend on it (`GrowingTask.observe`)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class Environment:
     takes_truncated: ClassVar[bool] = False
     """Whether `step` also gets answers that were cut off at `max_tokens`. Otherwise such an answer ends the episode."""
     roles: ClassVar[tuple[str, ...]] = ()
-    """The roles of a game of several players, each of which the model plays."""
+    """The roles of a game of several players, each of which the model plays. Copies of one role are named `solve:0`, `solve:1`, ...: they
+    count as one in metrics and baselines of roles."""
     has_own_deadlines: ClassVar[bool] = False
     """Whether the object bounds its own waits. Only for built-in code, such as an adapter that queues until a server has room."""
     correct_at: ClassVar[float | None] = None
@@ -168,6 +173,11 @@ class Environment:
 
     tells_void_turns: ClassVar[bool] = False
     """Whether it counts, in the metric `void_turns`, answers with neither a complete call nor a final answer (filter void_turns)."""
+
+    @classmethod
+    def roles_with(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the roles of an environment with these options."""
+        return tuple(cls.roles)
 
     async def start(self, episode: Episode) -> Observation:
         """Begin an episode and return what the model reads first."""

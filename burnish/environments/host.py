@@ -218,9 +218,9 @@ def checked_reply(reply: Any, method: str) -> Observation | End:
 def checked_roles(reply: Observation | End, method: str, roles: tuple[str, ...]) -> Observation | End:
     """Check the roles that a reply names. What an unknown role writes or earns would belong to no trajectory."""
     if isinstance(reply, End):
-        if unknown := [role for role in reply.rewards or () if role not in roles]:
+        if unknown := [role for role in (*(reply.rewards or ()), *(reply.successes or ())) if role not in roles]:
             known = f"its roles are {', '.join(roles)}" if roles else "it has no `roles`, so give `reward`"
-            raise EpisodeFailed("bad_reply", f"{method}() gave a reward to the role {unknown[0]!r}; {known}")
+            raise EpisodeFailed("bad_reply", f"{method}() gave a result to the role {unknown[0]!r}; {known}")
     elif (reply.role not in roles) if roles else (reply.role is not None):
         known = f"expected one of {', '.join(roles)}" if roles else "its class has no `roles`; list them there"
         raise EpisodeFailed("bad_reply", f"{method}() gave the turn to the role {reply.role!r}; {known}")

@@ -34,6 +34,7 @@ BUILT_IN = {
     **{name: f"{game.__module__}:{game.__name__}" for name, game in GAMES.items()},
     "mem_agent": "burnish.environments.mem_agent:MemAgent",
     "deep_retrieval": "burnish.environments.deep_retrieval:DeepRetrieval",
+    "absolute_zero": "burnish.environments.absolute_zero:AbsoluteZero",
     "multi_turn_correction": "burnish.environments.self_correction:SelfCorrection",
     "prove": "burnish.environments.prove:Prove",
 }
@@ -140,7 +141,7 @@ def environment_kind(config: EnvironmentConfig, tokenizer: Tokenizer, base: Any 
     shared = {
         "is_reusable": cls.is_reusable,
         "takes_truncated": cls.takes_truncated,
-        "roles": tuple(cls.roles),
+        "roles": cls.roles_with(options),
         "correct_at": cls.correct_at,
         "tells_void_turns": cls.tells_void_turns,
         "deadline_s": config.deadline_s,

@@ -80,6 +80,11 @@ FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tools": ("a tuple of JSON schemas, or None", _or_none(_are(dict))),
     "stop": ("a tuple of texts, or None", _or_none(_are(str))),
     "success": ("a boolean or None", _or_none(lambda value: isinstance(value, bool))),
+    "successes": (
+        "a dictionary of booleans, or None",
+        _or_none(lambda value: isinstance(value, dict) and all(isinstance(v, bool) for v in value.values())),
+    ),
+    "record": ("a dictionary or None", _or_none(lambda value: isinstance(value, dict))),
     "new_conversation": ("a boolean", lambda value: isinstance(value, bool)),
     "events": ("a tuple of `Event`", _are(dict)),
     "kind": ("a text", _is_text),

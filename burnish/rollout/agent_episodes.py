@@ -221,8 +221,9 @@ class AgentTrajectories(InFlightTrajectories):
         is_scored: bool = False,
         error: str | None = None,
         end: End | None = None,
+        role: str | None = None,
     ) -> Trajectory:
-        found = super()._trajectory(active, path, finish, is_scored, error, end)
+        found = super()._trajectory(active, path, finish, is_scored, error, end, role)
         if active.main_turn is not None and error is None:
             last = self.runner.tokenizer.decode(path.nodes[path.turns[active.main_turn].node].tokens.tolist())
             answer = end.answer if end is not None else None

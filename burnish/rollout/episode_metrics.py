@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from burnish.core.trajectory import EPISODE_METRICS, EVENTS, PLAYERS, Trajectory
+from burnish.core.trajectory import EPISODE_METRICS, EVENTS, PLAYERS, Trajectory, role_kind
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -36,14 +36,14 @@ def branch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def role_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean reward of each role, as `role=<name>`; {} unless a game has several players.
+    """Return the mean reward of each role, as `role=<name>`; {} unless a game has several players. Copies of a role count as one.
 
     The mean over all roles of a zero-sum game is 0, whatever the players do.
     """
     rewards: dict[str, list[float]] = {}
     for t in trajectories:
         if t.role is not None and t.reward is not None:
-            rewards.setdefault(t.role, []).append(t.reward)
+            rewards.setdefault(role_kind(t.role), []).append(t.reward)
     return {f"role={role}": sum(found) / len(found) for role, found in sorted(rewards.items())}
 
 

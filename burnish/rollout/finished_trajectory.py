@@ -30,6 +30,7 @@ def finished_trajectory(
     is_scored: bool = False,
     error: str | None = None,
     end: End | None = None,
+    role: str | None = None,
 ) -> Trajectory:
     """Return the trajectory of one conversation of an episode. `is_scored`: the environment gave a reward at the end."""
     row = active.draw.prompt.row.id
@@ -45,6 +46,8 @@ def finished_trajectory(
     reward = total_reward if is_scored else None
     prompt_length = path.prompt_length()
     success = end.success if end is not None else None
+    if end is not None and end.successes is not None:
+        success = end.successes.get(role or "")
     accuracy = float(success) if success is not None else _accuracy(active, reward)
     return Trajectory(
         prompt_id=row,

@@ -21,7 +21,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
-from burnish.core.trajectory import PLAYERS, ROLE, VOID_TURNS, Trajectory, TrajectoryFinish, TurnSpan
+from burnish.core.trajectory import PLAYERS, RECORD, ROLE, VOID_TURNS, Trajectory, TrajectoryFinish, TurnSpan
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, Observation, Turn
 from burnish.environments.host import HostReply, Reply
@@ -474,12 +474,14 @@ class InFlightTrajectories:
             path = active.paths.get(role)
             if error is None and (path is None or not path.turns):
                 continue  # the game ended before this role had a turn
-            trajectory = self._trajectory(active, path or TokenPath(), finish, is_scored, error, end)
+            trajectory = self._trajectory(active, path or TokenPath(), finish, is_scored, error, end, role)
             trajectory.sample = active.sample * len(roles) + index
             trajectory.metadata[ROLE] = role
             found.append(trajectory)
         for trajectory in found:
             trajectory.metadata[PLAYERS] = len(found)
+        if end is not None and end.record is not None and found:
+            found[0].metadata[RECORD] = dict(end.record)
         return found
 
     def _trajectory(
@@ -490,9 +492,10 @@ class InFlightTrajectories:
         is_scored: bool = False,
         error: str | None = None,
         end: End | None = None,
+        role: str | None = None,
     ) -> Trajectory:
         """Return the finished trajectory of one conversation. A subclass may add to it."""
-        return finished_trajectory(active, path, self.runner.tokenizer, finish, is_scored, error, end)
+        return finished_trajectory(active, path, self.runner.tokenizer, finish, is_scored, error, end, role)
 
     def _close(self, active: RunningTrajectory) -> None:
         if active.session is not None and self.runner.host is not None:

@@ -132,6 +132,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.html"
         self.scored = path / "scored.json"
+        self.tasks = path / "tasks.jsonl"
+        """Only of a run that makes tasks itself (`burnish.run.task_journal`)."""
         self.log = path / "log.txt"
         self.environment_log = path / "environment_workers.log"
         self.changes: list[ConfigChange] = []

@@ -56,11 +56,16 @@ class RowCache:
 
 
 def check_players(config: TrainConfig, roles: Sequence[str]) -> None:
-    """Refuse a greedy baseline, and values of prompts, for a game of several players."""
+    """Refuse a greedy baseline and values of prompts for a game of several players, and an algorithm that compares roles where there are none."""
     if roles and (valued := ", ".join(config.algorithm.needs("prompt_values"))):
         raise UserError(
             f"{valued} estimates one value of each prompt, but environment {config.environment.name} has the players {' and '.join(roles)}, "
             "whose values differ: use grpo or rloo"
+        )
+    if not roles and (needs_roles := ", ".join(config.algorithm.needs("roles"))):
+        raise UserError(
+            f"{needs_roles} has a baseline for each role, but environment {config.environment.name} has no roles: use one with several, such "
+            "as absolute_zero, kuhn_poker or tic_tac_toe_self_play, or another advantage, such as reinforce_plus_plus"
         )
     if roles and (needs_greedy := ", ".join(config.algorithm.needs("greedy"))):
         raise UserError(

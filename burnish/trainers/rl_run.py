@@ -139,6 +139,7 @@ def execute(parts: RunParts, run: Run, profile: int | None = None) -> bool:
     try:
         prepare_prompt_values(parts, run)
         checkpoint = run.resume()
+        context.stream.open_journal(run.directory.tasks, run.last_step)
         if checkpoint is not None:
             restore(context, checkpoint.path)
             context.health.recall(read_metrics(run.directory.metrics), context.health_context)

@@ -87,7 +87,7 @@ def collect_metrics(
     """All metrics of a step, except those of validation."""
     is_shaped = bool(context.config.algorithm.shaping)
     metrics = step_metrics.training_metrics(rollouts, result, step_s, is_shaped) | speed
-    metrics |= context.source.metrics(rollouts, step - 1)
+    metrics |= context.source.metrics(rollouts, step - 1) | context.stream.metrics()
     if context.config.data.demonstrations_per_group:
         metrics |= step_metrics.demonstration_metrics(rollouts)
     if context.environments is not None:

@@ -23,7 +23,7 @@ EXAMPLES |= {"math", "mbpp", "smollm2_sums", *(f"gsm8k_{name}" for name in ("dap
 EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy", "proofs", "rm_r1"}
 AGENTS = {"search_r1", "research", "retool", "torl", "deep_retrieval", "table_r1", "mem_agent", "multi_turn_correction"}
 AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker"}
-AGENTS |= {"alphabet_sort", "reverse_text", "science_world", "calculator_toy", "gsm8k_agent"}
+AGENTS |= {"absolute_zero", "alphabet_sort", "reverse_text", "science_world", "calculator_toy", "gsm8k_agent"}
 EXAMPLES |= AGENTS
 """Recipes of a task or a system rather than of an algorithm."""
 PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]

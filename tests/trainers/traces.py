@@ -114,6 +114,7 @@ def rollouts(kind: str) -> Batch:
             "accuracy": right,
             "truncated": number % 7 == 4,
             "void_turns": (number % 5 == 3).double(),
+            "role_ids": number % 2,
             "part/a": right,
             "part/b": rand(num),
             "greedy_reward": (number // 3 % 2).double(),

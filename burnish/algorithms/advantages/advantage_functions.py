@@ -38,6 +38,7 @@ from burnish.algorithms.advantages.returns import (
     remax,
     zero_advantages,
 )
+from burnish.algorithms.advantages.role_baselines import trr_plus_plus
 from burnish.algorithms.advantages.spo import spo_chain, spo_tree
 from burnish.algorithms.advantages.turns import bilevel_gae, gigpo, hgpo, mt_grpo, rebn
 
@@ -71,6 +72,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "spo_chain": spo_chain,
     "spo_tree": spo_tree,
     "distillation": distillation,
+    "trr_plus_plus": trr_plus_plus,
     "none": zero_advantages,
 }
 """The function of each choice of `algorithm.advantage`."""

@@ -493,6 +493,21 @@ class DistillationAdvantage(AdvantageRecord):
     """Weight of the reward relative to its group; 0 learns from the teacher alone."""
 
 
+class TrrPlusPlusAdvantage(AdvantageRecord):
+    """Reward relative to all samples of the batch with the same role, divided by their standard deviation."""
+
+    formula: ClassVar[str] = (
+        "A_i = (r_i - mean_k) / (std_k + eps), k the role of sample i, over the batch; exactly 0 if the role has one sample or equal rewards"
+    )
+    paper: ClassVar[str] = "Absolute Zero (2505.03335), task-relative REINFORCE++"
+    needs: ClassVar[tuple[str, ...]] = ("roles",)
+    name: Literal["trr_plus_plus"] = "trr_plus_plus"
+    eps: float = Field(1e-8, ge=0)
+    """Added to the deviation before dividing."""
+    ddof: Ddof = 1
+    """The variance is divided by the number of samples minus this."""
+
+
 class NoAdvantage(AdvantageRecord):
     """Zeros, for losses that do not use advantages."""
 
@@ -531,5 +546,6 @@ ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     SpoChainAdvantage,
     SpoTreeAdvantage,
     DistillationAdvantage,
+    TrrPlusPlusAdvantage,
     NoAdvantage,
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
 from burnish.data.tasks import (
+    absolute_zero,
     arithmetic,
     calculator,
     games,
@@ -33,6 +34,7 @@ TASKS: dict[str, type[Any]] = {
     reverse_text.REVERSE_TEXT: reverse_text.ReverseText,
     proofs.PROOFS: proofs.Proofs,
     pair_verdict.PAIR_VERDICT: pair_verdict.PairVerdict,
+    absolute_zero.ABSOLUTE_ZERO: absolute_zero.AbsoluteZeroTask,
     **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
@@ -44,6 +46,7 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     reverse_text.REVERSE_TEXT: reverse_text.score,
     proofs.PROOFS: proofs.score,
     pair_verdict.PAIR_VERDICT: pair_verdict.score,
+    absolute_zero.ABSOLUTE_ZERO: absolute_zero.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 

@@ -8,8 +8,9 @@ demonstrations, training and validation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.core.random_keys import fold, hash_text, uniform_from_key
@@ -39,6 +40,30 @@ class Task(Protocol):
     def row(self, split: str, index: int) -> Row: ...
 
     def score(self, completion: str, answer: Any, extra: dict[str, Any]) -> float: ...
+
+
+@runtime_checkable
+class GrowingTask(Protocol):
+    """What a task has besides whose rows depend on what earlier steps made.
+
+    Its rows are functions of the index and of the tasks made so far, which a file of the run keeps. So draws cannot be repeated later: only
+    `rollout.source=sync` can use it.
+    """
+
+    def open_journal(self, path: Path, step: int) -> None:
+        """Keep what is made in a file, and read from it what was made in steps up to `step`."""
+
+    def observe(self, step: int, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Take what the episodes of a step made (`End.record`), each with the id of its first trajectory."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last observed step."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps besides the file, as plain JSON values."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Check that the file has what it had when `state()` was taken; a UserError otherwise."""
 
 
 def is_held_out(problem: str) -> bool:
