@@ -34,7 +34,7 @@ from burnish.environments.program_runs import ProgramRuns, RunFailed
 
 RIGHT, WRONG, ILL_FORMED = 1.0, -0.5, -1.0
 """The solver's rewards. A proposal that is not valid counts as ill-formed, as the paper says."""
-SHIFT = 1_001
+SHIFT = 101
 """Objects of each type that the second run of a proposal has more than the first."""
 Unsolved = Literal["zero", "full"]
 
@@ -100,6 +100,7 @@ class AbsoluteZero(Environment):
         self.problem: str | None = None
         self.is_proposing = "solve" not in extra
         self.solved: list[float] = []
+        self.verdicts: dict[str, bool] = {}
         self.rewards: dict[str, float] = {}
         if self.is_proposing:
             return Observation(role=f"{self.kind}_propose")
@@ -174,13 +175,19 @@ class AbsoluteZero(Environment):
         if self.kind == "deduction":
             return RIGHT if are_equal(written, task.outputs[0]) else WRONG
         program, inputs = (task.program, (written,)) if self.kind == "abduction" else (written, task.inputs)
+        if written not in self.verdicts:  # several attempts may give the same answer
+            self.verdicts[written] = await self._gives(program, inputs, task.outputs)
+        return RIGHT if self.verdicts[written] else WRONG
+
+    async def _gives(self, program: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> bool:
+        """Whether a program gives these outputs for these inputs."""
         if len(program) > self.max_program_chars or program_problem(program) is not None:
-            return WRONG
+            return False
         try:
-            outputs = await self.runs.outputs(program, inputs)
+            found = await self.runs.outputs(program, inputs)
         except RunFailed:
-            return WRONG
-        return RIGHT if all(map(are_equal, outputs, task.outputs)) else WRONG
+            return False
+        return all(map(are_equal, found, outputs))
 
     def _end(self) -> End:
         accuracy = sum(self.solved) / len(self.solved) if self.solved else 0.0

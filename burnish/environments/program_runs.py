@@ -8,6 +8,7 @@ write a result that it has worked out. Every call of `outputs` is an independent
 from __future__ import annotations
 
 import json
+import re
 
 from burnish.data.tasks.code_tasks import NotALiteral, arguments, literal
 from burnish.environments.tools.python_tool import PythonTool
@@ -16,7 +17,7 @@ HARNESS = """
 def _run():
     import ast, contextlib, io, json
     program, calls, shift = json.loads({payload!r})
-    padding = [(object(), [], {{}}, set(), str(k + 1000.5), lambda: k, type("t", (), {{}})()) for k in range(shift)]
+    padding = [(object(), [], {{}}, set(), str(k + 1000.5), lambda: k) for k in range(shift)]
     space = {{"__name__": "task"}}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         exec(compile(program, "task", "exec"), space)
@@ -26,6 +27,7 @@ print(_run())
 """
 MAX_ESCAPED = 6
 """A character of a value has up to this many characters in JSON."""
+ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 ENDED = {
     "interrupted": "out of time",
     "time": "out of time",
@@ -90,6 +92,8 @@ class ProgramRuns(PythonTool):
                 value = literal(text)
             except NotALiteral as error:
                 raise RunFailed("an output is no literal") from error
+            if ADDRESS.search(text):
+                raise RunFailed("an output has an address in memory, which differs from run to run")
             if value is None:
                 raise RunFailed("the program returns nothing")
         return tuple(found)

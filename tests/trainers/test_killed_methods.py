@@ -27,6 +27,7 @@ METHODS = {
     "luffy": [],
     "online_dpo": [],
     "on_policy_distillation": [],
+    "absolute_zero": ["rollout.exact=true"],
 }
 KILLS = 4
 
