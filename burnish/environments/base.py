@@ -101,8 +101,6 @@ class End:
     no turn may have had a reward."""
     success: bool | None = None
     """Whether the episode counts as correct in accuracy, pass@k and filters. None: compare the reward with `correct_at`."""
-    successes: Mapping[str, bool] | None = None
-    """Only with several roles, in place of `success`: whether the answer of each role is correct. A role that is not in it has no accuracy."""
     rewards: Mapping[str, float] | None = None
     """Only in a game of several players: the reward of each role for its last answer. A role that had a turn must be in it. With `reward`
     instead, the role that answered last gets it, and the others have what their turns earned."""
@@ -114,6 +112,8 @@ class End:
     """Only of an agent program: rewards of single model calls, by the id of their answer. They count towards the reward of the episode."""
     answer: str | None = None
     """Only of an agent program: what the configured reward reads. None: the last answer of the model in the main conversation."""
+    successes: Mapping[str, bool] | None = None
+    """Only with several roles, in place of `success`: whether the answer of each role is correct. A role that is not in it has no accuracy."""
     record: Mapping[str, Any] | None = None
     """Plain data for the task that the row comes from, where its later rows depend on it (`GrowingTask.observe`)."""
 

@@ -94,7 +94,7 @@ def test_each_environment_is_described(name: str, capsys: pytest.CaptureFixture[
     assert main(["environments", name]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{name}\n")
-    assert ("what the model reads first" in shown) == (name in (*GAME_TURNS, "countdown"))
+    assert ("what the model reads first" in shown) == (name in (*GAME_TURNS, "countdown", "absolute_zero"))
     if name == "sokoban":
         assert "  size                  6\n" in shown
         assert "\n  #O_###\n  #X_###\n  #P__##\n" in shown
