@@ -14,8 +14,8 @@ from burnish.cli.main import print_note
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.loading import Loaded, set_key
 from burnish.config.records import Record, field_node, root_node
-from burnish.config.requirements import pin_model_ids
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
+from burnish.models.model_support import pin_supported_models
 from burnish.run.durable_files import folder_id
 from burnish.run.run import Run
 from burnish.run.run_directory import RunDirectory
@@ -63,7 +63,7 @@ def execute(loaded: Loaded[Any], fresh: bool, on_open: Callable[[Run], None]) ->
     settings = loaded.config.run
     folder = Path(settings.directory) / settings.name
     replaced = folder_id(folder) if fresh else None
-    loaded = pin_model_ids(loaded, None if fresh else RunDirectory(folder).config, print_note)
+    loaded = pin_supported_models(loaded, None if fresh else RunDirectory(folder).config, print_note)
     try:
         if isinstance(loaded.config, TrainConfig):
             args = argparse.Namespace(controls=False, profile=None)

@@ -120,12 +120,9 @@ def train_in_process(
 
 def print_row_counts(loaded: Loaded[Any]) -> None:
     """Print how often each row is used, and raise for a row that cannot be used. Missing files are reported elsewhere."""
-    from burnish.config.model_ids import model_directory
-    from burnish.config.plugins import is_reference
-    from burnish.config.requirements import missing_inputs, missing_models
+    from burnish.config.requirements import missing_inputs
     from burnish.data.preference_pairs import count_rows
     from burnish.data.supervised import count_examples
-    from burnish.models.architecture import check_score_model_base
 
     config = loaded.config
     if any(missing_inputs(loaded)):
@@ -137,11 +134,6 @@ def print_row_counts(loaded: Loaded[Any]) -> None:
         is_labelled = getattr(getattr(section, "loss", None), "name", None) == "kto"
         what, count = "rows", count_rows(section.data, loaded.base, config.seed, is_labelled)
         count_rows(section.held_out, loaded.base, config.seed, is_labelled, "test")
-    base = config.model.path if isinstance(config, RewardModelConfig) and config.model.adapter is None else None
-    if base is not None and not is_reference(base) and not any(missing_models(loaded)):
-        path = model_directory(base, loaded.base, with_weights=False)
-        assert path is not None, "missing_models reports it"
-        check_score_model_base(path)
     draws = section.updates * section.batch_size
     print(f"data: {count:,} {what}; {section.updates:,} updates use each {draws / count:,.1f} times")
 

@@ -25,7 +25,7 @@ from burnish.config.plugins import find_references, is_plugin, is_plugin_file, i
 from burnish.config.requirements import check_files, data_sources, missing_extras
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE_STAGE, POLICY_COMMANDS, StagesConfig, load_stage_configs
-from burnish.models.architecture import check_score_model_base
+from burnish.models.model_support import unsupported
 from burnish.rewards.reward_parts import check_parts
 from burnish.run.run_directory import flatten_keys, may_change, run_name
 from burnish.trainers.stages import PlannedStage
@@ -145,10 +145,9 @@ def _training_stage(plan: Plan, name: str, loaded: Loaded[Any]) -> RunnableStage
     check_files(loaded)
     for problem in missing_extras(loaded.config):
         raise UserError(problem)
-    base = plan.config.model.path
     # The models of all stages have the architecture of the base.
-    if stage.command == "reward-model" and base is not None:
-        check_score_model_base(model_directory(base, plan.base, with_weights=False) or Path(base))
+    for problem in unsupported(loaded.config, loaded.base, plan.config.model.path):
+        raise UserError(problem)
     if isinstance(loaded.config, TrainConfig):
         _check_rewards(loaded.config.reward.parts, loaded.base)
     asked = {key: value for key, value in flatten_keys(loaded.resolved).items() if not may_change(key)}

@@ -12,16 +12,22 @@ from typing import Any
 
 from burnish.cli.main import print_note
 from burnish.cli.stage_plan import MEASURED_SUFFIX, Plan, RunnableStage, make_plan, stages_folder
-from burnish.cli.train import add_supervisor_options, heartbeat_timeout_s, num_restarts
+from burnish.cli.train import (
+    add_supervisor_options,
+    heartbeat_timeout_s,
+    num_restarts,
+    print_problems_as_written,
+)
 from burnish.config.errors import UserError
 from burnish.config.loading import Loaded, dump, load
 from burnish.config.model import Model
 from burnish.config.plugins import is_plugin, is_reference
 from burnish.config.recipe_names import RECIPE_HELP, recipe_path
-from burnish.config.requirements import data_sources, pin_model_ids
+from burnish.config.requirements import data_sources
 from burnish.config.schema import TrainConfig
 from burnish.config.stages import BASE_STAGE, StagesConfig
 from burnish.config.yaml_text import printable
+from burnish.models.model_support import pin_supported_models
 from burnish.run.stage_index import StageIndex
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.run.supervisor.supervisor import Supervisor
@@ -89,11 +95,13 @@ def load_plan(args: argparse.Namespace) -> Plan:
     if not args.shrink:
         name, loaded = args.recipe.stem, load(StagesConfig, args.recipe, args.overrides)
         record = stages_folder(loaded.config, name) / RECIPE_FILE
-        return make_plan(pin_model_ids(loaded, record, print_note, not args.dry_run), args.recipe, name)
+        pinned = pin_supported_models(loaded, record, print_note, not args.dry_run, args.recipe)
+        return make_plan(pinned, args.recipe, name)
     from burnish.config.stages import load_shrunk_stages
 
     loaded, changes = load_shrunk_stages(args.recipe, args.overrides)
     print("\n".join(f"shrunk: {change}" for change in changes))
+    print_problems_as_written(load(StagesConfig, args.recipe), args.recipe)
     return make_plan(loaded, args.recipe, f"{args.recipe.stem}-shrunk")
 
 

@@ -244,8 +244,9 @@ def print_rows(loaded: Loaded[TrainConfig], name: str | None = None) -> None:
 def print_problems(loaded: Loaded[Any], checks: list[Callable[[], None]]) -> int:
     """Print missing files and what each check finds; return the exit status of the dry run."""
     from burnish.config.requirements import missing_extras, missing_files
+    from burnish.models.model_support import unsupported
 
-    problems = [*missing_files(loaded), *missing_extras(loaded.config)]
+    problems = [*missing_files(loaded), *missing_extras(loaded.config), *unsupported(loaded.config, loaded.base)]
     for check in checks:
         try:
             check()
@@ -267,18 +268,27 @@ def load_recipe(kind: type[ConfigType], args: argparse.Namespace) -> tuple[Loade
         return with_pinned_models(load(kind, args.recipe, args.overrides), args.recipe.stem, args), args.recipe.stem
     loaded, changes = load_shrunk(kind, args.recipe, args.overrides)
     print("\n".join(f"shrunk: {change}" for change in changes))
+    print_problems_as_written(load(kind, args.recipe), args.recipe)
     name = f"{args.recipe.stem}-shrunk"
     return with_pinned_models(loaded, name, args), name
 
 
+def print_problems_as_written(loaded: Loaded[Any], recipe: Path) -> None:
+    """Print why the models of the whole recipe could not do what it asks of them, which a tiny model would hide."""
+    from burnish.models.model_support import recipe_problems
+
+    for problem in recipe_problems(loaded, recipe):
+        print_note(f"as written, this recipe would not start: {problem}")
+
+
 def with_pinned_models(loaded: Loaded[ConfigType], name: str, args: argparse.Namespace) -> Loaded[ConfigType]:
     """The configuration with the commits of its hub ids: those that the run began with, if it goes on."""
-    from burnish.config.requirements import pin_model_ids
+    from burnish.models.model_support import pin_supported_models
 
     config: Any = loaded.config
     record = None if args.fresh else RunDirectory(run_folder(config, name)).config
     try:
-        return pin_model_ids(loaded, record, print_note, with_weights=not args.dry_run)
+        return pin_supported_models(loaded, record, print_note, with_weights=not args.dry_run)
     except UserError:
         if args.dry_run:
             return loaded  # the dry run lists it with its other problems

@@ -105,13 +105,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_score_model_base(directory: Path) -> None:
-    """Raise if a directory's model cannot become a reward model, which needs the native decoder."""
-    reason = why_not_native(read_config(directory))
-    if reason is not None:
-        raise UserError(f"a reward model needs the native decoder, and {directory} does not run on it: {reason}")
-
-
 def _check_values(config: dict[str, Any], path: Path) -> None:
     """Raise for invalid values of a supported family; `architecture_from_hf` reports missing ones."""
     family = config.get("model_type")

@@ -389,10 +389,10 @@ def test_a_reward_model_of_a_base_that_cannot_be_one_is_refused_before_the_first
         "stages": {"scorer": {"command": "reward-model", "start": "base", "config": pairs}},
     }
     message = refused(capsys, tree, "--dry-run")
-    assert f"stage scorer: a reward model needs the native decoder, and {here / 'base'} does not run on it: " in message
+    assert "stage scorer: model.path=base: `burnish reward-model` needs the native decoder" in message
     Path("scorer.yaml").write_text(yaml.safe_dump({"model": {"path": "base"}, **pairs}))
     assert main(["reward-model", "scorer.yaml", "--dry-run"]) == 2
-    assert "this run would not start: a reward model needs the native decoder" in capsys.readouterr().out
+    assert "`burnish reward-model` needs the native decoder" in capsys.readouterr().out
 
 
 def test_shrunk_stages_are_made_in_one_process(

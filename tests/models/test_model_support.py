@@ -1,0 +1,115 @@
+"""What a config asks of its models is checked against their families before weights are fetched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.cli.main import main
+from burnish.config.loading import load, load_tree
+from burnish.config.model_ids import parse_model_id
+from burnish.config.recipe_names import NamedRecipe, named_recipes
+from burnish.config.requirements import model_directories
+from burnish.config.schema import RewardModelConfig, SftConfig, TrainConfig
+from burnish.config.stages import CONFIG_TYPES, StagesConfig, load_stage_configs
+from burnish.models.model_support import recipe_problems, unsupported
+from burnish.models.published_models import PUBLISHED, find_published
+from tests.config.fake_hub import serve_hub, use_hub
+
+PAIRS = {"reward_model": {"data": {"task": "sort_digits"}}}
+RL = {"data": {"train": {"task": "sort_digits"}}, "rollout": {"max_tokens": 16}}
+
+
+@pytest.mark.parametrize("recipe", named_recipes(), ids=lambda recipe: recipe.name)
+def test_a_recipe_can_run_as_written(recipe: NamedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load({**CONFIG_TYPES, "stages": StagesConfig}[recipe.command], recipe.path)
+    configs = [loaded.config]
+    if recipe.command == "stages":
+        configs = [stage.config for stage in load_stage_configs(loaded, recipe.path, Path()).values()]
+    named = [path for config in configs for _, path in model_directories(config)]
+    unknown = [path for path in named if not path.startswith("stage:") and find_published(path) is None]
+    assert not unknown, f"add {unknown[0]} to burnish/models/published_models.py"
+    assert recipe_problems(loaded, recipe.path) == []
+
+
+def problems(kind: type[Any], tree: dict[str, Any]) -> list[str]:
+    return unsupported(load_tree(kind, tree, None).config, None)
+
+
+def test_a_family_without_a_native_decoder_has_no_reward_model_adapters_or_exact_rollouts() -> None:
+    moe = {"path": "Qwen/Qwen3-30B-A3B"}
+    (scorer,) = problems(RewardModelConfig, {"model": moe, **PAIRS})
+    assert scorer.startswith("model.path=Qwen/Qwen3-30B-A3B: `burnish reward-model` needs the native decoder")
+    assert "'qwen3_moe' is not one of llama" in scorer
+    assert "a smaller one" in scorer
+    asked = {**RL, "model": {**moe, "lora": {"rank": 4}}, "training": {"compile": True}}
+    asked["rollout"] = {"max_tokens": 16, "exact": True}
+    found = problems(TrainConfig, asked)
+    assert [text.split(" ")[1] for text in found] == ["model.lora", "training.compile", "rollout.exact"]
+    assert problems(TrainConfig, {**RL, "model": moe}) == []
+    assert problems(TrainConfig, {**asked, "model": {"path": "Qwen/Qwen2.5-7B", "lora": {"rank": 4}}}) == []
+
+
+def test_quantised_and_vision_models_and_answers_beyond_the_positions_are_refused() -> None:
+    imitated = {"sft": {"data": {"task": "sort_digits"}}}
+    (fp8,) = problems(SftConfig, {**imitated, "model": {"path": "deepseek-ai/DeepSeek-V3"}})
+    assert "stored as fp8, which cannot be trained: convert them to bfloat16" in fp8
+    (vision,) = problems(SftConfig, {**imitated, "model": {"path": "models/Qwen2.5-VL-7B-Instruct"}})
+    assert "reads images" in vision
+    long = {**RL, "rollout": {"max_tokens": 4096}}
+    (text,) = problems(TrainConfig, {**long, "model": {"path": "models/qwen2.5-math-7b"}})
+    assert "rollout.max_tokens=4096 leaves no room for a prompt: the model is made for 4096 positions" in text
+    assert problems(TrainConfig, {**long, "model": {"path": "models/Qwen2.5-Math-7B-16k-think"}}) == []
+    judge = {"parts": [{"name": "model", "options": {"path": "deepseek-ai/DeepSeek-V3"}}]}
+    (text,) = problems(TrainConfig, {**RL, "model": {"path": "Qwen/Qwen2.5-7B"}, "reward": judge})
+    assert text.startswith("reward.parts[0] (model): options.path=deepseek-ai/DeepSeek-V3: a reward model needs")
+
+
+def test_a_name_that_goes_on_has_the_family_of_its_origin_alone() -> None:
+    found = find_published("models/Llama-3.1-8B-long-cot")
+    assert found is not None
+    assert (found.model_type, found.max_positions) == ("llama", None)
+    assert find_published("models/mine") is None
+    assert all(parse_model_id(repo, ()) is not None for repo in PUBLISHED)
+
+
+def test_a_config_json_wins_over_the_table(tmp_path: Path) -> None:
+    (tmp_path / "Qwen2.5-7B").mkdir()
+    (tmp_path / "Qwen2.5-7B/config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    (text,) = problems(RewardModelConfig, {**PAIRS, "model": {"path": str(tmp_path / "Qwen2.5-7B")}})
+    assert "'deepseek_v3'" in text
+
+
+def test_start_dry_run_shrink_and_stages_say_it_before_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reason = "`burnish reward-model` needs the native decoder"
+    Path("scorer.yaml").write_text(json.dumps({"model": {"path": "deepseek-ai/DeepSeek-V3"}, **PAIRS}))
+    stage = {"command": "reward-model", "config": PAIRS}
+    whole = {"model": {"path": "models/DeepSeek-V3"}, "stages": {"scorer": stage}}
+    Path("stages.yaml").write_text(json.dumps(whole))
+    with serve_hub() as hub:
+        use_hub(hub, tmp_path / "cache", monkeypatch)
+        assert main(["reward-model", "scorer.yaml"]) == 2
+        assert reason in capsys.readouterr().err
+        assert main(["stages", "stages.yaml"]) == 2
+        assert f"stage scorer: model.path=models/DeepSeek-V3: {reason}" in capsys.readouterr().err
+        assert not hub.downloads()
+        assert main(["reward-model", "scorer.yaml", "--dry-run"]) == 2
+        assert reason in capsys.readouterr().out
+        assert main(["reward-model", "scorer.yaml", "--shrink"]) == 0
+        assert (
+            f"as written, this recipe would not start: model.path=deepseek-ai/DeepSeek-V3: {reason}"
+            in capsys.readouterr().err
+        )
+        # A model that is not in the table: its config.json is fetched and read, its weights are not.
+        files = {"config.json": b'{"model_type": "deepseek_v3"}', "tokenizer.json": b"{}", "model.safetensors": b""}
+        hub.commit("org/unknown", files)
+        assert main(["reward-model", "scorer.yaml", "model.path=org/unknown"]) == 2
+        assert f"model.path=org/unknown@{hub.refs['org/unknown', 'main']}: {reason}" in capsys.readouterr().err
+        assert "model.safetensors" not in hub.downloads()
