@@ -269,7 +269,22 @@ def language(completion: str, answer: Any, extra: Mapping[str, Any], *, target: 
 # --- published scoring rules ---------------------------------------------------------------------------------------
 
 PUBLISHED_RULES = ("simple_rl", "logic_rl", "deepscaler")
-CHECKERS: dict[str, Callable[..., float]] = {"exact": exact, "number": number, "choice": choice, "math": math_verifier}
+
+
+def task_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
+    """The score by the checker of the generated task `extra["task"]`."""
+    from burnish.data.tasks.registry import score_answer
+
+    return float(score_answer(extra["task"], completion, answer, dict(extra)))
+
+
+CHECKERS: dict[str, Callable[..., float]] = {
+    "exact": exact,
+    "number": number,
+    "choice": choice,
+    "math": math_verifier,
+    "task": task_verifier,
+}
 
 
 def rule_total(rule: str, correct: bool, answered: bool, formatted: bool) -> float:
@@ -297,14 +312,7 @@ def rule_scores(completion: str, answer: Any, extra: Mapping[str, Any], *, rule:
     return rule_total(rule, correct, answered, think_format(completion, answer, extra) == 1)
 
 
-# --- dispatching to a task or a row's own verifier -------------------------------------------------------------------------------------------------
-
-
-def task_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
-    """The score by the checker of the generated task `extra["task"]`."""
-    from burnish.data.tasks.registry import score_answer
-
-    return float(score_answer(extra["task"], completion, answer, dict(extra)))
+# --- dispatching to a row's own verifier ----------------------------------------------------------------------------
 
 
 def row_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | PartResult:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -15,8 +16,9 @@ from burnish.config.errors import UserError
 from burnish.data.tasks.arithmetic import evaluate_expression
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.tasks.task import final_answer, first_on_split, is_held_out
+from burnish.rewards.verifiers import rule_scores
 
-BUILT_IN = ("sort_digits", "addition", "countdown", "calculator")
+BUILT_IN = ("sort_digits", "addition", "countdown", "calculator", "knights_and_knaves")
 
 
 def identity(name: str, row) -> object:
@@ -27,6 +29,9 @@ def identity(name: str, row) -> object:
         return frozenset(int(n) for n in row.prompt[:-1].split("+"))
     if name == "countdown":
         return (tuple(sorted(row.extra["numbers"])), row.answer)
+    if name == "knights_and_knaves":  # without the names
+        people = list(row.extra["kinds"])
+        return re.sub("|".join(people), lambda found: str(people.index(found[0])), row.prompt)
     return row.prompt
 
 
@@ -304,3 +309,52 @@ def test_the_student_of_the_calculator_guesses_or_calls_and_only_the_last_parent
     assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     slips = make_demonstrations("calculator", {"num": 200, "calls": 1.0, "slips": 1.0}, 0)
     assert all(row["completion"] != f"[{row['prompt'][:-1]}]" for row in slips[::2])
+
+
+def liars_solutions(prompt: str) -> list[dict[str, bool]]:
+    """All solutions of a puzzle of knights and knaves, read from its text, independently of the task's code."""
+    said = re.findall(r'(\w+) says, "([^"]+)"\.', prompt)
+    found = []
+    for kinds in itertools.product((False, True), repeat=len(said)):
+        knights = dict(zip((name for name, _ in said), kinds, strict=True))
+
+        def claim(text: str, knights: dict[str, bool] = knights) -> bool:
+            name, kind = text.split(" is a ")
+            return knights[name] == (kind == "knight")
+
+        def truth(text: str, claim=claim) -> bool:
+            if text.startswith("if "):
+                left, right = text[3:].split(" then ")
+                return not claim(left) or claim(right)
+            for word, meaning in ((" if and only if ", "__eq__"), (" and ", "__and__"), (" or ", "__or__")):
+                if word in text:
+                    left, right = text.split(word)
+                    return bool(getattr(claim(left), meaning)(claim(right)))
+            return claim(text)
+
+        if all(truth(text) == knights[name] for name, text in said):
+            found.append(knights)
+    return found
+
+
+def test_knights_and_knaves_have_one_solution_which_alone_scores() -> None:
+    task = make_task("knights_and_knaves", {"max_people": 5}, 0)
+    rows = [task.row(split, i) for split in ("train", "test") for i in range(30)]
+    assert {row.extra["length"] for row in rows} == {3, 4, 5}
+    for row in rows:
+        (knights,) = liars_solutions(row.prompt)
+        assert row.extra["kinds"] == {name: "knight" if kind else "knave" for name, kind in knights.items()}
+        assert task.score(f"<think>hm</think> <answer>\n{row.answer}\n</answer>", row.answer, row.extra) == 1.0
+        first = row.answer.splitlines()[0]
+        swapped = first.replace("knight", "kn_").replace("knave", "knight").replace("kn_", "knave")
+        for wrong in (row.answer.replace(first, swapped), row.answer.replace(first, ""), row.answer + "\n" + swapped):
+            assert task.score(wrong, row.answer, row.extra) == 0.0
+
+
+def test_logic_rl_scores_an_answer_that_the_tasks_checker_judges() -> None:
+    row = make_task("knights_and_knaves", {"max_people": 3}, 0).row("train", 0)
+    asked = {"rule": "logic_rl", "checker": "task"}
+    right, wrong = (f"<think>hm</think><answer>{text}</answer>" for text in (row.answer, "(1) Nobody is a knave"))
+    assert rule_scores(right, row.answer, row.extra, **asked) == 3.0
+    assert rule_scores(wrong, row.answer, row.extra, **asked) == -0.5
+    assert rule_scores(row.answer, row.answer, row.extra, **asked) == -3.0

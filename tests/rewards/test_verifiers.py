@@ -317,8 +317,8 @@ def test_language_and_rule_options_are_checked_before_a_run():
         check_verifier("language", {"target": "xx"}, "here")
     with pytest.raises(UserError, match=r"rule 'logic' is unknown \(one of: simple_rl, logic_rl, deepscaler\)"):
         check_verifier("rule_scores", {"rule": "logic"}, "here")
-    with pytest.raises(UserError, match="checker 'task' is unknown"):
-        check_verifier("rule_scores", {"rule": "logic_rl", "checker": "task"}, "here")
+    with pytest.raises(UserError, match="checker 'judge' is unknown"):
+        check_verifier("rule_scores", {"rule": "logic_rl", "checker": "judge"}, "here")
     with pytest.raises(UserError, match="did you mean 'opened'"):
         check_verifier("think_format", {"open": True}, "here")
 

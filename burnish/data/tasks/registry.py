@@ -14,6 +14,7 @@ from burnish.data.tasks import (
     calculator,
     games,
     guess_number,
+    knights_and_knaves,
     pair_verdict,
     proofs,
     reasoning_gym,
@@ -35,6 +36,7 @@ TASKS: dict[str, type[Any]] = {
     proofs.PROOFS: proofs.Proofs,
     pair_verdict.PAIR_VERDICT: pair_verdict.PairVerdict,
     absolute_zero.ABSOLUTE_ZERO: absolute_zero.AbsoluteZeroTask,
+    knights_and_knaves.KNIGHTS_AND_KNAVES: knights_and_knaves.KnightsAndKnaves,
     **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
@@ -47,6 +49,7 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     proofs.PROOFS: proofs.score,
     pair_verdict.PAIR_VERDICT: pair_verdict.score,
     absolute_zero.ABSOLUTE_ZERO: absolute_zero.score,
+    knights_and_knaves.KNIGHTS_AND_KNAVES: knights_and_knaves.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 
