@@ -115,6 +115,7 @@ CRITIC_BIAS = "a critic is biased at the start, or over long answers"
 SPARSE_REWARD = "one reward at the end says little about single tokens"
 ROLES = "a batch mixes roles or types of tasks whose rewards have different scales"
 NO_DATA = "there are no tasks to train on"
+SEVERAL_ROLES = "one policy plays several roles that are not equally easy"
 COST = "most of the compute goes into samples that teach little"
 
 PROBLEMS: tuple[Remedy, ...] = (
@@ -174,8 +175,13 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
     Remedy(SPARSE_REWARD, "compare an agent's turns that begin in the same state", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
     Remedy(SPARSE_REWARD, "a reward for each turn of an agent beside the outcome", ("algorithm=mt_grpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("mt_grpo",)),
-    Remedy(SPARSE_REWARD, "a critic that estimates from turn to turn", ("algorithm=ppo", "algorithm.advantage=bilevel_gae", "environment={name: 'game.py:Game', max_turns: 8}")),
-    Remedy(SPARSE_REWARD, "returns of turns, normalised over the batch", ("algorithm.advantage={name: rebn, gamma: 0.9}", "environment={name: 'game.py:Game', max_turns: 8}")),
+    Remedy(SPARSE_REWARD, "a critic that estimates from turn to turn", ("algorithm=bilevel_gae", "environment={name: 'game.py:Game', max_turns: 8}"), ("bilevel_gae",)),
+    Remedy(SPARSE_REWARD, "returns of turns, normalised over the batch", ("algorithm.advantage={name: rebn, gamma: 0.9}", "environment={name: 'game.py:Game', max_turns: 8}"), ("rebn",)),
+    Remedy(SPARSE_REWARD, "compare turns of the same state and, with more weight, the same history", ("algorithm=hgpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("hgpo",)),
+    Remedy(SPARSE_REWARD, "the last step's advantage for all steps of a run, divided by their number", ("algorithm=step_broadcast", "environment={name: 'game.py:Game', max_turns: 8}"), ("step_broadcast",)),
+    Remedy(SEVERAL_ROLES, "a moving average of each role as its baseline (self-play)", ("algorithm=rae", "environment={name: 'game.py:Game', max_turns: 8}"), ("rae",)),
+    Remedy(SEVERAL_ROLES, "attempts against attempts at the same problem, proposals against proposals", ("algorithm=hierarchical_grpo", "environment={name: 'tasks.py:Proposals', max_turns: 5}"), ("hierarchical_grpo",)),
+    Remedy("an answer takes several conversations", "every sample counts once, and all its conversations get its advantage", ("algorithm=multi_conversation",), ("multi_conversation",)),
     Remedy(RARE_SUCCESS, "imitate right answers in addition to the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
     Remedy(RARE_SUCCESS, "weight prompts by one over how often they are solved", ("algorithm=max_rl",), ("max_rl",)),
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),

@@ -39,6 +39,7 @@ GAME_TURNS = {
     "tic_tac_toe": 5,
     "tic_tac_toe_self_play": 9,
     "kuhn_poker": 3,
+    "propose_sum": 5,
     "alphabet_sort": 3,
 }
 """Games whose environment and task have the same name, with a usual number of turns."""

@@ -317,6 +317,64 @@ class Sampling(Record):
     """Strings that end a completion, in addition to the model's end tokens."""
 
 
+class NoOpponents(Slot):
+    """The current weights play all roles."""
+
+    name: Literal["none"] = "none"
+
+
+class Opponents(Slot):
+    """Earlier weights of the policy play against it in some of the games."""
+
+    name: Literal["pool"] = "pool"
+    share: float = Field(0.5, gt=0, le=1)
+    """Share of the prompts whose games are played against earlier weights. The other games are self-play."""
+    every: int = Field(10, ge=1)
+    """The weights join the pool after every k-th step, with k this number. The weights before step 1 are the first."""
+    keep: int = Field(8, ge=1)
+    """Most snapshots in the pool; the oldest leaves first. Each is a model directory of the run, or with adapters an adapter directory."""
+    pick: Literal["uniform", "recent", "newest"] = "uniform"
+    """Which snapshots of the pool play in a step: any with equal chance, newer ones more often (weights 1, 2, 3, ... from the oldest on), or
+    the newest."""
+    at_once: int = Field(1, ge=1)
+    """Different snapshots that play in one step. Each takes the memory of a copy of the weights (with adapters, of the adapters)."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Opponents:
+        if self.at_once > self.keep:
+            raise ValueError(
+                f"rollout.opponents.at_once={self.at_once} snapshots cannot play out of a pool of keep={self.keep}"
+            )
+        return self
+
+
+OpponentSlot: Any = choice(NoOpponents, Opponents, plugin=False)
+
+
+def check_opponents_fit(config: TrainConfig) -> None:
+    """Refuse opponents where the policy's engine is not in this process, or where their games would be counted wrongly."""
+    rollout = config.rollout
+    if isinstance(rollout.opponents, NoOpponents):
+        return
+    problems = {
+        f"rollout.source={rollout.source.name}": rollout.source.name != "sync",
+        f"rollout.engine={rollout.engine}": rollout.engine in ("vllm", "sglang"),
+        "placement=ray": isinstance(config.placement, RayPlacement),
+        "rollout.mismatch": rollout.mismatch is not None,
+        "algorithm.replay": config.algorithm.replay is not None,
+    }
+    if found := [name for name, is_there in problems.items() if is_there]:
+        raise ValueError(
+            f"rollout.opponents loads earlier weights into engines of this process before each step, which does not go with {found[0]}: "
+            "use rollout.source=sync, the native or transformers engine and placement=local, without mismatch and replay"
+        )
+    if config.algorithm.refill.rounds > 1:
+        raise ValueError(
+            "algorithm.refill counts the groups of all roles, but a game against an opponent has a group for one role only: set "
+            "algorithm.refill.rounds=1"
+        )
+
+
 class RolloutStage(Record):
     """Rollout settings from a step on (progressive context, DeepScaleR). Keys that are not given keep their values."""
 
@@ -367,6 +425,8 @@ class Rollout(Sampling):
     """Changes of max_tokens, n and prompts at later steps, in order."""
     source: SourceSlot = Sync()
     """When rollouts are made: before their step, during the step before, or continuously."""
+    opponents: OpponentSlot = NoOpponents()
+    """Who plays the other roles of games of several players."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Rollout:

@@ -19,7 +19,7 @@ from burnish.config.errors import did_you_mean
 from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
 from burnish.config.placement import LocalPlacement, Parallel, PlacementSlot, check_parallel_fits, check_placement_fits
 from burnish.config.records import Record, as_list, name_to_record
-from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits, check_source_fits
+from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits, check_opponents_fit, check_source_fits
 from burnish.config.trackers import AnyTracker
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
@@ -198,6 +198,7 @@ class TrainConfig(Record):
         check_trainable(self.model)
         check_placement_fits(self)
         check_source_fits(self)
+        check_opponents_fit(self)
         check_mismatch_fits(self.rollout, self.model)
         for where, section in (
             ("training", self.training),

@@ -55,6 +55,8 @@ BARE_GAMES = tuple(name for name in GAME_TURNS if name not in (GUESS_NUMBER, "al
 """Games that a tiny model can play: a board as the prompt, and a word as the answer."""
 GAME_DEMONSTRATIONS = "burnish.environments.games.demonstrations:demonstrations"
 GAME_POSITIONS = 512
+LONG_WARM_STARTS = {"propose_sum": 120}
+"""Updates of the warm start of games whose first answer must be right for the game to go on."""
 CALCULATOR = "calculator"
 CALCULATOR_ENVIRONMENT = {
     "name": "tags",
@@ -84,6 +86,9 @@ UPPER_LIMITS = {
     "rollout.max_rows": 64,
     "rollout.cache_gib": 0.01,
     "rollout.source.max_staleness": 1,
+    "rollout.opponents.every": 1,
+    "rollout.opponents.keep": 2,
+    "rollout.opponents.at_once": 1,
     "training.mini_batches": 2,
     "training.epochs": 2,
     "training.collapse_every": 1,
@@ -254,7 +259,8 @@ def _game_edits(tree: Tree) -> Iterator[Edit]:
     options = {**environment["options"], "words": False, "format": "last_word"}
     shown = {"plugin": GAME_DEMONSTRATIONS, "options": {"name": name, "options": options, "num": 64, "noise": 0.3}}
     yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS}}
-    yield "warm_start", {**WARM_START, "data": shown, "max_tokens": GAME_POSITIONS}
+    updates = LONG_WARM_STARTS.get(name, WARM_START["updates"])
+    yield "warm_start", {**WARM_START, "data": shown, "max_tokens": GAME_POSITIONS, "updates": updates}
     yield "environment", {"name": name, "options": options, "max_turns": environment["max_turns"], "max_tokens": None}
     yield from _row_edits(tree, {"task": name}, shown)
 

@@ -57,6 +57,8 @@ class Request:
     """Waiting requests with a higher priority start first."""
     may_continue: bool = False
     """Whether a later request may continue this one. The engine then keeps its KV cache if it can."""
+    opponent: int | None = None
+    """Version of the earlier weights that answer it, in self-play against opponents; None for the policy."""
 
 
 @dataclass(slots=True)

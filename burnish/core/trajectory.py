@@ -51,11 +51,15 @@ SHARED_TOKENS = "shared_tokens"
 STEP_REWARDS = "step_rewards"
 """(position of the last token, reward) of each step of the only sequence. Also the name of the token column."""
 ROLE = "role"
-"""Only in a game of several players: the player whose trajectory it is. Samples of one prompt are compared within a role."""
-ROLE_COLUMN = "role_ids"
-"""Sequence column: equal numbers for equal roles, where the copies of a role count as one (`role_kind`)."""
+"""Only in a game of several players: the player whose trajectory it is. Samples of one prompt are compared within a role.
+
+Players of equal roles have a number behind `#`: `solver#1` and `solver#2` are two players of the role `solver`."""
+EPISODE = "episode"
+"""Only in a game of several players: index of the game among those of its draw. Its players have it in common."""
 PLAYERS = "players"
 """Only in a game of several players: how many of them had a turn, which is how many trajectories the game became."""
+OPPONENT = "opponent"
+"""Only of a game against earlier weights of the policy: their version. The trajectory is that of the policy's player."""
 EVENTS = "events"
 """What went wrong in the episode: a list of {kind, what, message, traceback}."""
 NO_CALLS = "no_calls"
@@ -74,9 +78,14 @@ RECORD = "record"
 """What the episode made for the task that its row comes from (`End.record`), as plain data. Only the first trajectory of an episode has it."""
 
 
-def role_kind(role: str) -> str:
-    """Return a role without the number of a copy: `solve` for `solve:3`. Copies of a role do the same in one episode."""
-    return role.partition(":")[0]
+def role_name(player: str) -> str:
+    """Return the role of a player: `solver` for the player `solver#2`."""
+    return player.partition("#")[0]
+
+
+def role_key(name: str) -> int:
+    """Return the int64 that stands for a role in the column `role_ids`. It is the same in every run."""
+    return to_int64(hash_text(name))
 
 
 @dataclass(slots=True)
@@ -165,7 +174,7 @@ class Trajectory:
     def group_id(self) -> str:
         """Name of the samples that it is compared with: equal prompt and visit, and in a game of several players equal role."""
         name = f"{self.prompt_id}#{self.visit}"
-        return f"{name}/{self.role}" if self.role is not None else name
+        return f"{name}/{role_name(self.role)}" if self.role is not None else name
 
     @property
     def place_in_draw(self) -> tuple[str, int]:
@@ -294,7 +303,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     - `greedy_reward` (reward of the prompt's greedy answer), `prompt_value` (value estimated before training), `budget` (number of tokens the prompt asked for) and `use`
       (0 for a new sample, k when a sample is used again for the k-th time), if any trajectory has them in its metadata;
     - `demonstration` (the policy did not write it), if any trajectory is one;
-    - `role_ids`, if the episodes have roles;
+    - `role_ids` (`role_key` of the role) and `episode_ids` (equal numbers for the players of one game), if any trajectory has a role;
     - `answer_ids`, if the branches of a trajectory count on their own (`BRANCH_CREDIT`): a number for each of them. Its `reward` is then
       that of the episode and of its own turns.
 
@@ -413,7 +422,10 @@ def _optional_columns(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
         is_first = [k == 0 or t is not owners[k - 1] or BRANCH_CREDIT in t.metadata for k, t in enumerate(owners)]
         columns["answer_ids"] = torch.tensor(is_first).cumsum(0)
     if any(t.role is not None for t in owners):
-        columns[ROLE_COLUMN] = torch.tensor([to_int64(hash_text(role_kind(t.role or ""))) for t in owners])
+        episodes: dict[tuple[str, int, int], int] = {}
+        names = [(t.prompt_id, t.visit, t.metadata.get(EPISODE, t.sample)) for t in owners]
+        columns["role_ids"] = torch.tensor([role_key(role_name(t.role or "")) for t in owners])
+        columns["episode_ids"] = torch.tensor([episodes.setdefault(name, len(episodes)) for name in names])
     parts = sorted({name for t in owners for name in t.parts})
     numbers = {f"part/{name}": [_nan_if_none(t.parts.get(name)) for t in owners] for name in parts}
     for name in NUMERIC_METADATA:

@@ -17,7 +17,7 @@ from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
-from burnish.config.rollout import Rollout, Vllm, gpu_refusal
+from burnish.config.rollout import Opponents, Rollout, Vllm, gpu_refusal
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
@@ -28,6 +28,7 @@ from burnish.environments.workers import ObjectWorkers
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.opponent_engine import Opponent, copy_policy
 from burnish.inference.sglang.sglang_engine import SglangEngine
 from burnish.inference.transformers_engine import TransformersEngine
 from burnish.inference.vllm.vllm_engine import VllmEngine
@@ -221,6 +222,13 @@ def engine_with_own_weights(engine: Engine, policy: PolicyModel, rollout: Rollou
     if next(policy.module.parameters()).is_cuda:
         raise UserError(gpu_refusal(rollout.source.name))
     return WeightCopyEngine(lambda module: _build_engine(replace(policy, module=module), rollout, None), policy.module)
+
+
+def build_opponents(policy: PolicyModel, rollout: Rollout) -> list[Opponent]:
+    """Engines on copies of the policy, for the earlier weights that play against it. Call it before the learner is built."""
+    num = rollout.opponents.at_once if isinstance(rollout.opponents, Opponents) else 0
+    copies = [copy_policy(policy) for _ in range(num)]
+    return [Opponent(one, _build_engine(one, rollout, None)) for one in copies]
 
 
 def find_paged_engine(engine: Engine) -> PagedEngine | None:

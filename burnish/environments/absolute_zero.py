@@ -2,7 +2,7 @@
 
 An episode is one row of the task `absolute_zero`. The proposer writes a task; the sandbox checks it and works out its outputs; then each of
 `attempts` solvers answers it in a conversation of its own. If the proposal is not valid, they answer a past task of the buffer instead. Every
-conversation is a trajectory with a role: `deduction_propose`, `deduction_solve:0`, `deduction_solve:1`, and so on. So one batch has all six
+conversation is a trajectory with a role: `deduction_propose`, `deduction_solve#0`, `deduction_solve#1`, and so on. So one batch has all six
 pairs of task type and role, and the attempts that measure how hard a proposal is are trained on too.
 
     proposer   learnability of the mean accuracy of the attempts; -1 if the proposal is not valid
@@ -209,4 +209,4 @@ class AbsoluteZero(Environment):
 
 
 def _solvers(kind: str, attempts: int) -> Sequence[str]:
-    return tuple(f"{kind}_solve:{k}" for k in range(attempts))
+    return tuple(f"{kind}_solve#{k}" for k in range(attempts))

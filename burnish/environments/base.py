@@ -162,7 +162,7 @@ class Environment:
     takes_truncated: ClassVar[bool] = False
     """Whether `step` also gets answers that were cut off at `max_tokens`. Otherwise such an answer ends the episode."""
     roles: ClassVar[tuple[str, ...]] = ()
-    """The roles of a game of several players, each of which the model plays. Copies of one role are named `solve:0`, `solve:1`, ...: they
+    """The roles of a game of several players, each of which the model plays. Copies of one role are named `solve#0`, `solve#1`, ...: they
     count as one in metrics and baselines of roles."""
     has_own_deadlines: ClassVar[bool] = False
     """Whether the object bounds its own waits. Only for built-in code, such as an adapter that queues until a server has room."""

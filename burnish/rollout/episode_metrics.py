@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from burnish.core.trajectory import EPISODE_METRICS, EVENTS, PLAYERS, Trajectory, role_kind
+from burnish.core.trajectory import EPISODE_METRICS, EVENTS, PLAYERS, Trajectory, role_name
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -43,7 +43,7 @@ def role_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards: dict[str, list[float]] = {}
     for t in trajectories:
         if t.role is not None and t.reward is not None:
-            rewards.setdefault(role_kind(t.role), []).append(t.reward)
+            rewards.setdefault(role_name(t.role), []).append(t.reward)
     return {f"role={role}": sum(found) / len(found) for role, found in sorted(rewards.items())}
 
 

@@ -21,7 +21,17 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
-from burnish.core.trajectory import PLAYERS, RECORD, ROLE, VOID_TURNS, Trajectory, TrajectoryFinish, TurnSpan
+from burnish.core.trajectory import (
+    EPISODE,
+    OPPONENT,
+    PLAYERS,
+    RECORD,
+    ROLE,
+    VOID_TURNS,
+    Trajectory,
+    TrajectoryFinish,
+    TurnSpan,
+)
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.base import Answer, Done, End, Episode, EpisodeFailed, Observation, Turn
 from burnish.environments.host import HostReply, Reply
@@ -70,7 +80,10 @@ class InFlightTrajectories:
         The greedy answer (sample -1) has the random key of sample 0 of its stream.
         """
         key = sample_key(self.runner.seed, stream, draw.prompt.row.id, draw.visit, max(0, sample))
-        return self._begin(RunningTrajectory(draw, sample, key, stream, sampling, sampling, priority))
+        active = RunningTrajectory(draw, sample, key, stream, sampling, sampling, priority)
+        if self.runner.opponents is not None and stream == "train":
+            active.game = self.runner.opponents.game_of(draw)
+        return self._begin(active)
 
     def drop(self, active: RunningTrajectory) -> None:
         """Forget a trajectory that is not in the engine."""
@@ -170,7 +183,9 @@ class InFlightTrajectories:
         path = active.current
         is_opening = len(path.nodes) == 1 and not active.num_partial
         tokens = path.opening if is_opening else tuple(active.context())
-        return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, may_continue)
+        game = active.game
+        opponent = None if game is None or active.role == game.seat else game.version
+        return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, may_continue, opponent)
 
     def _record(self, active: RunningTrajectory, completion: Completion) -> None:
         """Append the sampled tokens of a completion to the current turn. Raises if a log-prob is not finite."""
@@ -472,11 +487,15 @@ class InFlightTrajectories:
         found = list[Trajectory]()
         for index, role in enumerate(roles):
             path = active.paths.get(role)
+            if active.game is not None and role != active.game.seat:
+                continue  # an opponent's tokens are not trained
             if error is None and (path is None or not path.turns):
                 continue  # the game ended before this role had a turn
             trajectory = self._trajectory(active, path or TokenPath(), finish, is_scored, error, end, role)
             trajectory.sample = active.sample * len(roles) + index
-            trajectory.metadata[ROLE] = role
+            trajectory.metadata |= {ROLE: role, EPISODE: active.sample}
+            if active.game is not None:
+                trajectory.metadata[OPPONENT] = active.game.version
             found.append(trajectory)
         for trajectory in found:
             trajectory.metadata[PLAYERS] = len(found)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from burnish.environments.host import EnvironmentHost
     from burnish.gateway.endpoint import RecordingEndpoint
     from burnish.gateway.session_export import TrainedCalls
+    from burnish.rollout.opponents import OpponentPool
 
 Branching = ChainPlan | TreePlan
 """How the samples of a prompt share prefixes: segments of a chain, or a tree."""
@@ -108,6 +109,8 @@ class RolloutRunner:
         self.endpoint, self.trained_calls, self.credit = endpoint, trained_calls, credit
         self.roles: tuple[str, ...] = host.kind.roles if host is not None else ()
         """Players of a game of several: each sample gives one trajectory for each role."""
+        self.opponents: OpponentPool | None = None
+        """Earlier weights of the policy that play in games of training."""
         self.seed, self.max_turns, self.max_positions, self.max_tokens = seed, max_turns, max_positions, max_tokens
         self.longest = max_trajectory_tokens(max_positions, max_tokens)
         self.stop_request = StopRequest(lambda: self.engine.interrupt())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from burnish.environments.dialogue import Conversation
     from burnish.environments.host import Session
     from burnish.gateway.session import AgentSession
+    from burnish.rollout.opponents import OpponentGame
 
 
 @dataclass(eq=False, slots=True)
@@ -155,6 +156,8 @@ class RunningTrajectory:
     """One for each role of a game of several players; otherwise one, under None."""
     role: str | None = None
     """The role that writes next."""
+    game: OpponentGame | None = None
+    """Only in a game against earlier weights of the policy: who plays what."""
     turn: PartialTurn = field(default_factory=PartialTurn)
     environment: TokenEnvironment | None = None
     """Only for environments that work on tokens."""

@@ -57,6 +57,7 @@ SAMPLE_COLUMNS = {
     "mask": "floats",
     "turns": "string",
     "role": "string",
+    "opponent": "int64",
     "last_words": "string",
     "events": "string",
     "details": "string",

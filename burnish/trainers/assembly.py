@@ -22,7 +22,7 @@ from burnish.config.data import Template
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.explain import config_notes
 from burnish.config.records import Slot
-from burnish.config.rollout import Ahead, Async
+from burnish.config.rollout import Ahead, Async, Opponents
 from burnish.config.schema import Sft, TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
@@ -38,12 +38,14 @@ from burnish.distributed.ray_roles import Roles, start_roles
 from burnish.distributed.roles import build_process_reward_model, check_process_reward_model
 from burnish.environments.registry import check_template_for_turns, environment_of
 from burnish.environments.worker_output import WorkerLog
+from burnish.inference.opponent_engine import OpponentEngine
 from burnish.models.activation_checkpointing import check_activations, set_activations
 from burnish.models.compiled_layers import check_compile
 from burnish.models.policy import AnyPolicy, PolicyModel
 from burnish.rewards.scoring import Rewards
 from burnish.rollout.ahead_source import AheadSource
 from burnish.rollout.async_source import AsyncSource
+from burnish.rollout.opponents import OpponentPool, OpponentSource, SnapshotFolder
 from burnish.rollout.replay import ReplaySource, ReplayStore
 from burnish.rollout.runner import Branching, RolloutRunner, max_trajectory_tokens, no_demonstrations
 from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch, refuse_silent_agents
@@ -65,9 +67,11 @@ from burnish.trainers import sft, step_metrics
 from burnish.trainers.context import ImitationBatch, StepResult, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
 from burnish.trainers.input_checks import (
+    check_opponents,
     check_players,
     check_positions,
     check_reader_positions,
+    check_roles,
     check_success_is_told,
     check_void_turns_are_told,
 )
@@ -152,7 +156,10 @@ def build_inputs(
         )
     roles.engine_kind(config.rollout, policy.arch is not None)
     _, host = environment_of(config.environment, policy.tokenizer, base)
-    check_players(config, () if host is None else host.kind.roles)
+    players = () if host is None else host.kind.roles
+    check_players(config, players)
+    check_roles(config, players)
+    check_opponents(config, players)
     check_success_is_told(config, base)
     check_void_turns_are_told(config, host is not None and host.kind.tells_void_turns)
     template_notes = check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
@@ -229,6 +236,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
     scored = ScoredRollouts(run.directory.scored, parts.runner.tokenizer, run.display.note)
     source = build_source(config, run, parts.stream, parts.runner, parts.rewards, scored)
     source = with_replay(config, source, replay)
+    source = with_opponents(config, source, built, parts.runner, run)
     process = None
     if built.process is not None and config.algorithm.process is not None:
         process = ProcessRewards(built.process, config.algorithm.process)
@@ -268,7 +276,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         process=process,
         memory_check=parts.memory_check,
         environments=parts.runner.host,
-        num_players=len(parts.runner.roles) or 1,
+        roles=parts.runner.roles,
     )
 
 
@@ -285,6 +293,8 @@ def _build_roles(parts: RunParts, run: Run) -> Roles:
     paged = roles.find_paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)
+    if isinstance(config.rollout.opponents, Opponents):
+        engine = OpponentEngine(engine, roles.build_opponents(policy, config.rollout))
     learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy, parts.base)
     if reference is not None and "kl" in parts.pipeline.loss.needs:
         learner.reference = reference.distribution
@@ -335,6 +345,28 @@ def with_replay(config: TrainConfig, source: RolloutSource, store: ReplayStore |
     if store is None or replay is None:
         return source
     return ReplaySource(source, store, lambda step: math.ceil(replay.share * config.rollout.at(step).prompts))
+
+
+def with_opponents(
+    config: TrainConfig, source: RolloutSource, built: Roles, runner: RolloutRunner, run: Run
+) -> RolloutSource:
+    """The source, wrapped so that earlier weights play in its games if the config says so."""
+    options = config.rollout.opponents
+    if not isinstance(options, Opponents):
+        return source
+    assert isinstance(built.engine, OpponentEngine), "built with the opponents"
+    snapshots = SnapshotFolder(run.directory.path / "opponents")
+    opponents = built.engine.opponents
+    runner.opponents = OpponentPool(
+        options,
+        runner.roles,
+        config.seed,
+        built.policy,
+        opponents,
+        snapshots,
+        lambda: [checkpoint.step for checkpoint in run.checkpoints.all()],
+    )
+    return OpponentSource(source, runner.opponents)
 
 
 def build_source(

@@ -75,8 +75,8 @@ class TrainContext:
     """Groups that later steps may learn from again."""
     environments: EnvironmentHost | None = None
     """Runs environments on messages, some in worker processes."""
-    num_players: int = 1
-    """Players of a game of several: each prompt gives one group of samples for each of them."""
+    roles: tuple[str, ...] = ()
+    """Players of a game of several: each prompt gives one group of samples for each role."""
 
     @property
     def learners(self) -> list[AnyLearner]:
@@ -103,6 +103,8 @@ class StepResult:
     """Metrics of the pipeline's steps, and of the policy before its first update."""
     budget: BudgetState | None = None
     """The next state of a mismatch budget."""
+    role_baselines: dict[str, float] | None = None
+    """The baselines of the roles after the step, for advantage rae; None if nothing was learnt from."""
     unfinished: Sequence[int] | None = None
     """Indices into the packed trajectories of those with untrained tree edges; None if answers are no trees."""
     mismatch: GapReport = field(default_factory=GapReport)

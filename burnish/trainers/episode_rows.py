@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from burnish.core.trajectory import EVENTS, LAST_WORDS, Trajectory
+from burnish.core.trajectory import EVENTS, LAST_WORDS, OPPONENT, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.run import Run
@@ -21,11 +21,12 @@ MAX_TRACEBACK_CHARS = 4_000
 
 
 def episode_columns(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the columns `turns`, `role`, `last_words` and `events` of a sample. A missing value is None."""
+    """Return the columns `turns`, `role`, `opponent`, `last_words` and `events` of a sample. A missing value is None."""
     events = trajectory.metadata.get(EVENTS)
     return {
         "turns": turns_json(trajectory, tokenizer),
         "role": trajectory.role,
+        "opponent": trajectory.metadata.get(OPPONENT),
         "last_words": trajectory.metadata.get(LAST_WORDS),
         "events": json.dumps(events, ensure_ascii=False) if events else None,
     }

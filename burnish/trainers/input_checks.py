@@ -11,10 +11,12 @@ from typing import Any
 
 from burnish.config.data import Source
 from burnish.config.environment import SINGLE_TURN
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, did_you_mean
 from burnish.config.model_ids import model_directory
 from burnish.config.requirements import AnyConfig, model_directories, plugin_files
+from burnish.config.rollout import Opponents
 from burnish.config.schema import TrainConfig
+from burnish.core.trajectory import role_name
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
 from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, read_rows, refuse_tools, source_name
@@ -72,6 +74,32 @@ def check_players(config: TrainConfig, roles: Sequence[str]) -> None:
             f"{needs_greedy} compares each sample with the greedy answer to its prompt, but environment {config.environment.name} has the "
             f"players {' and '.join(roles)}, and a greedy game may end before one of them has a turn: use grpo or rloo"
         )
+
+
+def check_opponents(config: TrainConfig, players: Sequence[str]) -> None:
+    """Refuse opponents for an environment without several players."""
+    if isinstance(config.rollout.opponents, Opponents) and len(players) < 2:
+        raise UserError(
+            f"rollout.opponents play the other roles of a game, but environment {config.environment.name} has no other: use a game of "
+            "several players (tic_tac_toe_self_play, kuhn_poker, or your own class with `roles`), or leave rollout.opponents out"
+        )
+
+
+def check_roles(config: TrainConfig, players: Sequence[str]) -> None:
+    """Refuse an advantage that compares roles if the environment has none, or none of that name."""
+    advantage, name = config.algorithm.advantage, config.environment.name
+    if config.algorithm.needs("roles") and not players:
+        raise UserError(
+            f"advantage {advantage.name} has a baseline for each role, but environment {name} has no roles: use a game of several players "
+            "(tic_tac_toe_self_play, kuhn_poker, propose_sum, or your own class with `roles`), or reinforce, whose baseline may be ema"
+        )
+    roles = list(dict.fromkeys(map(role_name, players)))
+    for role in getattr(advantage, "episode_roles", ()):
+        if role not in roles:
+            raise UserError(
+                f"algorithm.advantage.episode_roles names {role!r}, which is no role of environment {name}{did_you_mean(role, roles)} "
+                f"(has: {', '.join(roles)})"
+            )
 
 
 def check_success_is_told(config: TrainConfig, base: Path | None) -> None:

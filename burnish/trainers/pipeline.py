@@ -27,6 +27,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.advantages.returns import AdvantagesAndReturns
+from burnish.algorithms.advantages.roles import AdvantagesAndBaselines
 from burnish.algorithms.batch_columns import (
     ANSWER_COLUMN,
     differs_within_trajectories,
@@ -59,6 +60,7 @@ from burnish.config.errors import UserError
 from burnish.config.records import Plugin, slot_options
 from burnish.core.batch import Batch
 from burnish.core.segments import compact_ids
+from burnish.core.trajectory import role_key, role_name
 from burnish.rewards.score_types import reward_problem
 from burnish.trainers.minibatches import build_policy_loss, filter_function, slot_function
 from burnish.trainers.mismatch import (
@@ -93,11 +95,15 @@ class StepContext:
     """Sentences for the user."""
     budget: BudgetState | None = None
     """The next state of a mismatch budget."""
+    roles: Sequence[str] = ()
+    """Names of the environment's roles."""
+    role_baselines: dict[str, float] = field(default_factory=dict)
+    """The baselines of advantage rae: those before the step, then those after it."""
     unfinished: list[int] | None = None
     """Indices into the packed trajectories of those with untrained tree edges; None if answers are no trees."""
 
     def __post_init__(self) -> None:
-        self.budget = self.state.budget
+        self.budget, self.role_baselines = self.state.budget, self.state.role_baselines
 
 
 OLD_PASS_COLUMNS = ("sum_p2", "entropy")
@@ -461,7 +467,10 @@ def compute_advantages(batch: Batch, context: StepContext, advantage: SlotFuncti
         options["baseline"] = context.state.reward_mean or 0.0
     if context.is_critic_warmup:
         options["lam_critic"] = 1.0
-    result = function(batch, **options)
+    if name == "rae":
+        result = _role_advantages(batch, context, partial(function, **options))
+    else:
+        result = function(batch, **options)
     if isinstance(result, AdvantagesAndReturns):
         batch = batch.with_token(returns=result.returns)
         explained = explained_variance(result.returns, batch.token["values"], batch.action_mask)
@@ -469,6 +478,17 @@ def compute_advantages(batch: Batch, context: StepContext, advantage: SlotFuncti
             context.metrics["vf_explained_var"] = explained
         result = result.advantages
     return _with_advantages(batch, result, name)
+
+
+def _role_advantages(
+    batch: Batch, context: StepContext, function: Callable[[Batch, dict[int, float]], AdvantagesAndBaselines]
+) -> Tensor:
+    """Advantages from the baselines of the roles, which go on from batch to batch."""
+    names = {role_key(name): name for name in ("", *map(role_name, context.roles))}
+    found = function(batch, {role_key(name): value for name, value in context.role_baselines.items()})
+    context.role_baselines = {names[key]: value for key, value in found.baselines.items()}
+    context.metrics |= {f"role_baseline/{name or 'all'}": value for name, value in context.role_baselines.items()}
+    return found.advantages
 
 
 def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:

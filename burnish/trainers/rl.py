@@ -34,7 +34,7 @@ from burnish.algorithms.template_collapse import collapse_metrics
 from burnish.config.environment import max_written_tokens
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.trajectory import pack
+from burnish.core.trajectory import pack, role_name
 from burnish.rollout.runner import RolloutStopped
 from burnish.rollout.scoring import RolloutBatch, refuse_silent_agents
 from burnish.run.supervisor.liveness import StopOnInterrupt
@@ -104,7 +104,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
     max_tokens = max_written_tokens(settings.max_tokens, config.environment)
     rollouts: RolloutBatch | None = None
     shaped: Batch | None = None
-    most = settings.prompts * context.num_players
+    most = settings.prompts * max(1, len({role_name(player) for player in context.roles}))
     num_groups, num_wanted = 0, refill.enough * most
     for attempt in range(refill.rounds):
         new = context.source.next(step, plan, context.run.display.phase, attempt)
@@ -148,7 +148,9 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
     if learner.device.type == "cuda" and not context.source.overlaps:
         context.engine.sleep()  # frees the KV cache for the learner; the next request wakes the engine
     is_warmup = critic is not None and step <= critic.warmup_steps
-    step_context = StepContext(learner, context.reference, context.critic, context.process, state, is_warmup)
+    step_context = StepContext(
+        learner, context.reference, context.critic, context.process, state, is_warmup, roles=context.roles
+    )
     try:
         prepared = pipeline.prepare(batch, step_context)
     except BudgetError as error:
@@ -161,7 +163,11 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
     if batch.num_sequences == 0:
         note(context, step, f"no update, {step_metrics.nothing_left_text(prepared)}")
     result = StepResult(
-        batch, metrics=step_context.metrics, budget=step_context.budget, unfinished=step_context.unfinished
+        batch,
+        metrics=step_context.metrics,
+        budget=step_context.budget,
+        role_baselines=step_context.role_baselines,
+        unfinished=step_context.unfinished,
     )
     sampled = sampled_sequences(prepared)
     result.num_sampled = trajectory_offsets(sampled).numel() - 1
@@ -210,4 +216,6 @@ def after_step(context: TrainContext, step: int, rollouts: RolloutBatch, result:
         stats["reward"] = result.reward_mean
     budget, waiting = result.budget or context.state.budget, context.source.pending_draws()
     state = replace(context.state, stream=context.stream.state(), waiting=waiting, budget=budget)
+    if result.role_baselines is not None:
+        state = replace(state, role_baselines=result.role_baselines)
     context.state = advance(state, context.config.algorithm, stats, result.num_sampled)

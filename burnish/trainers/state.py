@@ -31,6 +31,8 @@ class TrainerState:
     """Whether the adaptive bonus is on: only while the entropy is at or below its target."""
     reward_mean: float | None = None
     """Moving average of the mean shaped reward; None before the first step."""
+    role_baselines: dict[str, float] = field(default_factory=dict)
+    """Moving average of the reward of each role, the baselines of advantage rae."""
     budget: BudgetState | None = None
     """State of a mismatch budget; None without one, or before its first batch."""
 

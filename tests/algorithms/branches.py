@@ -14,6 +14,7 @@ from torch import Tensor
 
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
+from burnish.core.trajectory import role_key
 
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 4]
 """Mixed groups, a group of one, a constant one."""
@@ -80,13 +81,14 @@ def episodes(seed: int) -> Batch:
             "accuracy": (reward > 0.4).double(),
             "truncated": torch.arange(num) % 5 == 1,
             "void_turns": (torch.arange(num) % 4 == 2).double(),
-            "role_ids": torch.arange(num) % 2,
             "part/a": (shares(num) > 0.5).double(),
             "part/b": shares(num),
             "greedy_reward": torch.tensor([(g % 2) / 2 for g in GROUPS], dtype=torch.float64),
             "prompt_value": torch.tensor([0.1 + g / 5 for g in GROUPS], dtype=torch.float64),
             "budget": 2 + 6 * shares(num),
             "demonstration": torch.arange(num) % 4 == 2,
+            "role_ids": torch.tensor([role_key("solver" if k % 7 > 2 else "proposer") for k in range(num)]),
+            "episode_ids": torch.arange(num) // 3,
         },
         ragged={name: Ragged(values, offsets) for name, values in turns.items()},
     )

@@ -43,6 +43,7 @@ from tests.algorithms.functions_with_defaults import grpo
 from tests.algorithms.test_records_and_functions import (
     CHOICES,
     MOVES,
+    ROLES,
     Scorer,
     algorithm_of,
     moved,
@@ -61,7 +62,7 @@ def seen(algorithm: Algorithm, batch: Batch) -> dict[str, Tensor]:
     reference = cast(Any, Scorer("ref")) if algorithm.kl.reference.name != "none" else None
     critic = cast(Any, Scorer("critic")) if algorithm.critic is not None else None
     batch = pipeline.select(pipeline.shape(batch, 1, MAX_TOKENS), 4)
-    context = StepContext(cast(Any, Scorer("old")), reference, critic, cast(Any, process_of))
+    context = StepContext(cast(Any, Scorer("old")), reference, critic, cast(Any, process_of), roles=ROLES)
     whole = pipeline.prepare(batch, context)
     (mini,) = mini_batches(pipeline.trim(whole, context), algorithm, 1, 1, MAX_TOKENS)
     mask, view = mini.loss_mask, loss_view(mini)

@@ -33,6 +33,7 @@ from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, default_options
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
+from burnish.core.trajectory import role_key
 from burnish.trainers.minibatches import mini_batches
 from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from burnish.trainers.process_rewards import ProcessRewardResult
@@ -40,6 +41,7 @@ from burnish.training.reference import REFERENCES
 from tests.trainers.test_options_over_steps import OVER_STEPS
 
 TESTS = Path(__file__).parents[1]
+ROLES = ("proposer", "solver#1", "solver#2")
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "advantage": dict(ADVANTAGES),
     "ratio": dict(RATIOS),
@@ -137,13 +139,14 @@ def make_batch() -> Batch:
             "accuracy": torch.tensor([1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.float64),
             "truncated": torch.tensor([False, True, False, False, False, False, False, False]),
             "void_turns": torch.tensor([0, 0, 0, 2, 0, 0, 0, 0], dtype=torch.float64),
-            "role_ids": torch.tensor([5, 5, 3, 3, 5, 3, 7, 3]),
             "part/a": torch.tensor([1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.float64),
             "part/b": torch.tensor([0.2, 0.9, 0.4, 0.1, 0.7, 0.3, 0.6, 0.5], dtype=torch.float64),
             "greedy_reward": torch.tensor([1, 1, 0.5, 0.5, 0.5, 0, 0, 0], dtype=torch.float64),
             "prompt_value": torch.tensor([0.6, 0.6, 0.5, 0.5, 0.5, 0.2, 0.9, 0.9], dtype=torch.float64),
             "budget": torch.tensor([2, 9, 2, 3, 4, 5, 3, 8], dtype=torch.float64),
             "demonstration": torch.tensor([True, False, False, True, False, False, False, True]),
+            "role_ids": torch.tensor([role_key(name) for name in ("proposer", "proposer", *["solver"] * 6)]),
+            "episode_ids": torch.tensor([0, 1, 0, 0, 1, 1, 2, 2]),
         },
     )
 
@@ -233,7 +236,7 @@ def seen_by_the_learner(algorithm: Algorithm, batch: Batch | None = None, max_to
     reference = cast(Any, Scorer("ref")) if algorithm.kl.reference.name != "none" else None
     critic = cast(Any, Scorer("critic")) if algorithm.critic is not None else None
     batch = pipeline.select(pipeline.shape(batch, 1, max_tokens), 4)
-    context = StepContext(cast(Any, Scorer("old")), reference, critic, cast(Any, process_of))
+    context = StepContext(cast(Any, Scorer("old")), reference, critic, cast(Any, process_of), roles=ROLES)
     batch = pipeline.prepare(batch, context)
     (mini,) = mini_batches(pipeline.trim(batch, context), algorithm, 1, 1, max_tokens)
     mask = mini.loss_mask
@@ -363,6 +366,18 @@ MOVES: dict[str, list[Move]] = {
     "TrrPlusPlusAdvantage.eps": advantage("trr_plus_plus", "eps", 0.1),
     "TrrPlusPlusAdvantage.ddof": advantage("trr_plus_plus", "ddof", 0),
     "RebnAdvantage.gamma": advantage("rebn", "gamma", 0.5, batch="turns"),
+    "StepBroadcastAdvantage.std": advantage("step_broadcast", "std", "none", "batch", batch="turns"),
+    "StepBroadcastAdvantage.eps": advantage("step_broadcast", "eps", 0.1, batch="turns"),
+    "StepBroadcastAdvantage.step_norm": advantage("step_broadcast", "step_norm", True, batch="turns"),
+    "StepBroadcastAdvantage.min_std": advantage("step_broadcast", "min_std", 0.8, batch="turns"),
+    "RaeAdvantage.alpha": advantage("rae", "alpha", 0.5),
+    "HierarchicalGrpoAdvantage.episode_roles": advantage(
+        "hierarchical_grpo",
+        "episode_roles",
+        ["proposer"],
+        ["proposer", "solver"],
+        options={"episode_roles": ["solver"]},
+    ),
     "BilevelGaeAdvantage.gamma": [(BILEVEL, "advantage.gamma", [0.5])],
     "BilevelGaeAdvantage.lam": [(BILEVEL, "advantage.lam", [0.5])],
     "BilevelGaeAdvantage.turn_gamma": [(BILEVEL, "advantage.turn_gamma", [0.5])],
@@ -540,6 +555,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
             "gigpo",
             "hgpo",
             "mt_grpo",
+            "step_broadcast",
+            "hierarchical_grpo",
             "spo_tree",
             "spo_chain",
             "grpo_passk",
@@ -551,6 +568,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "max_rl": {"advantage": "max_rl", **RIGHT},
         "opmd": {"advantage": {"name": "opmd", "baseline": "logavgexp", "tau": 0.5}},
     }
+    | {"step_broadcast": {"advantage": {"name": "step_broadcast", "step_norm": True}, "batch": "turns"}}
+    | {"hierarchical_grpo": {"advantage": {"name": "hierarchical_grpo", "episode_roles": ["solver"]}}}
     | {"bilevel_gae": BILEVEL}
     | {"gae": GAE, "opo": {"advantage": "opo"}, "prime_rloo": {"advantage": "prime_rloo", "process": {}}},
     "ratio": {name: {"clip": "none", "ratio": name, **FADING} for name in RATIOS if name != "none"}

@@ -104,7 +104,7 @@ def test_proposals_that_are_not_valid_are_worth_minus_one_and_solvers_get_a_past
             assert isinstance(end, End)
             assert environment.problem is not None
             assert reason in environment.problem
-            assert end.rewards == {"deduction_propose": -1.0, "deduction_solve:0": 1.0}
+            assert end.rewards == {"deduction_propose": -1.0, "deduction_solve#0": 1.0}
             assert end.record is not None
             assert (end.record["proposed"], end.record["learnability"]) == (None, None)
             assert "Hello World" in asked[1].messages[0]["content"]  # type: ignore[index]
@@ -145,7 +145,7 @@ def test_solvers_of_all_three_types_are_graded_by_execution() -> None:
             row.extra["program"] = double
             _, asked, end = await play(row, answers)
             assert isinstance(end, End)
-            roles = [f"{kind}_propose", *(f"{kind}_solve:{k}" for k in range(3))]
+            roles = [f"{kind}_propose", *(f"{kind}_solve#{k}" for k in range(3))]
             assert [one.role for one in asked] == roles
             assert end.rewards == dict(zip(roles, (1 - 1 / 3, 1.0, -0.5, -1.0), strict=True))
             assert end.successes == dict(zip(roles[1:], (True, False, False), strict=True))
@@ -164,7 +164,7 @@ def test_held_out_tasks_are_solved_by_their_own_solutions() -> None:
             block = right.get(task["kind"], ("python", task["program"]))
             _, asked, end = await play(row, [tagged(block)])
             assert isinstance(end, End)
-            assert (asked[0].role, end.record) == (f"{task['kind']}_solve:0", None)
+            assert (asked[0].role, end.record) == (f"{task['kind']}_solve#0", None)
             assert end.successes == {asked[0].role: True}
 
     run(all_of_them())

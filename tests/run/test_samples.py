@@ -42,6 +42,7 @@ def row(**changes: object) -> dict[str, object]:
         "mask": None,
         "turns": None,
         "role": None,
+        "opponent": None,
         "last_words": None,
         "events": None,
         "details": None,

@@ -24,6 +24,7 @@ METHODS = {
     "pf_ppo": [],
     "prime": [],
     "gigpo": [],
+    "spiral": [],
     "luffy": [],
     "online_dpo": [],
     "on_policy_distillation": [],

@@ -22,7 +22,7 @@ EXAMPLES = {"sort_digits", "beyond_demonstrations", "gsm8k", "reward_model"}
 EXAMPLES |= {"math", "mbpp", "smollm2_sums", *(f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo"))}
 EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy", "proofs", "rm_r1"}
 AGENTS = {"search_r1", "research", "retool", "torl", "deep_retrieval", "table_r1", "mem_agent", "multi_turn_correction"}
-AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker"}
+AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker", "spiral"}
 AGENTS |= {"absolute_zero", "alphabet_sort", "reverse_text", "science_world", "calculator_toy", "gsm8k_agent"}
 EXAMPLES |= AGENTS
 """Recipes of a task or a system rather than of an algorithm."""

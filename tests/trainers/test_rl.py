@@ -92,7 +92,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
     )
     return SimpleNamespace(
         config=config,
-        num_players=1,
+        roles=(),
         run=SimpleNamespace(display=display),
         state=initial_state(chosen),
         pipeline=AlgorithmPipeline(chosen, num_updates=1),

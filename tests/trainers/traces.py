@@ -33,6 +33,7 @@ from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
+from burnish.core.trajectory import role_key
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
@@ -50,9 +51,6 @@ BARE: dict[str, Any] = {"ratio": "none", "clip": "none"}
 KL = {"loss": {"estimator": "k3", "coef": 0.001}, "reference": "frozen"}
 OTHERS: dict[str, dict[str, Any]] = {
     "softmean": {"advantage": "softmean", "kl": KL},
-    "hgpo": {"advantage": "hgpo", "kl": KL},
-    "rebn": {"advantage": {"name": "rebn", "gamma": 0.9}, "kl": KL},
-    "bilevel_gae": {"advantage": {"name": "bilevel_gae", "lam": 0.9}, "critic": {}, "kl": KL},
     "seq_prod": {"ratio": "seq_prod", "kl": KL},
     "token-sum": {"aggregation": "token-sum", "kl": KL},
     "overlong": {"filters": ["overlong"], "kl": KL},
@@ -72,7 +70,7 @@ TUNED: dict[str, dict[str, Any]] = {"clip_b": {"filters": [{"name": "clip_b", "m
 BATCHES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
     "spo_tree": "trees",
-    **dict.fromkeys(("gigpo", "hgpo", "mt_grpo", "rebn", "bilevel_gae"), "turns"),
+    **dict.fromkeys(("gigpo", "hgpo", "mt_grpo", "rebn", "bilevel_gae", "step_broadcast"), "turns"),
     "spo_chain": "segments",
 }
 """Algorithms whose rollouts are not independent samples of a prompt."""
@@ -114,13 +112,14 @@ def rollouts(kind: str) -> Batch:
             "accuracy": right,
             "truncated": number % 7 == 4,
             "void_turns": (number % 5 == 3).double(),
-            "role_ids": number % 2,
             "part/a": right,
             "part/b": rand(num),
             "greedy_reward": (number // 3 % 2).double(),
             "prompt_value": 0.1 + (number // 3).double() / 8,
             "budget": 2 + 6 * rand(num),
             "demonstration": number % 3 == 1,
+            "role_ids": torch.tensor([role_key("solver" if k % 9 > 2 else "proposer") for k in range(num)]),
+            "episode_ids": number // 2,
         },
         ragged={"border_values": Ragged(rand(2 * num), torch.arange(0, 2 * num + 1, 2))},
     )
@@ -220,6 +219,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         ),
         run=SimpleNamespace(display=SimpleNamespace(phase=lambda text: None, note=pytest.fail)),
         state=initial_state(algorithm),
+        roles=("proposer", "solver#1", "solver#2"),
         pipeline=AlgorithmPipeline(algorithm, num_updates=EPOCHS, has_demonstrations=True),
         learner=learner,
         reference=reference,

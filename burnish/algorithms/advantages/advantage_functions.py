@@ -1,7 +1,8 @@
 """Slot `advantage`: the function of each choice, from rewards to advantages, without gradient.
 
 An advantage function takes a batch and the options of its record. It returns one value per sequence [S], or one per token
-[N] with 0 outside `action_mask`. Those with a critic return `AdvantagesAndReturns`, because it has its own targets. The outcome
+[N] with 0 outside `action_mask`. Those with a critic return `AdvantagesAndReturns`, because it has its own targets. Those with a state
+from batch to batch take it as their second argument and return it anew, as `rae` does. The outcome
 is the sequence column `reward`; if rewards are per token (KL in the reward, dense shaping), it is the token column
 `token_rewards`. Group statistics count every trajectory once and include all samples of the group, whatever the loss mask.
 """
@@ -38,11 +39,11 @@ from burnish.algorithms.advantages.returns import (
     remax,
     zero_advantages,
 )
-from burnish.algorithms.advantages.role_baselines import trr_plus_plus
+from burnish.algorithms.advantages.roles import AdvantagesAndBaselines, hierarchical_grpo, rae, trr_plus_plus
 from burnish.algorithms.advantages.spo import spo_chain, spo_tree
-from burnish.algorithms.advantages.turns import bilevel_gae, gigpo, hgpo, mt_grpo, rebn
+from burnish.algorithms.advantages.turns import bilevel_gae, gigpo, hgpo, mt_grpo, rebn, step_broadcast
 
-ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
+ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns | AdvantagesAndBaselines]] = {
     "grpo": grpo,
     "reinforce": reinforce,
     "rloo": rloo,
@@ -68,7 +69,10 @@ ADVANTAGES: dict[str, Callable[..., Tensor | AdvantagesAndReturns]] = {
     "hgpo": hgpo,
     "mt_grpo": mt_grpo,
     "rebn": rebn,
+    "step_broadcast": step_broadcast,
     "bilevel_gae": bilevel_gae,
+    "rae": rae,
+    "hierarchical_grpo": hierarchical_grpo,
     "spo_chain": spo_chain,
     "spo_tree": spo_tree,
     "distillation": distillation,

@@ -449,6 +449,58 @@ class BilevelGaeAdvantage(AdvantageRecord):
         return self
 
 
+class StepBroadcastAdvantage(AdvantageRecord):
+    """The reward of a run's last step relative to its group, given to all steps of the run."""
+
+    formula: ClassVar[str] = (
+        "A = (R_last - mean_g)/(std + eps) in every step of a run, divided by its number of steps with step_norm"
+    )
+    paper: ClassVar[str] = "step-wise GRPO of Trinity-RFT; rLLM"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "turns")
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["step_broadcast"] = "step_broadcast"
+    std: Literal["group", "none", "batch"] = "group"
+    """Divide by the group's standard deviation, by nothing, or by that of all last rewards of the batch."""
+    eps: float = Field(1e-6, ge=0)
+    """Added to the deviation before dividing."""
+    step_norm: bool = False
+    """Divide by the number of steps of the run."""
+    min_std: float | None = Field(None, ge=0)
+    """Groups whose standard deviation is at most this get 0; null: only groups of equal rewards."""
+
+    @model_validator(mode="after")
+    def _check_deviation_options(self) -> StepBroadcastAdvantage:
+        _refuse_unused_deviation_options(self.std, self.eps)
+        return self
+
+
+class RaeAdvantage(AdvantageRecord):
+    """The reward above the moving average of the sample's role, which is part of the run's state."""
+
+    formula: ClassVar[str] = (
+        "A_i = r_i - b_role, then b_role <- alpha b_role + (1 - alpha) r_i, in the order of sampling; b starts at 0"
+    )
+    paper: ClassVar[str] = "SPIRAL (2506.24119), role-conditioned advantage estimation"
+    needs: ClassVar[tuple[str, ...]] = ("roles",)
+    name: Literal["rae"] = "rae"
+    alpha: float = Field(0.95, ge=0, lt=1)
+    """Decay of the moving average; 0 compares each sample with the one before it."""
+
+
+class HierarchicalGrpoAdvantage(AdvantageRecord):
+    """The reward above the mean of the same role: in the same episode for some roles, in the same group for the others."""
+
+    formula: ClassVar[str] = (
+        "A = r - mean of the peers: same role, and the same episode in episode_roles, else the same group"
+    )
+    paper: ClassVar[str] = "proposer and solvers of prime-rl"
+    needs: ClassVar[tuple[str, ...]] = ("groups", "roles")
+    is_shift_free: ClassVar[bool] = True
+    name: Literal["hierarchical_grpo"] = "hierarchical_grpo"
+    episode_roles: list[str] = Field(min_length=1)
+    """Roles that are compared within an episode, normally [solver]: attempts at one proposed problem."""
+
+
 class SpoChainAdvantage(AdvantageRecord):
     """The increase of the Monte-Carlo value over the token's segment."""
 
@@ -542,7 +594,10 @@ ADVANTAGE_RECORDS: tuple[type[AdvantageRecord], ...] = (
     HgpoAdvantage,
     MtGrpoAdvantage,
     RebnAdvantage,
+    StepBroadcastAdvantage,
     BilevelGaeAdvantage,
+    RaeAdvantage,
+    HierarchicalGrpoAdvantage,
     SpoChainAdvantage,
     SpoTreeAdvantage,
     DistillationAdvantage,

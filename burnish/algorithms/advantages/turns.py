@@ -150,6 +150,27 @@ def mt_grpo(batch: Batch, *, outcome: float, std: Literal["group", "none"]) -> T
     return found.spread(batch, final)
 
 
+def step_broadcast(
+    batch: Batch, *, std: Literal["group", "none", "batch"], eps: float, step_norm: bool, min_std: float | None
+) -> Tensor:
+    """[N] A = (R - mean_g) / (std + eps) of the last step's reward R, the same in all steps of a run. Trinity-RFT, rLLM.
+
+    `step_norm` divides A by the number of steps (turns) of the run, so that a long run counts no more than a short one. Groups whose
+    standard deviation is at most `min_std` get 0. Rewards of earlier steps do not count.
+    """
+    _, rewards, groups = group_rewards(batch)
+    found = turn_rewards(batch)
+    num_steps = segment_count(found.trajectory, rewards.numel())
+    is_last = _places_in_trajectories(found.trajectory) == num_steps[found.trajectory] - 1
+    last = torch.zeros_like(rewards).index_copy(0, found.trajectory[is_last], found.rewards[is_last].to(rewards.dtype))
+    advantages = group_normalised(last, groups, std, eps)
+    if min_std is not None:
+        advantages = advantages.masked_fill(groups.deviation(last - groups.mean(last)) <= min_std, 0.0)
+    if step_norm:
+        advantages = advantages / num_steps.clamp(min=1)
+    return found.spread(batch, advantages[found.trajectory])
+
+
 def _places_in_trajectories(trajectory: Tensor) -> Tensor:
     """[K] the number of each turn in its trajectory, from 0; the turns of a trajectory are in order."""
     order = torch.argsort(trajectory, stable=True)

@@ -8,11 +8,19 @@ from burnish.algorithms.presets.critic_and_other_objectives import OTHER_OBJECTI
 from burnish.algorithms.presets.critic_free import CRITIC_FREE, Preset
 from burnish.algorithms.presets.off_policy import OFF_POLICY
 from burnish.algorithms.presets.self_made_tasks import SELF_MADE_TASKS
+from burnish.algorithms.presets.turns_and_roles import TURNS_AND_ROLES
 from burnish.config.errors import unknown_name_error
 
 __all__ = ["PRESETS", "Preset", "preset_slots"]
 
-PRESETS: dict[str, Preset] = {**CRITIC_FREE, **OFF_POLICY, **WITH_CRITIC, **OTHER_OBJECTIVES, **SELF_MADE_TASKS}
+PRESETS: dict[str, Preset] = {
+    **CRITIC_FREE,
+    **OFF_POLICY,
+    **WITH_CRITIC,
+    **OTHER_OBJECTIVES,
+    **TURNS_AND_ROLES,
+    **SELF_MADE_TASKS,
+}
 
 
 def preset_slots(name: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ GAMES = (
     "tic_tac_toe",
     "tic_tac_toe_self_play",
     "kuhn_poker",
+    "propose_sum",
     "alphabet_sort",
 )
 GAME_TASKS: dict[str, type[GameTask]] = {name: type(name, (GameTask,), {"name": name}) for name in GAMES}

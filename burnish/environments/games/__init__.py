@@ -8,6 +8,7 @@ from burnish.environments.games.countdown import CountdownGame
 from burnish.environments.games.frozen_lake import FrozenLake
 from burnish.environments.games.game_2048 import Game2048
 from burnish.environments.games.kuhn_poker import KuhnPoker
+from burnish.environments.games.propose_sum import ProposeSum
 from burnish.environments.games.sokoban import Sokoban
 from burnish.environments.games.text_game import Game
 from burnish.environments.games.tic_tac_toe import TicTacToe, TicTacToeSelfPlay
@@ -23,6 +24,7 @@ GAMES: dict[str, type[Game]] = {
         TicTacToe,
         TicTacToeSelfPlay,
         KuhnPoker,
+        ProposeSum,
         AlphabetSort,
     )
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
-from burnish.core.trajectory import ROLE, ROLE_COLUMN, TokenNode, Trajectory, pack
+from burnish.core.trajectory import ROLE, TokenNode, Trajectory, pack
 from tests.algorithms.functions_with_defaults import trr_plus_plus
 
 REWARDS, ROLES = [1, 0, 1, 0.5, 0.75, 0], [4, 4, 4, 9, 9, 9]
@@ -29,7 +29,7 @@ def batch_of(rewards: list[float], roles: list[int] | None, owners: list[int] | 
             "trajectory_ids": torch.tensor(owners or list(range(num))),
         },
     )
-    return batch if roles is None else batch.with_sequence(**{ROLE_COLUMN: torch.tensor(roles)})
+    return batch if roles is None else batch.with_sequence(role_ids=torch.tensor(roles))
 
 
 def close(found: Tensor, expected: list[float]) -> None:
@@ -70,6 +70,6 @@ def test_copies_of_a_role_share_its_number_in_a_packed_batch() -> None:
         ]
         return Trajectory("p", 0, 0, nodes, "stop", "", reward=0.0, metadata={ROLE: role} if role else {})
 
-    ids = pack([sample(role) for role in ("solve:0", "solve:1", "propose", "solve:0")]).sequence[ROLE_COLUMN].tolist()
+    ids = pack([sample(role) for role in ("solve#0", "solve#1", "propose", "solve#0")]).sequence["role_ids"].tolist()
     assert ids[0] == ids[1] == ids[3] != ids[2]
-    assert ROLE_COLUMN not in pack([sample(None)]).sequence
+    assert "role_ids" not in pack([sample(None)]).sequence

@@ -182,6 +182,7 @@ MOVED: dict[str, dict[str, Any]] = {
     "tic_tac_toe": {"opponent": "random", "plays": "O", "format": "brackets", "words": False, "draw_reward": 0.5},
     "tic_tac_toe_self_play": {"format": "brackets", "words": False, "draw_reward": 0.5},
     "kuhn_poker": {"format": "brackets", "words": False},
+    "propose_sum": {"format": "brackets", "words": False, "invalid_reward": -0.1},
     "alphabet_sort": {"min_turns": 3, "max_turns": 1, "min_names": 5, "max_names": 2, "power": 1.0, "power_of": "mean"},
 }
 

@@ -16,6 +16,7 @@ from burnish.environments.games.alphabet_sort import AlphabetSort, names_of_spli
 from burnish.environments.games.bandit import PAIRS, Bandit
 from burnish.environments.games.countdown import CountdownGame, solve
 from burnish.environments.games.game_2048 import Game2048, add_tile, legal_moves, slide, slide_line
+from burnish.environments.games.propose_sum import SOLVERS, ProposeSum
 from tests.environments.games.transcripts import answer, episode, now, row_episode, tagged, total_reward, transcript
 
 # --- 2048 -------------------------------------------------------------------------------------------------------------------
@@ -275,3 +276,32 @@ def test_an_episode_that_is_ended_early_scores_its_missing_turns_as_zero() -> No
     now(game.start(episode()))
     now(game.step(answer(game.best_answer())))
     assert now(game.end("length")).reward == 0.5
+
+
+def test_a_proposed_sum_pays_the_proposer_for_what_some_solvers_get_wrong() -> None:
+    def end_of(*answers: str) -> End:
+        game = ProposeSum(format="last_word")
+        seen = now(game.start(row_episode("propose_sum", "train", 0)))
+        assert seen.role == "proposer"
+        asked = list[str]()
+        for text in answers:
+            seen = now(game.step(answer(text)))
+            asked += [seen.role] if isinstance(seen, Observation) else []
+        assert isinstance(seen, End)
+        assert asked == list(SOLVERS[: len(asked)])
+        return seen
+
+    game = ProposeSum(format="last_word")
+    now(game.start(row_episode("propose_sum", "train", 0)))
+    proposal = game.best_answer()
+    assert game.is_valid(proposal)
+    assert not game.is_valid("0" + proposal)
+    right = str(sum(map(int, proposal.split("+"))))
+    for num_right, worth in ((0, 0.0), (1, 0.75), (2, 0.5), (4, 0.0)):
+        end = end_of(proposal, *([right] * num_right + ["0"] * (4 - num_right)))
+        expected = {"proposer": worth} | {role: float(k < num_right) for k, role in enumerate(SOLVERS)}
+        assert end.rewards == expected
+        assert end.metrics == {"valid_proposals": 1.0, "solver_accuracy": num_right / 4}
+    refused = end_of("no sum")
+    assert refused.metrics == {"valid_proposals": 0.0}
+    assert refused.rewards == {"proposer": -0.5} | dict.fromkeys(SOLVERS, 0.0)
