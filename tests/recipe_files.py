@@ -49,7 +49,7 @@ def make_files(config: AnyConfig) -> None:
         make_model(path, isinstance(config, TrainConfig) and config.data.template.system is not None)
     make_data(data_sources(config), PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else IMITATED)
     if isinstance(config, TrainConfig):
-        column = config.data.demonstration_column
+        column = config.data.demonstration_column or getattr(config.algorithm.kl.context, "column", None)
         shown = {name: "2" for name in (column, config.validation.by) if name is not None}
         make_data([*config.data.train, *config.data.validation], PROMPT | shown)
         for options in (config.environment.options, *(tool.options for tool in config.environment.tools)):

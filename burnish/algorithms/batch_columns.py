@@ -33,6 +33,14 @@ ANSWER_COLUMN = "answer_ids"
 """Sequence column: the answer of each sequence, a trajectory or one of several draws of it. It takes precedence over `trajectory_ids`."""
 
 
+TEACHER_PROMPT = "teacher_prompt"
+"""Ragged column: the tokens that the teacher reads before the answer."""
+TEACHER_IDS = "teacher_ids"
+"""Sequence column: the index of each row's teacher, for a reference of several teachers."""
+TAUGHT = "taught"
+"""Bool sequence column: rows whose teacher has something to show. A batch without it has only such rows."""
+
+
 def answer_ids(batch: Batch) -> Tensor | None:
     """[S] equal for the sequences of one answer; None if every sequence is an answer."""
     return batch.sequence.get(ANSWER_COLUMN, batch.sequence.get("trajectory_ids"))

@@ -26,6 +26,7 @@ from burnish.algorithms.losses.spec import (
     LOSS_RECORDS,
     PREFERENCE_LOSS_RECORDS,
     RATIO_RECORDS,
+    DivergenceLoss,
     PairLoss,
     PpoClip,
     SurrogateLoss,
@@ -33,7 +34,15 @@ from burnish.algorithms.losses.spec import (
     policy_loss_conflict,
 )
 from burnish.algorithms.shaping.spec import SHAPER_RECORDS
-from burnish.algorithms.terms.spec import REFERENCE_RECORDS, Aggregation, Auxiliary, Entropy, IterateReference, Kl
+from burnish.algorithms.terms.spec import (
+    CONTEXT_RECORDS,
+    REFERENCE_RECORDS,
+    Aggregation,
+    Auxiliary,
+    Entropy,
+    IterateReference,
+    Kl,
+)
 from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, choice, name_to_record
 
@@ -43,6 +52,7 @@ SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
     "clip": CLIP_RECORDS,
     "loss": LOSS_RECORDS,
     "reference": REFERENCE_RECORDS,
+    "context": CONTEXT_RECORDS,
     "filters": FILTER_RECORDS,
     "shaping": SHAPER_RECORDS,
     "curriculum": CURRICULUM_RECORDS,
@@ -133,9 +143,16 @@ class Algorithm(Record):
         for name in ("advantage", "ratio", "clip", "loss", "correction", "curriculum"):
             yield name, getattr(self, name)
         yield "kl.reference", self.kl.reference
+        yield "kl.context", self.kl.context
         for name in ("filters", "shaping"):
             for one in getattr(self, name):
                 yield name, one
+
+    @property
+    def compares_vocabulary(self) -> bool:
+        """Whether the loss compares whole distributions of policy and reference, which needs both models' hidden states."""
+        in_loss = self.kl.loss.estimator == "full" and self.kl.loss.coef > 0
+        return in_loss or (isinstance(self.loss, DivergenceLoss) and self.loss.support != "sampled")
 
     def needs(self, what: str) -> list[str]:
         """The choices that need `what` from the rest of the system; a correction that only measures needs nothing."""
@@ -147,6 +164,7 @@ class Algorithm(Record):
         for check in (
             _check_policy,
             _check_reference,
+            _check_distillation,
             _check_critic,
             _check_process,
             _check_aggregation,
@@ -179,6 +197,8 @@ def _check_policy(a: Algorithm) -> None:
     if isinstance(a.loss, Plugin):
         return
     accepted = a.loss.advantages
+    if isinstance(a.loss, DivergenceLoss):
+        accepted = ("none",) if a.loss.weight == 1 else None
     if accepted is not None and a.advantage.name not in accepted:
         raise ValueError(
             f"loss {a.loss.name} goes with advantage {' or '.join(accepted)}, not {a.advantage.name}: set algorithm.advantage={accepted[0]}"
@@ -239,7 +259,7 @@ def _check_branching(a: Algorithm) -> None:
 
 def _check_reference(a: Algorithm) -> None:
     """Checks that there is a reference exactly if something uses it."""
-    terms = a.kl.loss.coef > 0 or a.kl.reward.coef > 0
+    terms = a.kl.loss.coef > 0 or a.kl.reward.coef > 0 or a.kl.advantage.coef > 0
     user = "kl has a coefficient above 0" if terms else f"loss {a.loss.name} compares with a reference"
     required, name = terms or "reference" in a.loss.needs, a.kl.reference.name
     if required and name == "none":
@@ -273,6 +293,35 @@ def _check_reference(a: Algorithm) -> None:
         raise ValueError(
             f"kl.reward.center=sequence subtracts the same number from every sample's reward, which advantage {a.advantage.name} subtracts anyway: use token"
         )
+
+
+def _check_distillation(a: Algorithm) -> None:
+    """Checks that the divergence is counted once, and that a context and a reference go together."""
+    kl, context = a.kl, a.kl.context.name
+    if isinstance(a.loss, DivergenceLoss) and kl.loss.coef > 0:
+        raise ValueError(
+            "loss divergence is the KL to the reference already: set algorithm.kl.loss.coef=0, or another loss with kl.loss"
+        )
+    if context != "prompt" and kl.reference.name == "none":
+        raise ValueError(
+            f"kl.context={context} is what the reference reads, but kl.reference is none: set it to frozen, ema or policy"
+        )
+    if kl.reference.name == "policy" and context == "prompt":
+        raise ValueError(
+            "kl.reference=policy with the policy's own prompt is the policy itself, and the KL is 0: set algorithm.kl.context to "
+            "demonstration or success, or use another reference"
+        )
+    if context != "prompt" and a.replay is not None:
+        raise ValueError(
+            f"kl.context={context} is made from the rows of a step's own draws, and replayed groups have none: set algorithm.replay=null"
+        )
+    if kl.advantage.coef > 0 and a.advantage.name == "none":
+        raise ValueError(
+            f"kl.advantage changes the advantages, which loss {a.loss.name} does not read: set algorithm.kl.advantage.coef=0"
+        )
+    for name, term in (("loss", kl.loss), ("reward", kl.reward), ("advantage", kl.advantage)):
+        if term.clamp is not None and term.coef == 0:
+            raise ValueError(f"kl.{name}.clamp has no effect: kl.{name}.coef is 0")
 
 
 def _check_rollout_reference(a: Algorithm) -> None:

@@ -116,6 +116,8 @@ SPARSE_REWARD = "one reward at the end says little about single tokens"
 ROLES = "a batch mixes roles or types of tasks whose rewards have different scales"
 NO_DATA = "there are no tasks to train on"
 SEVERAL_ROLES = "one policy plays several roles that are not equally easy"
+DRIFTED_PREFIX = "a teacher judges late tokens behind a prefix it would not have written"
+FORGETTING = "imitating demonstrations makes the policy forget what it could do"
 COST = "most of the compute goes into samples that teach little"
 
 PROBLEMS: tuple[Remedy, ...] = (
@@ -173,6 +175,11 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "values at the tokens where the policy was unsure, estimated by continuing answers from there", ("algorithm=spo_chain",), ("spo_chain",)),
     Remedy(SPARSE_REWARD, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
     Remedy(SPARSE_REWARD, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
+    Remedy(SPARSE_REWARD, "a teacher for each kind of row judges every token", ("algorithm=mopd", "algorithm.kl.reference.paths={math: teacher, code: teacher}"), ("mopd",)),
+    Remedy(SPARSE_REWARD, "a teacher in addition to the verifier", ("algorithm=kdrl", "algorithm.kl.reference.path=teacher"), ("kdrl",)),
+    Remedy(SPARSE_REWARD, "the policy itself, shown a success of the group, judges every token", ("algorithm=sdpo",), ("sdpo",)),
+    Remedy(DRIFTED_PREFIX, "early tokens count more", ("algorithm=iw_opd", "algorithm.kl.reference.path=teacher"), ("iw_opd",)),
+    Remedy(FORGETTING, "the policy that reads the demonstration teaches the policy that does not", ("algorithm=sdft", "algorithm.kl.context.column=solution"), ("sdft", "opsd")),
     Remedy(SPARSE_REWARD, "compare an agent's turns that begin in the same state", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
     Remedy(SPARSE_REWARD, "a reward for each turn of an agent beside the outcome", ("algorithm=mt_grpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("mt_grpo",)),
     Remedy(SPARSE_REWARD, "a critic that estimates from turn to turn", ("algorithm=bilevel_gae", "environment={name: 'game.py:Game', max_turns: 8}"), ("bilevel_gae",)),

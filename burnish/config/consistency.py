@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from burnish.algorithms.advantages.spec import ADVANTAGE_RECORDS, DistillationAdvantage
-from burnish.algorithms.terms.spec import TeacherReference
+from burnish.algorithms.terms.spec import DemonstrationContext, TeacherReference, TeachersReference
 from burnish.config.data import RewardPart
 from burnish.config.plugins import is_plugin
 
@@ -58,16 +58,34 @@ def _check_group_demonstrations(config: TrainConfig) -> None:
 def check_distillation_fits(config: TrainConfig) -> None:
     """Refuse distillation without a teacher, and reward shaping that it does not read."""
     algorithm, advantage = config.algorithm, config.algorithm.advantage
-    teacher = algorithm.kl.reference
+    teacher, context = algorithm.kl.reference, algorithm.kl.context
+    _check_teacher_context(config)
+    if isinstance(teacher, TeachersReference) and not teacher.paths:
+        raise ValueError(
+            "kl.reference=teachers names no teacher: set algorithm.kl.reference.paths={math: DIRECTORY, code: DIRECTORY}, with the values "
+            f"of the column {teacher.column!r} of your rows as names"
+        )
+    paths = list(teacher.paths.values()) if isinstance(teacher, TeachersReference) else [getattr(teacher, "path", None)]
+    is_teacher = isinstance(teacher, TeacherReference | TeachersReference)
+    is_own = context.name == "prompt" and (is_teacher or teacher.name == "frozen") and not any(paths)
+    if (
+        algorithm.loss.name in ("divergence", "teacher_surrogate")
+        and is_own
+        and getattr(algorithm.loss, "weight", 1) == 1
+    ):
+        raise ValueError(
+            f"loss {algorithm.loss.name} would hold the policy at the weights it started from: set algorithm.kl.reference={{name: teacher, "
+            "path: <a model directory>}, or algorithm.kl.context"
+        )
     if not isinstance(advantage, DistillationAdvantage):
         return
-    if not isinstance(teacher, TeacherReference):
+    if context.name == "prompt" and not isinstance(teacher, TeacherReference | TeachersReference):
         raise ValueError(
             f"advantage distillation learns from a teacher, but algorithm.kl.reference is {teacher.name}: set "
             "algorithm.kl.reference={name: teacher, path: <a model directory>}"
         )
     if advantage.outcome == 0:
-        if teacher.path is None:
+        if is_own:
             raise ValueError(
                 "the policy would be its own teacher and learn nothing: set algorithm.kl.reference.path to a model directory"
             )
@@ -79,6 +97,26 @@ def check_distillation_fits(config: TrainConfig) -> None:
     elif min(stage.n for stage in config.rollout.all_stages()) < 2:
         raise ValueError(
             "advantage distillation with an outcome compares samples of one prompt: set rollout.n to 2 or more"
+        )
+
+
+def _check_teacher_context(config: TrainConfig) -> None:
+    """Refuse a teacher's context that cannot be made from the rows of this run."""
+    context = config.algorithm.kl.context
+    if context.name == "prompt":
+        return
+    if isinstance(context, DemonstrationContext) and context.column is None:
+        raise ValueError(
+            "kl.context=demonstration shows the teacher a demonstration: set algorithm.kl.context.column to the column of the training rows "
+            "that has it"
+        )
+    if config.data.template.prerendered:
+        raise ValueError(
+            f"kl.context={context.name} adds text to the prompt, and a prerendered prompt does not show where: set data.prerendered=false"
+        )
+    if config.data.budget is not None:
+        raise ValueError(
+            f"kl.context={context.name} renders prompts anew, without the length that data.budget asks for: remove one"
         )
 
 

@@ -264,6 +264,10 @@ def check_placement_fits(config: TrainConfig) -> None:
 def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
     """Refuse a pool for a role that the run does not have, and a reference that must be with the actor."""
     algorithm, reference = config.algorithm, config.algorithm.kl.reference
+    if reference.name == "teachers" or algorithm.kl.context.name != "prompt":
+        raise ValueError(
+            "several teachers and algorithm.kl.context read columns that are not sent to workers: set placement=local, or use one teacher"
+        )
     if REFERENCE in placement.roles and not reference.has_weights:
         raise ValueError(f"placement.roles.reference has no effect: algorithm.kl.reference is {reference.name}")
     if CRITIC in placement.roles and algorithm.critic is None:
@@ -283,8 +287,8 @@ def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
                 f"algorithm.kl.reference={reference.name} follows the policy's weights, so it must be in the actor's processes: put "
                 f"placement.roles.reference in the actor's pool, or use {' or '.join(FIXED_REFERENCES)}"
             )
-        if algorithm.kl.loss.estimator == "full":
+        if algorithm.compares_vocabulary:
             raise ValueError(
-                "algorithm.kl.loss.estimator=full compares whole distributions during the policy's update: put "
+                "algorithm.kl.loss.estimator=full (or loss divergence) compares whole distributions during the policy's update: put "
                 "placement.roles.reference in the actor's pool, or use another estimator"
             )

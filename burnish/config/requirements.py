@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from burnish.algorithms.terms.spec import TeacherReference
+from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Source
 from burnish.config.errors import UserError, hub_dataset_hint
 from burnish.config.extras import install_hint
@@ -83,6 +83,10 @@ def _model_values(config: Any) -> Iterator[tuple[str, TreeKey, str]]:
         if isinstance(algorithm.kl.reference, TeacherReference):
             key = ("algorithm", "kl", "reference", "path")
             found.append((".".join(key), key, algorithm.kl.reference.path))
+        if isinstance(algorithm.kl.reference, TeachersReference):
+            for teacher, path in algorithm.kl.reference.paths.items():
+                place = ("algorithm", "kl", "reference", "paths", teacher)
+                found.append((".".join(place), place, path))
         if algorithm.process is not None:
             found.append(("algorithm.process.path", ("algorithm", "process", "path"), algorithm.process.path))
         for index, part in enumerate(config.reward.parts):

@@ -355,6 +355,14 @@ def _algorithm_edits(tree: Tree) -> Iterator[Edit]:
         yield "algorithm.kl.reference.path", None
         if "outcome" in tree["algorithm"]["advantage"]:
             yield "algorithm.advantage.outcome", 1.0
+    if tree["algorithm"]["kl"]["reference"].get("paths"):  # the same holds for several
+        yield "algorithm.kl.reference.paths", {TRAIN_SOURCE["task"]: None}
+        yield "algorithm.kl.reference.column", "data_source"
+        yield "algorithm.advantage.outcome", 1.0
+    if "text" in tree["algorithm"]["kl"]["context"]:
+        yield "algorithm.kl.context.text", "{context}"  # the tiny model reads only characters of its task
+    if "column" in tree["algorithm"]["kl"]["context"]:
+        yield "algorithm.kl.context.column", "answer"
     if (tree["algorithm"]["process"] or {}).get("path"):  # the same holds for a process reward model
         yield "algorithm.process.path", None
     curriculum = tree["algorithm"]["curriculum"]

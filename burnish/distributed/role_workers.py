@@ -77,7 +77,7 @@ class TrainingWorker:
         self.process = build_process_reward_model(config, policy, base, self.ranks) if PROCESS in parts else None
         if ACTOR in parts:
             self.policy, self.learner = policy, roles.build_learner(config, policy, self.ranks)
-            if self.reference is not None and config.algorithm.kl.loss.estimator == "full":
+            if self.reference is not None:
                 self.learner.reference = self.reference.distribution
         own = policy if ACTOR in parts else self.critic or self.reference
         assert own is not None, "a pool only has roles that the run has"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from burnish.algorithms.terms.spec import TeacherReference
+from burnish.algorithms.losses.spec import DivergenceLoss
+from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
 from burnish.config.errors import UserError
@@ -40,6 +41,7 @@ from burnish.models.cached_forward import exact_logprobs
 from burnish.models.compiled_layers import compile_layers
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
+from burnish.models.kernels.logprob import Divergence
 from burnish.models.lora.peft_files import is_adapter
 from burnish.models.policy import (
     AnyPolicy,
@@ -266,9 +268,19 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
 def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
     """Refuse a teacher that cannot read the policy's tokens, or that gives no probability for some of them."""
     slot = config.algorithm.kl.reference
-    if not isinstance(slot, TeacherReference) or slot.path is None:
-        return
-    what, directory = f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base, False)
+    if isinstance(slot, TeacherReference) and slot.path is not None:
+        _check_one_teacher(
+            config, policy, f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base, False)
+        )
+    if isinstance(slot, TeachersReference):
+        for name, path in slot.paths.items():
+            if path is None:
+                continue
+            what = f"algorithm.kl.reference.paths.{name}={path}"
+            _check_one_teacher(config, policy, what, find_directory(path, base, False))
+
+
+def _check_one_teacher(config: TrainConfig, policy: AnyPolicy, what: str, directory: Path) -> None:
     if is_adapter(directory):
         raise UserError(f"{what} is a PEFT adapter: merge it into its base first (burnish export)")
     if difference := Tokenizer.load(directory).difference_to(policy.tokenizer):
@@ -277,10 +289,12 @@ def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> 
             "the same family, or its answers as data.demonstrations"
         )
     arch = read_config(directory)
-    if config.algorithm.kl.loss.estimator != "full" or config.algorithm.kl.loss.coef == 0:
+    if not config.algorithm.compares_vocabulary:
         return
     if reason := why_not_native(arch):
-        raise UserError(f"{what}: algorithm.kl.loss.estimator=full needs the native decoder ({reason}): use k2 or k3+")
+        raise UserError(
+            f"{what}: algorithm.kl.loss.estimator=full needs the native decoder ({reason}): use k2 or k3+, or loss.support=sampled"
+        )
     rows, own = int(arch["vocab_size"]), 0 if policy.arch is None else policy.arch.vocab_size
     if rows < own:
         raise UserError(
@@ -299,9 +313,16 @@ def build_reference(
     options = slot.model_dump(exclude={"name"})
     if options.get("path") is not None:
         options["path"] = str(find_directory(options["path"], base))
+    if "paths" in options:
+        options["paths"] = {
+            name: None if path is None else str(find_directory(path, base)) for name, path in options["paths"].items()
+        }
     budget, temperature = config.training.token_budget, config.rollout.temperature
     reference = make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
     reference.top = config.algorithm.kl.loss.top
+    loss = config.algorithm.loss
+    if isinstance(loss, DivergenceLoss) and loss.support != "sampled":
+        reference.divergence = Divergence(loss.alpha, loss.support, loss.top, loss.rest)
     return reference
 
 

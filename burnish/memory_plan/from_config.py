@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.model import Lora, Model
@@ -277,7 +278,7 @@ def _rl_setup(
         tokens_per_row=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prefixes else 1.0,
         reference=_reference_kind(config, lora),
         teacher=_teacher_parameters(config, arch, base),
-        full_kl=algorithm.kl.loss.estimator == "full" and algorithm.kl.loss.coef > 0,
+        full_kl=algorithm.compares_vocabulary,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
         process=None if algorithm.process is None else algorithm.process.optimizer,
         process_arch=process,
@@ -295,24 +296,29 @@ def _rl_setup(
 
 def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
     slot = config.algorithm.kl.reference
-    if not slot.has_weights or (slot.name == "iterate" and slot.every == 1):
+    if not slot.has_weights or slot.name == "policy" or (slot.name == "iterate" and slot.every == 1):
         return "none"
     if slot.name == "frozen" and lora is not None and config.model.adapter is None:
         return "off"
-    if slot.name == "teacher" and slot.path is not None:
+    if _teacher_paths(config):
         return "teacher"
     return "ema" if slot.name == "ema" else "copy"
 
 
 def _teacher_parameters(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
-    """Number of parameters of the teacher; the policy's if an earlier stage makes it; 0 without one or if it is unknown."""
+    """Number of parameters of all teachers; the policy's for one that an earlier stage makes; 0 for one that is unknown."""
+    total = 0
+    for path in _teacher_paths(config):
+        found = None if is_reference(path) else _architecture(Model(path=path), [], config.seed, base)
+        total += arch.num_parameters if found is None else 0 if isinstance(found, str) else found[0].num_parameters
+    return total
+
+
+def _teacher_paths(config: TrainConfig) -> list[str]:
     slot = config.algorithm.kl.reference
-    if slot.name != "teacher" or slot.path is None:
-        return 0
-    if is_reference(slot.path):
-        return arch.num_parameters
-    found = _architecture(Model(path=slot.path), [], config.seed, base)
-    return 0 if isinstance(found, str) else found[0].num_parameters
+    if isinstance(slot, TeachersReference):
+        return [path for path in slot.paths.values() if path is not None]
+    return [slot.path] if isinstance(slot, TeacherReference) and slot.path is not None else []
 
 
 def _process_architecture(config: TrainConfig, arch: Architecture, base: Path | None) -> Architecture | str | None:

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from burnish.models.architecture import Architecture
 from burnish.models.kernels.attention import PackedAttention
+from burnish.models.kernels.divergence import head_comparison
 from burnish.models.kernels.elementwise import RMSNorm, geglu, inverse_frequencies, rotate, rotation_table, swiglu
-from burnish.models.kernels.logprob import Distribution, head_kl, head_logprob, head_statistics
+from burnish.models.kernels.logprob import Distribution, Distributions, head_logprob, head_statistics
 from burnish.models.kernels.shared_prefix import (
     Attend,
     RowShard,
@@ -246,13 +247,13 @@ class Decoder(nn.Module):
         tokens: Tensor,
         offsets: Tensor,
         wanted: Tensor,
-        reference: Distribution,
+        reference: Distribution | Distributions,
         temperature: float = 1.0,
         shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropies and the KL to a reference's distributions at the `wanted` positions, in one pass."""
+        """Log-probs, entropies and the KL (or `reference.divergence`) to a reference's distributions at the `wanted` positions."""
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
-        found = head_kl(hidden, self.head_weight, shard.select_wanted(tokens[wanted]), reference, temperature)
+        found = head_comparison(hidden, self.head_weight, shard.select_wanted(tokens[wanted]), reference, temperature)
         logp, entropy, kl = map(shard.gather_wanted, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl

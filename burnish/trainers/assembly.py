@@ -80,6 +80,7 @@ from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
 from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import initial_state
+from burnish.trainers.teacher_columns import AddColumns, teacher_columns
 from burnish.training.learner import Learner
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class RunParts:
     """Examples of a warm start that is still to be trained."""
     imitated: list[Example] = field(default_factory=list)
     """Examples of `data.demonstrations`, imitated during RL."""
+    add_columns: list[AddColumns] = field(default_factory=list)
+    """Add the columns that need the rows of a step's prompts: those of teachers."""
     memory_check: MemoryPlanCheck | None = None
     """Compares the memory plan with the measured peak."""
     base: Path | None = None
@@ -138,6 +141,8 @@ class RunInputs:
     imitated: list[Example]
     """Examples of `data.demonstrations`, imitated during RL."""
     notes: list[str]
+    add_columns: list[AddColumns] = field(default_factory=list)
+    """Add the columns that need the rows of a step's prompts."""
 
 
 def build_inputs(
@@ -151,8 +156,8 @@ def build_inputs(
     roles.check_teacher(config, policy, base)
     if "kl" in pipeline.loss.needs and policy.arch is None:
         raise UserError(
-            "algorithm.kl.loss.estimator=full needs the native decoder, which has both models' hidden states; this model runs "
-            "through transformers: use k3+ or k2, whose gradients are unbiased"
+            "algorithm.kl.loss.estimator=full (or loss divergence) needs the native decoder, which has both models' hidden states; this model runs "
+            "through transformers: use k3+ or k2, whose gradients are unbiased, or loss.support=sampled"
         )
     roles.engine_kind(config.rollout, policy.arch is not None)
     _, host = environment_of(config.environment, policy.tokenizer, base)
@@ -187,7 +192,8 @@ def build_inputs(
         sources, template = config.data.demonstrations, config.data.template
         imitated, left_out = load_examples(sources, policy.tokenizer, template, most, "filter", base, config.seed)
         notes += [f"{left_out} data.demonstrations are longer than {most} tokens"] if left_out else []
-    return RunInputs(pipeline, stream, held_out, longest, shown, imitated, notes)
+    columns = teacher_columns(config, policy.tokenizer, policy.max_positions, stream.rows())
+    return RunInputs(pipeline, stream, held_out, longest, shown, imitated, notes, columns)
 
 
 def build_parts(
@@ -218,7 +224,7 @@ def build_parts(
         inputs.notes,
         base=base,
     )
-    parts.imitated = inputs.imitated
+    parts.imitated, parts.add_columns = inputs.imitated, inputs.add_columns
     return parts
 
 
@@ -277,6 +283,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         memory_check=parts.memory_check,
         environments=parts.runner.host,
         roles=parts.runner.roles,
+        add_columns=parts.add_columns,
     )
 
 

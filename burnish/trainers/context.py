@@ -30,6 +30,7 @@ from burnish.trainers.pipeline import AlgorithmPipeline
 from burnish.trainers.process_rewards import ProcessRewards
 from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import TrainerState, state_from_checkpoint
+from burnish.trainers.teacher_columns import AddColumns
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcessRewardModel, AnyReference
 from burnish.training.learner import Update
 
@@ -77,6 +78,8 @@ class TrainContext:
     """Runs environments on messages, some in worker processes."""
     roles: tuple[str, ...] = ()
     """Players of a game of several: each prompt gives one group of samples for each role."""
+    add_columns: Sequence[AddColumns] = ()
+    """Add the columns that need the rows of a step's prompts: those of teachers."""
 
     @property
     def learners(self) -> list[AnyLearner]:

@@ -230,8 +230,11 @@ def check_reader_positions(
     A teacher reads training samples; a process reward model also reads answers to held-out prompts.
     """
     process, turns = config.algorithm.process, config.environment.max_turns
+    reference = config.algorithm.kl.reference
+    several = getattr(reference, "paths", {})
     readers = [
-        ("algorithm.kl.reference.path", getattr(config.algorithm.kl.reference, "path", None), []),
+        ("algorithm.kl.reference.path", getattr(reference, "path", None), []),
+        *((f"algorithm.kl.reference.paths.{name}", path, []) for name, path in several.items()),
         ("algorithm.process.path", None if process is None else process.path, held_out),
     ]
     for key, path, prompts in readers:

@@ -128,6 +128,7 @@ def build_policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
         bypass=slot_options(correction) if bypass else None,
         kl_estimator=algorithm.kl.loss.estimator,
         kl_coef=algorithm.kl.loss.coef,
+        kl_clamp=algorithm.kl.loss.clamp,
         kl_is_corrected=algorithm.kl.loss.is_corrected,
         entropy_coef=algorithm.entropy.coef,
         entropy_top=algorithm.entropy.top_share,

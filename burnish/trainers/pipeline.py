@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ from burnish.algorithms.advantages.returns import AdvantagesAndReturns
 from burnish.algorithms.advantages.roles import AdvantagesAndBaselines
 from burnish.algorithms.batch_columns import (
     ANSWER_COLUMN,
+    TAUGHT,
+    TEACHER_PROMPT,
     differs_within_trajectories,
     is_replayed,
     place_rewards,
@@ -54,8 +56,8 @@ from burnish.algorithms.losses.model_losses import explained_variance
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
-from burnish.algorithms.terms.loss_terms import kl_reward
-from burnish.algorithms.terms.spec import KlReward
+from burnish.algorithms.terms.loss_terms import kl_advantages, kl_reward
+from burnish.algorithms.terms.spec import KlAdvantage, KlReward
 from burnish.config.errors import UserError
 from burnish.config.records import Plugin, slot_options
 from burnish.core.batch import Batch
@@ -232,7 +234,9 @@ def _run(steps: Sequence[Step], batch: Batch, context: StepContext) -> Batch:
 def needs_old_logp(algorithm: Algorithm, num_updates: int) -> bool:
     """Whether anything reads `old_logp`. With one update per batch the current policy is the anchor, and the ratio is 1."""
     is_own_anchor = num_updates == 1 and algorithm.replay is None
-    return not is_own_anchor or algorithm.kl.reward.coef > 0 or bool(algorithm.needs("old"))
+    kl = algorithm.kl
+    in_reward = kl.reward.coef > 0 and kl.reward.policy == "old"
+    return not is_own_anchor or in_reward or kl.advantage.coef > 0 or bool(algorithm.needs("old"))
 
 
 def needs_reference_logp(algorithm: Algorithm, loss: PolicyLoss) -> bool:
@@ -240,7 +244,8 @@ def needs_reference_logp(algorithm: Algorithm, loss: PolicyLoss) -> bool:
     if algorithm.kl.reference.name == "none":
         return False
     is_anchor = not isinstance(algorithm.loss, Plugin) and algorithm.loss.anchored
-    return is_anchor or "reference" in algorithm.loss.needs or algorithm.kl.reward.coef > 0 or "kl" not in loss.needs
+    is_read = is_anchor or ("reference" in algorithm.loss.needs and not loss.uses_divergence)
+    return is_read or algorithm.kl.reward.coef > 0 or algorithm.kl.advantage.coef > 0 or "kl" not in loss.needs
 
 
 def preparation_steps(
@@ -268,6 +273,8 @@ def preparation_steps(
     elif needs_reference:
         reuses_old = needs_old and not bypasses
         steps.append(Step("reference_logprobs", partial(reference_logprobs, reuses_old=reuses_old)))
+    if algorithm.kl.context.name != "prompt":
+        steps.append(Step("taught", log_taught))
     if replays:
         steps.append(Step("replay_anchor", anchor_replayed_on_behaviour))
     if algorithm.critic is not None:
@@ -281,7 +288,10 @@ def preparation_steps(
     steps.append(Step("token_rewards", partial(token_rewards, always=always)))
     if algorithm.kl.reward.coef > 0:
         steps.append(Step("kl_in_reward", partial(kl_in_reward, term=algorithm.kl.reward)))
-    return [*steps, advantages]
+    steps.append(advantages)
+    if algorithm.kl.advantage.coef > 0:
+        steps.append(Step("kl_in_advantages", partial(kl_in_advantages, term=algorithm.kl.advantage)))
+    return steps
 
 
 def sample_filter_steps(filters: Sequence[SlotFunction], replays: bool) -> list[Step]:
@@ -410,9 +420,15 @@ def anchor_replayed_on_behaviour(batch: Batch, context: StepContext) -> Batch:
 def reference_logprobs(batch: Batch, context: StepContext, reuses_old: bool) -> Batch:
     """Add `ref_logp`. If the reference is the current policy, `old_logp` is reused."""
     assert context.reference is not None
-    if reuses_old and context.reference.is_policy:
+    if reuses_old and context.reference.is_policy and TEACHER_PROMPT not in batch.ragged:
         return batch.with_token(ref_logp=batch.token["old_logp"])
     return batch.with_token(ref_logp=context.reference.logprobs(batch))
+
+
+def log_taught(batch: Batch, context: StepContext) -> Batch:
+    """Metric `taught`: the share of samples whose teacher has something to show."""
+    context.metrics["taught"] = float(batch.sequence[TAUGHT].double().mean())
+    return batch
 
 
 def reference_on_behaviour(batch: Batch, context: StepContext) -> Batch:
@@ -454,9 +470,19 @@ def token_rewards(batch: Batch, context: StepContext, always: bool) -> Batch:
 def kl_in_reward(batch: Batch, context: StepContext, term: KlReward) -> Batch:
     """Subtract the KL penalty from `token_rewards`. The coefficient may be adaptive."""
     coef = term.coef if context.state.kl_coef is None else context.state.kl_coef
-    rewards, kl = kl_reward(batch, batch.token["token_rewards"], term.estimator, coef, term.center)
+    rewards, kl = kl_reward(
+        batch, batch.token["token_rewards"], term.estimator, coef, term.center, term.policy, term.clamp
+    )
     context.metrics |= {"kl_coef": coef} | ({} if math.isnan(kl) else {"kl_reward": kl})
     return batch.with_token(token_rewards=rewards)
+
+
+def kl_in_advantages(batch: Batch, context: StepContext, term: KlAdvantage) -> Batch:
+    """Subtract coef (old - ref) from every token's advantage."""
+    advantages = batch.token["advantages"] if "advantages" in batch.token else batch.sequence["advantages"]
+    found = kl_advantages(batch, advantages, term.coef, term.clamp)
+    sequence = {name: column for name, column in batch.sequence.items() if name != "advantages"}
+    return replace(batch, sequence=sequence).with_token(advantages=found)
 
 
 def compute_advantages(batch: Batch, context: StepContext, advantage: SlotFunction) -> Batch:

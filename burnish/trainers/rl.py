@@ -112,7 +112,11 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
         usable = rollouts.usable
         if not usable:
             continue
-        shaped = pipeline.shape(pack(usable, config.seed), step, max_tokens)
+        packed = pack(usable, config.seed)
+        prompts = {(draw.prompt.row.id, draw.visit): draw.prompt for draw in rollouts.draws}
+        for add_columns in context.add_columns:
+            packed = add_columns(packed, usable, prompts)
+        shaped = pipeline.shape(packed, step, max_tokens)
         num_groups = pipeline.num_kept_groups(shaped)
         if num_groups >= num_wanted:
             break

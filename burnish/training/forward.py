@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
-from burnish.models.kernels.logprob import Distribution
+from burnish.models.kernels.logprob import Distribution, Distributions
 from burnish.training.packing import (
     ATTENTION_COST,
     Unit,
@@ -101,7 +101,7 @@ class MicroBatch:
         return not self.positions.numel()
 
 
-ReferenceFn = Callable[[MicroBatch], Distribution]
+ReferenceFn = Callable[[MicroBatch], Distribution | Distributions]
 """Returns the reference's distributions at the wanted tokens of a micro-batch."""
 
 

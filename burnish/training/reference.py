@@ -4,6 +4,8 @@
 - ema: an exponential moving average, `ref <- (1-eta) ref + eta theta` after every optimizer step (T1, 2501.11651).
 - hard_sync: a copy of the policy, renewed every N steps (R1, 2501.12948; ORZ, 2503.24290).
 - teacher: another model, read from a directory (GKD, 2306.13649).
+- teachers: several such models; each row has its own.
+- policy: the policy at the start of the current step, which reads another context (`training/teacher_context.py`).
 - iterate: the policy at the start of the current iteration of N steps. The trainer resets the optimizer there, so every iteration
   is an optimisation of its own (Kimi k1.5, 2501.12599).
 
@@ -14,29 +16,33 @@ adapters are copied, or nothing if the adapter starts at zero.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from burnish.algorithms.batch_columns import TEACHER_IDS, TEACHER_PROMPT
 from burnish.algorithms.terms.loss_terms import ema_update
 from burnish.config.model import Model
 from burnish.core.batch import Batch
 from burnish.core.sharded_tensors import full_tensor
 from burnish.models.decoder import Decoder
-from burnish.models.kernels.logprob import Distribution
+from burnish.models.kernels.logprob import Distribution, Distributions, Divergence
 from burnish.models.lora.adapters import adapter_weights, adapters_disabled, swapped_adapter_weights
 from burnish.models.policy import load_policy
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Content
-from burnish.training.forward import MicroBatch, Packing, batch_outputs
+from burnish.training.forward import MicroBatch, Packing, batch_outputs, token_positions
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 from burnish.training.sharded_checkpoint import distribute_like, load_tensors_into, tensor_contents
+from burnish.training.teacher_context import in_teacher_context
 
+NO_PATHS: Mapping[str, str | None] = MappingProxyType({})
 REFERENCE_FILE = "reference"
 """Name of the checkpoint file, without its suffix."""
 
@@ -55,6 +61,8 @@ class Reference:
     """Whether it is the policy itself before a step's first update."""
     top: int | None = None
     """Number of most likely tokens in the KL over the vocabulary; None means all."""
+    divergence: Divergence | None = None
+    """The divergence over the vocabulary to compute in place of that KL."""
 
     def __init__(self, model: nn.Module, token_budget: int, temperature: float, ranks: Ranks = SOLO) -> None:
         self.weights = snapshot_weights(model, self.moves)
@@ -69,19 +77,38 @@ class Reference:
         return self.weights.model
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """[N] log-prob of every token the model wrote, under the reference; 0 elsewhere."""
+        """[N] log-prob of every token the model wrote, under the reference; 0 elsewhere.
+
+        With the column `teacher_prompt`, the reference reads these prompts; rows that are not taught have 0.
+        """
+        if TEACHER_PROMPT not in batch.ragged:
+            return self._logprobs(batch)
+        taught = in_teacher_context(batch)
+        found = self._logprobs(taught.batch)
+        found = torch.cat([found, found.new_zeros(1)])[taught.position]  # position -1 is the added 0
+        return torch.where(batch.action_mask, found, torch.zeros_like(found))
+
+    def _logprobs(self, batch: Batch) -> Tensor:
         packing = Packing.of(self.model, self.token_budget)
         with self._weights() as model:
             return batch_outputs(model, batch, frozenset(), packing, self.temperature, ranks=self.ranks)["logp"]
 
-    def distribution(self, micro_batch: MicroBatch) -> Distribution:
-        """The reference's distributions at the wanted tokens of a micro-batch, for a KL over the whole vocabulary."""
+    def distribution(self, micro_batch: MicroBatch) -> Distribution | Distributions:
+        """The reference's distributions at the wanted tokens of a micro-batch, for a KL over the whole vocabulary.
+
+        With the column `teacher_prompt`, those behind the teacher's prompts.
+        """
+        batch, wanted, shared_prefix = micro_batch.batch, micro_batch.wanted, micro_batch.shared_prefix
+        if TEACHER_PROMPT in batch.ragged:
+            batch, position = in_teacher_context(batch)
+            wanted, shared_prefix = position[wanted], None
+        return self._distribution(batch, wanted, shared_prefix)
+
+    def _distribution(self, batch: Batch, wanted: Tensor, shared_prefix: Tensor | None) -> Distribution | Distributions:
         with self._weights() as model:
             assert isinstance(model, Decoder), "the config refuses any other model"
-            found = model.distribution(
-                micro_batch.batch.tokens, micro_batch.batch.offsets, micro_batch.wanted, micro_batch.shared_prefix
-            )
-        return found._replace(top=self.top)
+            found = model.distribution(batch.tokens, batch.offsets, wanted, shared_prefix)
+        return found._replace(top=self.top, divergence=self.divergence)
 
     def _weights(self) -> AbstractContextManager[nn.Module]:
         """Context with the module that has the reference's weights."""
@@ -203,6 +230,16 @@ class CurrentReference(Reference):
         return True
 
 
+class PolicyReference(CurrentReference):
+    """The policy itself, in another context; the optimizer is not reset. Over the vocabulary it is asked during the updates of a step."""
+
+    restarts = False
+
+    def after_step(self, model: nn.Module, step: int) -> bool:
+        """The policy moves by itself."""
+        return False
+
+
 class TeacherReference(Reference):
     """A model from a directory, in the policy's type and on its device; without a path, the policy as it is now.
 
@@ -224,10 +261,61 @@ class TeacherReference(Reference):
         own, teachers = (m.head_weight.shape[0] if isinstance(m, Decoder) else 0 for m in (model, self.weights.model))
         self.num_rows = own if teachers > own else None
 
-    def distribution(self, micro_batch: MicroBatch) -> Distribution:
+    def _distribution(self, batch: Batch, wanted: Tensor, shared_prefix: Tensor | None) -> Distribution | Distributions:
         """As for any reference, over the policy's vocabulary."""
-        found = super().distribution(micro_batch)
+        found = super()._distribution(batch, wanted, shared_prefix)
+        assert isinstance(found, Distribution)
         return found if self.num_rows is None else found._replace(weight=found.weight[: self.num_rows])
+
+
+class TeachersReference(Reference):
+    """Several models from directories. The column `teacher_ids` has the index of each row's teacher, in the order of `paths`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        token_budget: int,
+        temperature: float,
+        ranks: Ranks = SOLO,
+        paths: Mapping[str, str | None] = NO_PATHS,
+        column: str = "data_source",
+    ) -> None:
+        self.teachers = [TeacherReference(model, token_budget, temperature, ranks, path) for path in paths.values()]
+        assert self.teachers, "the config refuses an empty list"
+        self.weights = self.teachers[0].weights
+        self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        """The log-probs of each row under its own teacher."""
+        logp = torch.zeros(batch.num_tokens, device=batch.tokens.device)
+        for index, rows in self._rows_by_teacher(batch):
+            found = self.teachers[index]._logprobs(batch.select(rows))
+            logp = logp.to(found.dtype)
+            logp[token_positions(batch, rows)] = found
+        return logp
+
+    def _distribution(self, batch: Batch, wanted: Tensor, shared_prefix: Tensor | None) -> Distribution | Distributions:
+        """One distribution for the tokens of each teacher."""
+        parts = []
+        of_token = batch.sequence[TEACHER_IDS][batch.sequence_ids[wanted]]
+        in_part = torch.empty(batch.num_tokens, dtype=torch.long, device=batch.tokens.device)
+        for index, rows in self._rows_by_teacher(batch):
+            part, where = batch.select(rows), token_positions(batch, rows)
+            in_part[where] = torch.arange(where.numel(), device=where.device)
+            own = (of_token == index).nonzero().squeeze(1)
+            if not own.numel():
+                continue
+            teacher = self.teachers[index]
+            teacher.top, teacher.divergence = self.top, self.divergence
+            found = teacher._distribution(part, in_part[wanted[own]], None)
+            assert isinstance(found, Distribution)
+            parts.append((own, found))
+        return Distributions(tuple(parts))
+
+    @staticmethod
+    def _rows_by_teacher(batch: Batch) -> list[tuple[int, Tensor]]:
+        ids = batch.sequence[TEACHER_IDS]
+        return [(int(index), (ids == index).nonzero().squeeze(1)) for index in ids.unique()]
 
 
 def load_teacher(model: nn.Module, path: str) -> nn.Module:
@@ -245,6 +333,8 @@ REFERENCES: dict[str, type[Reference]] = {
     "hard_sync": HardSyncReference,
     "iterate": IterateReference,
     "teacher": TeacherReference,
+    "teachers": TeachersReference,
+    "policy": PolicyReference,
 }
 
 

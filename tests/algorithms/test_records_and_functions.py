@@ -27,7 +27,17 @@ from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import SLOT_RECORDS, Algorithm, Replay
-from burnish.algorithms.terms.spec import Aggregation, Auxiliary, Entropy, EntropyTarget, Kl, KlLoss, KlReward, KlTarget
+from burnish.algorithms.terms.spec import (
+    Aggregation,
+    Auxiliary,
+    Entropy,
+    EntropyTarget,
+    Kl,
+    KlAdvantage,
+    KlLoss,
+    KlReward,
+    KlTarget,
+)
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, default_options
@@ -56,7 +66,7 @@ WITH_OPTIONS = [
     (slot, record)
     for slot, records in SLOT_RECORDS.items()
     for record in records
-    if set(record.model_fields) != {"name"} and slot != "curriculum"
+    if set(record.model_fields) != {"name"} and slot not in ("curriculum", "context")
 ]
 
 
@@ -262,6 +272,8 @@ def algorithm_of(base: dict[str, Any]) -> Algorithm:
 KL_LOSS = {"kl": {"loss": {"coef": 0.5}, "reference": "frozen"}}
 KL_REWARD = {"kl": {"reward": {"estimator": "k1", "coef": 0.5}, "reference": "frozen"}, "advantage": "reinforce"}
 TAUGHT = {"reward": {"coef": 0.5}, "reference": "teacher"}
+SAMPLED = {"name": "divergence", "support": "sampled"}
+DISTILLED = {"ratio": "none", "clip": "none", "advantage": "none", "kl": {"reference": "teacher"}}
 FROZEN = {"kl": {"reference": "frozen"}}
 NORM = {"aggregation": "seq-mean-token-sum-norm"}
 BARE = {"ratio": "none", "clip": "none"}
@@ -527,8 +539,27 @@ MOVES: dict[str, list[Move]] = {
     "Aggregation.horizon": [(NORM, "aggregation.horizon", [3])],
     "KlLoss.estimator": [(KL_LOSS, "kl.loss.estimator", ["k1", "abs", "k2", "k1+", "abs+", "k3+"])],
     "KlLoss.coef": [(KL_LOSS, "kl.loss.coef", [0.25])],
+    "KlLoss.clamp": [(KL_LOSS, "kl.loss.clamp", [0.05])],
+    "KlReward.clamp": [(KL_REWARD, "kl.reward.clamp", [0.05])],
+    "KlReward.policy": [(KL_REWARD, "kl.reward.policy", ["rollout"])],
+    "KlAdvantage.coef": [({"kl": {"advantage": {"coef": 0.5}, "reference": "teacher"}}, "kl.advantage.coef", [0.25])],
+    "KlAdvantage.clamp": [({"kl": {"advantage": {"coef": 0.5}, "reference": "teacher"}}, "kl.advantage.clamp", [0.05])],
+    "Kl.advantage": [(KL_LOSS, "kl.advantage", [{"coef": 0.5}])],
+    "DivergenceLoss.cap": [({**DISTILLED, "loss": SAMPLED}, "loss.cap", [0.5, 2.0])],
+    "DivergenceLoss.weight": [
+        ({**DISTILLED, "advantage": "grpo", "loss": {**SAMPLED, "weight": 0.5}}, "loss.weight", [0.25])
+    ],
+    "DivergenceLoss.clip": [
+        ({**DISTILLED, "advantage": "grpo", "loss": {**SAMPLED, "weight": 0.5}}, "loss.clip", [0.01])
+    ],
+    "TeacherSurrogateLoss.fall": [({**DISTILLED, "loss": "teacher_surrogate"}, "loss.fall", [0.0, None])],
+    "TeacherSurrogateLoss.anchor_coef": [({**DISTILLED, "loss": "teacher_surrogate"}, "loss.anchor_coef", [0.5])],
+    "SuccessContext.feedback": [],  # what an environment says at the end: `tests/trainers/test_teacher_columns.py`
+    "TeachersReference.paths": [],  # directories: `tests/trainers/test_distillation_toys.py`
+    "TeachersReference.column": [],  # the same
     "TeacherReference.path": [],  # a directory: `tests/training/test_reference.py`
     "DistillationAdvantage.outcome": advantage("distillation", "outcome", 0.5, kl=TAUGHT),
+    "DistillationAdvantage.prefix_weight": advantage("distillation", "prefix_weight", 0.5, kl=TAUGHT),
     "KlLoss.is_corrected": [(KL_LOSS, "kl.loss.is_corrected", [True])],
     "KlReward.estimator": [(KL_REWARD, "kl.reward.estimator", ["abs", "k2", "k3"])],
     "KlReward.coef": [(KL_REWARD, "kl.reward.coef", [0.25])],
@@ -598,6 +629,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "bce": {**BARE, "advantage": "none", "loss": "bce"},
         "mixed_offpolicy": {**BARE, "loss": "mixed_offpolicy"},
         "nll": {**BARE, "advantage": "none", "loss": "nll"},
+        "divergence": {**DISTILLED, "loss": SAMPLED},
+        "teacher_surrogate": {**DISTILLED, "loss": "teacher_surrogate"},
         "rec": rec("keep", keep="one_side")[0][0],
         "opmd": {**BARE, "loss": "opmd"},
         "astar_sq": ASTAR,
@@ -647,7 +680,19 @@ def current(base: dict[str, Any], path: str) -> Any:
 
 def all_options() -> list[tuple[str, type[Record], str]]:
     records: list[type[Record]] = [r for records in SLOT_RECORDS.values() for r in records]
-    records += [Aggregation, Kl, KlLoss, KlReward, KlTarget, Entropy, EntropyTarget, Auxiliary, Refill, Critic]
+    records += [
+        Aggregation,
+        Kl,
+        KlLoss,
+        KlReward,
+        KlAdvantage,
+        KlTarget,
+        Entropy,
+        EntropyTarget,
+        Auxiliary,
+        Refill,
+        Critic,
+    ]
     records += [ProcessModel, Replay]
     return [
         (f"{r.__name__}.{f}", r, f)

@@ -53,10 +53,27 @@ TREE = [
 ]
 
 ASTAR = ["algorithm=astar_po", "algorithm.loss.beta=0.1"]
+OWN_TEACHER = [
+    "algorithm={preset: sdft, loss: {top: 4}, kl: {context: {column: answer, text: '{context}'}}}",
+    "rollout.n=4",
+]
+SUCCESSES = ["algorithm={preset: sdpo, kl: {context: {text: '{context}', threshold: 0.5}}}", "rollout.prompts=8"]
 
 OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "OfflineValueAdvantage.samples": (ASTAR, "algorithm.advantage.samples=2"),
     "OfflineValueAdvantage.beta": (ASTAR, "algorithm.advantage.beta=5"),
+    "DivergenceLoss.alpha": (OWN_TEACHER, "algorithm.loss.alpha=0"),
+    "DivergenceLoss.support": (OWN_TEACHER, "algorithm.loss.support=teacher"),
+    "DivergenceLoss.top": (OWN_TEACHER, "algorithm.loss.top=2"),
+    "DivergenceLoss.rest": (OWN_TEACHER, "algorithm.loss.rest=tail"),
+    "Kl.context": (KL, "algorithm.kl.context={name: demonstration, column: answer, text: '{context}'}"),
+    "DemonstrationContext.place": (OWN_TEACHER, "algorithm.kl.context.place=system"),
+    "DemonstrationContext.text": (OWN_TEACHER, "algorithm.kl.context.text='{context}>'"),
+    "DemonstrationContext.column": (OWN_TEACHER, "algorithm.kl.context.column=length"),
+    "DemonstrationContext.skip": (OWN_TEACHER, "algorithm.kl.context.skip=1"),
+    "SuccessContext.place": (SUCCESSES, "algorithm.kl.context.place=system"),
+    "SuccessContext.text": (SUCCESSES, "algorithm.kl.context.text='{context}>'"),
+    "SuccessContext.threshold": (SUCCESSES, "algorithm.kl.context.threshold=0"),
     "SpoChainAdvantage.below": (CHAIN, "algorithm.advantage.below=0.5"),
     "SpoChainAdvantage.every": (CHAIN, "algorithm.advantage.every=1"),
     "SpoChainAdvantage.rollouts": (CHAIN, "algorithm.advantage.rollouts=3"),

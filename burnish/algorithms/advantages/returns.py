@@ -25,6 +25,7 @@ from burnish.algorithms.batch_columns import (
     token_rewards,
     tokens_of_mask,
     trajectory_groups,
+    trajectory_offsets,
     whitened,
     whitened_tokens,
 )
@@ -40,6 +41,9 @@ from burnish.core.segments import (
     segment_mean,
     segment_sum,
 )
+
+PREFIX_EPS = 1e-8
+"""Lower bound of a sequence's summed disagreement with its teacher before dividing by it."""
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
@@ -211,16 +215,21 @@ def _leave_one_out(rewards: Tensor, groups: Groups) -> Tensor:
 # --- Distillation
 
 
-def distillation(batch: Batch, *, outcome: float) -> Tensor:
-    """[N] A_it = -coef KL_it + outcome (r_i - mean_g): the teacher's signal at each token, without later tokens.
+def distillation(batch: Batch, *, outcome: float, prefix_weight: float) -> Tensor:
+    """[N] A_it = -coef KL_it W_it + outcome (r_i - mean_g): the teacher's signal at each token, without later tokens.
 
     -coef KL_it is what `kl.reward` takes off the token's reward. With estimator k1 and coefficient 1 it is log q - log p of the
     token: the policy gradient of the reverse KL of each next token, on the policy's own prefixes. GKD (2306.13649), MiniLLM
     (2306.08543).
+
+    W_it = 1 + prefix_weight (1 - sum_{s<t} |KL_is| / sum_s |KL_is|) is largest at the first token. Late tokens count less, because
+    the teacher judges them behind a prefix that it would not have written. IW-OPD (2606.22600).
     """
     advantages = batch.sequence["reward"].new_zeros(batch.num_tokens)
     if "token_rewards" in batch.token:
         advantages = token_rewards(batch) - place_rewards(batch)
+    if prefix_weight > 0:
+        advantages = advantages * prefix_weights(batch, advantages, prefix_weight)
     if outcome == 0:
         return advantages
     trajectory_ids, ids = trajectory_groups(batch)
@@ -228,6 +237,15 @@ def distillation(batch: Batch, *, outcome: float) -> Tensor:
     groups = Groups(ids, int(ids.max()) + 1)
     relative = group_normalised(rewards, groups, "none", 0.0, "zero").index_select(0, trajectory_ids)
     return advantages + outcome * segment_broadcast(relative, batch.sequence_ids) * batch.action_mask
+
+
+def prefix_weights(batch: Batch, gap: Tensor, gamma: float) -> Tensor:
+    """[N] 1 + gamma (1 - share of |gap| before the token), within each trajectory; from 1 + gamma down to just above 1."""
+    sizes = torch.where(batch.action_mask, gap.abs(), torch.zeros_like(gap)).double()
+    offsets = trajectory_offsets(batch)
+    ids, total = ids_from_offsets(offsets), contiguous_sum(sizes, offsets)
+    before = sizes.cumsum(0) - sizes - (total.cumsum(0) - total)[ids]
+    return (1 + gamma * (1 - before / total[ids].clamp(min=PREFIX_EPS))).to(gap.dtype)
 
 
 # --- Optimal token baseline

@@ -537,12 +537,17 @@ class DistillationAdvantage(AdvantageRecord):
     """The KL to a teacher as the advantage of each token, optionally plus the group-relative reward."""
 
     formula: ClassVar[str] = (
-        "A_it = -kl.reward.coef KL_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1, p the policy, q the teacher"
+        "A_it = -kl.reward.coef KL_it W_it + outcome (r_i - mean_g), KL_it = log p - log q for estimator k1, p the policy, q the teacher, "
+        "W_it = 1 + prefix_weight (1 - sum_{s<t} |KL_is| / sum_s |KL_is|)"
     )
-    paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543), On-policy distillation (Thinking Machines, 2025)"
+    paper: ClassVar[str] = (
+        "GKD (2306.13649), MiniLLM (2306.08543), On-policy distillation (Thinking Machines, 2025); prefix weight: IW-OPD (2606.22600)"
+    )
     name: Literal["distillation"] = "distillation"
     outcome: float = Field(0.0, ge=0)
     """Weight of the reward relative to its group; 0 learns from the teacher alone."""
+    prefix_weight: float = Field(0.0, ge=0)
+    """How much more the first token counts than the last: weights fall from 1 + prefix_weight to 1 as the teacher's disagreement adds up."""
 
 
 class TrrPlusPlusAdvantage(AdvantageRecord):

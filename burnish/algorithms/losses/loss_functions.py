@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from burnish.algorithms.losses.distillation_losses import divergence, teacher_surrogate
 from burnish.algorithms.losses.loss_view import LossView, TokenLoss
 from burnish.algorithms.losses.preference_losses import PREFERENCE_LOSSES
 from burnish.algorithms.losses.ratios_and_clips import log_ratio, token_ratio
@@ -200,6 +201,8 @@ LOSSES: dict[str, Callable[..., TokenLoss] | None] = {
     "bce": bce,
     "mixed_offpolicy": mixed_offpolicy,
     "nll": nll,
+    "divergence": divergence,
+    "teacher_surrogate": teacher_surrogate,
     "rec": rec,
     "opmd": opmd_loss,
     "astar_sq": astar_sq,

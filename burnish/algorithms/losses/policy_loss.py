@@ -104,6 +104,8 @@ class PolicyLoss:
     """Options of `bypass_correction`, with the engine's log-probs as the anchor; None applies no such correction."""
     kl_estimator: str = "k3"
     kl_coef: float = 0.0
+    kl_clamp: float | None = None
+    """Clamp each token's KL to +- this before it is weighted; None does not clamp."""
     kl_is_corrected: bool = False
     """Multiply the KL by the token ratio, with gradient: unbiased for samples of the old policy (2512.02556)."""
     entropy_coef: float = 0.0
@@ -112,12 +114,17 @@ class PolicyLoss:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"entropy", "kl"}) if self.uses_full_kl else frozenset({"entropy"})
+        return frozenset({"entropy", "kl"}) if self.uses_full_kl or self.uses_divergence else frozenset({"entropy"})
 
     @property
     def uses_full_kl(self) -> bool:
         """Whether the KL term is the sum over the vocabulary."""
         return self.kl_coef > 0 and self.kl_estimator == "full"
+
+    @property
+    def uses_divergence(self) -> bool:
+        """Whether the loss is a divergence over the vocabulary, which takes the place of the KL among the outputs."""
+        return self.loss == "divergence" and self.loss_options.get("support", "full") != "sampled"
 
     def __post_init__(self) -> None:
         if self.entropy_top is not None and self.scope != "batch":
@@ -137,6 +144,8 @@ class PolicyLoss:
             per_token = torch.where(top, per_token, torch.zeros_like(per_token))
         if self.kl_coef > 0:
             kl = self._kl(view, logp)
+            if self.kl_clamp is not None:
+                kl = kl.clamp(-self.kl_clamp, self.kl_clamp)
             if self.kl_is_corrected:
                 old = view.column("old_logp") if view.has("old_logp") else logp.detach()
                 kl = token_ratio(view, old) * kl

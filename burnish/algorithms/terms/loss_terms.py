@@ -114,19 +114,31 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 # --- KL in the reward
 
 
-def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center: str = "none") -> tuple[Tensor, float]:
+def kl_reward(
+    batch: Batch,
+    rewards: Tensor,
+    estimator: str,
+    coef: float,
+    center: str = "none",
+    policy: str = "old",
+    clamp: float | None = None,
+) -> tuple[Tensor, float]:
     """[N] rewards minus coef * KL(old || ref) at action tokens, and the mean over trajectories of their mean KL per token.
 
     `center` subtracts a mean from the KL first, which leaves the relative signal. `token` subtracts the mean over all action
     tokens, so that longer answers do not pay more (T1, 2501.11651). `sequence` subtracts the mean over trajectories of their
     summed KL from each sum, in equal shares over its tokens.
 
+    `policy` says whose log-probs are compared: those of the trainer (`old`) or those that the engine sampled with (`rollout`).
+    `clamp` bounds each token's KL before all of this.
+
     The subtracted means and the returned KL cover only the policy's own samples: the estimate is not valid for demonstrations.
     The returned KL is not centred. It is nan if the batch has only demonstrations.
     """
     offsets = trajectory_offsets(batch)
     mask, ids, num = batch.action_mask, ids_from_offsets(offsets), offsets.numel() - 1
-    kl = kl_estimate(batch.token["old_logp"], batch.token["ref_logp"], estimator).to(rewards.dtype)
+    logp = batch.token["behaviour_logp" if policy == "rollout" else "old_logp"]
+    kl = _clamped(kl_estimate(logp, batch.token["ref_logp"], estimator).to(rewards.dtype), clamp)
     kl = torch.where(mask, kl, torch.zeros_like(kl))
     length = segment_count(ids, num, mask)
     sampled = mask & sampled_token_mask(batch)
@@ -134,6 +146,17 @@ def kl_reward(batch: Batch, rewards: Tensor, estimator: str, coef: float, center
     mean = segment_mean(kl, ids, num, mask)[own > 0].mean()
     centre = _kl_center(torch.where(sampled, kl, 0.0).sum(), own, length, ids, center)
     return rewards - coef * torch.where(mask, kl - centre, torch.zeros_like(kl)), float(mean)
+
+
+def kl_advantages(batch: Batch, advantages: Tensor, coef: float, clamp: float | None = None) -> Tensor:
+    """[N] A_it - coef (old - ref) at action tokens, for advantages per sequence or per token (multi-teacher distillation of slime)."""
+    spread = advantages if advantages.shape == (batch.num_tokens,) else advantages[batch.sequence_ids]
+    kl = _clamped((batch.token["old_logp"] - batch.token["ref_logp"]).to(spread.dtype), clamp)
+    return torch.where(batch.action_mask, spread - coef * kl, torch.zeros_like(spread))
+
+
+def _clamped(kl: Tensor, clamp: float | None) -> Tensor:
+    return kl if clamp is None else kl.clamp(-clamp, clamp)
 
 
 def _kl_center(total: Tensor, own: Tensor, length: Tensor, ids: Tensor, center: str) -> Tensor:

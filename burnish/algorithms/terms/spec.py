@@ -88,6 +88,26 @@ class TeacherReference(ReferenceRecord):
     """A Hugging Face directory with exactly the policy's tokenizer; null is the model the run starts from."""
 
 
+class TeachersReference(ReferenceRecord):
+    """Several teachers: each row names its own, and one mean is taken over all rows."""
+
+    formula: ClassVar[str] = "ref of row i = the model that paths names for the row's value of `column`"
+    paper: ClassVar[str] = "multi-teacher on-policy distillation (verl)"
+    name: Literal["teachers"] = "teachers"
+    paths: dict[str, str | None] = Field(default_factory=dict)
+    """A Hugging Face directory for each value of the column, with exactly the policy's tokenizer; null is the model the run starts from."""
+    column: str = "data_source"
+    """The column of the training rows that names the teacher; data_source is the name of a row's source."""
+
+
+class PolicyReference(ReferenceRecord):
+    """The policy itself at the start of each step, which reads another context (kl.context). The optimizer state goes on."""
+
+    formula: ClassVar[str] = "ref = the policy before the first update of a step"
+    paper: ClassVar[str] = "OPSD (prime-rl), SDFT (2601.19897)"
+    name: Literal["policy"] = "policy"
+
+
 class RolloutReference(ReferenceRecord):
     """The policy that sampled, by the engine's log-probs: a leash that loads no model. Estimator k2 is the squared anchor."""
 
@@ -106,9 +126,72 @@ REFERENCE_RECORDS: tuple[type[ReferenceRecord], ...] = (
     HardSyncReference,
     IterateReference,
     TeacherReference,
+    TeachersReference,
+    PolicyReference,
     RolloutReference,
 )
 ReferenceSlot: Any = choice(*REFERENCE_RECORDS, plugin=False)
+
+
+# --- What a teacher reads
+
+
+class ContextRecord(Slot):
+    """A choice for `kl.context`: what the reference reads in place of the prompt. The answer's tokens do not change."""
+
+    place: Literal["system", "user"] = "user"
+    """Where the text is added: a system message before all others, or the end of the last user message. A prompt without a chat template
+    gets it in front or behind."""
+    text: str = "{context}"
+    """The added text; `{context}` is replaced by the demonstration, the success or the feedback."""
+
+    @model_validator(mode="after")
+    def _check_placeholder(self) -> ContextRecord:
+        if "{context}" not in self.text:
+            raise ValueError(f"text {self.text!r} has no {{context}}, so the teacher would read nothing new")
+        return self
+
+
+class PromptContext(Slot):
+    """The reference reads the same prompt as the policy."""
+
+    formula: ClassVar[str] = "ref_t = log q(y_t | x, y_<t)"
+    name: Literal["prompt"] = "prompt"
+
+
+class DemonstrationContext(ContextRecord):
+    """The reference also reads a demonstration from a column of the row."""
+
+    formula: ClassVar[str] = "ref_t = log q(y_t | x + the demonstration, y_<t)"
+    paper: ClassVar[str] = "SDFT (2601.19897), OPSD (prime-rl)"
+    name: Literal["demonstration"] = "demonstration"
+    text: str = "\n\nHere is a demonstration of a good answer:\n\n{context}\n\nNow answer with a response of your own."
+    """The added text; `{context}` is replaced by the demonstration."""
+    column: str | None = None
+    """The column of the training rows with the demonstration: a text, or messages whose last one is it. `answer` is the expected answer."""
+    skip: int = Field(0, ge=0)
+    """This many first tokens of an answer leave the loss: the teacher may only repeat there how a demonstration begins."""
+
+
+class SuccessContext(ContextRecord):
+    """The reference also reads the first other sample of the group that succeeded, or what the environment said at the end."""
+
+    formula: ClassVar[str] = (
+        "context_i = the first j != i of the group with r_j >= threshold; a row without one is not taught"
+    )
+    paper: ClassVar[str] = "SDPO (2601.20802)"
+    needs: ClassVar[tuple[str, ...]] = ("groups",)
+    name: Literal["success"] = "success"
+    text: str = "\n\nThis is what is known of earlier attempts:\n\n{context}\n\nNow solve the problem."
+    """The added text; `{context}` is replaced by the success, the feedback or both."""
+    threshold: float = 1.0
+    """A sample succeeded if its reward is at least this."""
+    feedback: bool = False
+    """Add what the environment said at the end of the sample's own episode; such a row is taught without a success too."""
+
+
+CONTEXT_RECORDS: tuple[type[Slot], ...] = (PromptContext, DemonstrationContext, SuccessContext)
+ContextSlot: Any = choice(*CONTEXT_RECORDS, plugin=False)
 
 
 # --- KL
@@ -121,6 +204,8 @@ class KlTerm(Record):
 
     coef: float = Field(0.0, ge=0)
     """Weight of the term; 0 turns it off."""
+    clamp: float | None = Field(None, gt=0)
+    """Clamp the KL of each token to -clamp .. clamp before anything is averaged; null does not clamp."""
 
 
 class KlLoss(KlTerm):
@@ -154,8 +239,14 @@ class KlReward(KlTerm):
 
     estimator: Estimator = "k1"
     """As in kl.loss. Estimators with a plus are refused: they change only the gradient, and there is none here."""
+    policy: Literal["old", "rollout"] = "old"
+    """Whose log-probs are compared with the reference's: the trainer's before the first update, or those that the engine sampled with."""
     center: Literal["none", "token", "sequence"] = "none"
     """Centre the KL first. token: subtract the mean over all tokens (T1). sequence: subtract the mean of the sequences' summed KL."""
+
+
+class KlAdvantage(KlTerm):
+    """The k1 estimate of the KL, subtracted from each token's advantage after its normalisation (slime), without gradient."""
 
 
 class KlTarget(Record):
@@ -174,10 +265,14 @@ class Kl(Record):
     """Added to the loss, with gradient."""
     reward: KlReward = KlReward()
     """Subtracted from each token's reward, without gradient."""
+    advantage: KlAdvantage = KlAdvantage()
+    """Subtracted from each token's advantage: A_it - coef (old_it - ref_it)."""
     adaptive: KlTarget | None = None
     """Adapt reward.coef to the KL, starting from its value here; null keeps it fixed."""
     reference: ReferenceSlot = NoReference()
-    """The reference: none, the weights the run started from, or one that follows the policy."""
+    """The reference: none, the weights the run started from, one that follows the policy, or teachers."""
+    context: ContextSlot = PromptContext()
+    """What the reference reads before the answer: the policy's own prompt, or a prompt with more in it (self-distillation)."""
 
     @model_validator(mode="after")
     def _check_adaptive_coef(self) -> Kl:

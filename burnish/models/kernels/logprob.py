@@ -149,6 +149,18 @@ def head_statistics(
     return logp, entropy, sum_p2
 
 
+class Divergence(NamedTuple):
+    """Which divergence is computed, and on which tokens."""
+
+    alpha: float = 1.0
+    support: str = "full"
+    """full, or whose k likeliest tokens are compared: student or teacher."""
+    top: int | None = None
+    """k; None with support full."""
+    rest: str = "renormalise"
+    """What becomes of all other tokens: renormalise, tail or raw."""
+
+
 class Distribution(NamedTuple):
     """Next-token distributions at M positions: softmax(hidden @ weight.T / temperature)."""
 
@@ -156,6 +168,14 @@ class Distribution(NamedTuple):
     weight: Tensor  # [vocab, hidden]
     top: int | None = None
     """The KL compares this many of the policy's likeliest tokens one by one and all others as one event; None compares all."""
+    divergence: Divergence | None = None
+    """The divergence to compute in place of the KL (`kernels/divergence.py`)."""
+
+
+class Distributions(NamedTuple):
+    """Next-token distributions of several teachers: for each, the indices of its positions among the M, and the distributions there."""
+
+    parts: tuple[tuple[Tensor, Distribution], ...]
 
 
 class _HeadKl(torch.autograd.Function):
