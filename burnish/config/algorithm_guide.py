@@ -116,6 +116,7 @@ SPARSE_REWARD = "one reward at the end says little about single tokens"
 ROLES = "a batch mixes roles or types of tasks whose rewards have different scales"
 NO_DATA = "there are no tasks to train on"
 SEVERAL_ROLES = "one policy plays several roles that are not equally easy"
+NO_VERIFIER = "there is neither a verifier nor a teacher"
 DRIFTED_PREFIX = "a teacher judges late tokens behind a prefix it would not have written"
 FORGETTING = "imitating demonstrations makes the policy forget what it could do"
 COST = "most of the compute goes into samples that teach little"
@@ -193,6 +194,8 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(RARE_SUCCESS, "weight prompts by one over how often they are solved", ("algorithm=max_rl",), ("max_rl",)),
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations in addition to the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
+    Remedy(RARE_SUCCESS, "imitate demonstrations by a schedule, and most where the policy is undecided", ("algorithm=chord", "data.demonstrations.path=demonstrations.jsonl"), ("chord",)),
+    Remedy(NO_VERIFIER, "imitate one's own samples of a sharper distribution", ("algorithm=ssd", "rollout.temperature=0.7"), ("ssd",)),
     Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
     Remedy(VARIANCE, "leave a sample's own reward out of its baseline", ("algorithm.advantage=rloo",), ("rloo",)),
     Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),

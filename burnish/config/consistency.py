@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 def check_demonstrations_fit(config: TrainConfig) -> None:
     """Refuse demonstrations that are not used, and settings that need demonstrations and have none."""
     data, algorithm = config.data, config.algorithm
-    if algorithm.auxiliary.sft > 0 and not data.demonstrations:
-        raise ValueError("algorithm.auxiliary.sft imitates data.demonstrations, but there are none")
-    if algorithm.auxiliary.sft == 0 and data.demonstrations_per_update != 32:
+    imitates = algorithm.auxiliary.imitates
+    if imitates and not data.demonstrations:
+        key = "sft" if algorithm.auxiliary.sft > 0 else "chord"
+        raise ValueError(f"algorithm.auxiliary.{key} imitates data.demonstrations, but there are none")
+    if not imitates and data.demonstrations_per_update != 32:
         raise ValueError("data.demonstrations_per_update has no effect without data.demonstrations and auxiliary.sft")
     from_file = bool(data.demonstrations_per_group) and data.demonstration_column is None
-    if data.demonstrations and algorithm.auxiliary.sft == 0 and not from_file:
+    if data.demonstrations and not imitates and not from_file:
         raise ValueError(
             "data.demonstrations are not used: set algorithm.auxiliary.sft to their coefficient, or algorithm=luffy and "
             "data.demonstrations_per_group=1 to put them into the groups"
@@ -158,9 +160,9 @@ def check_algorithm_fits(config: TrainConfig) -> None:
             f"loss {algorithm.loss.name} learns from preferences, not from rollouts: use `burnish prefer` with "
             f"preference.loss={algorithm.loss.name} (recipes/{algorithm.loss.name}.yaml){online}"
         )
-    if algorithm.loss.name == "nll" and all(f.name != "positives_only" for f in algorithm.filters):
+    if algorithm.loss.name == "nll" and all(f.name not in ("positives_only", "non_stub") for f in algorithm.filters):
         raise ValueError(
-            "loss nll imitates every sample, right or wrong: add positives_only to algorithm.filters, or use `burnish sft` on data"
+            "loss nll imitates every sample, right or wrong: add positives_only or non_stub to algorithm.filters, or use `burnish sft` on data"
         )
     source = config.rollout.source
     oldest = getattr(source, "max_staleness", 1 if source.name == "ahead" else 0)

@@ -321,7 +321,21 @@ def config_notes(config: TrainConfig) -> list[str]:
         *_notes_on_schedules(config),
         *_notes_on_algorithm(config),
         *_notes_on_staleness(config),
+        *_notes_on_own_samples(config),
         *_notes_on_merged_adapters(config),
+    ]
+
+
+def _notes_on_own_samples(config: TrainConfig) -> list[str]:
+    """Imitation of all of one's own samples, drawn from the very distribution that is trained."""
+    loss, rollout = config.algorithm.loss, config.rollout
+    verifies = any(f.name == "positives_only" for f in config.algorithm.filters)
+    is_plain = rollout.temperature == 1 and rollout.top_p == 1 and not rollout.top_k
+    if loss.name != "nll" or verifies or not is_plain:
+        return []
+    return [
+        "loss nll imitates the policy's own samples, drawn at temperature 1 without truncation: that only sharpens noise; set "
+        "rollout.temperature, rollout.top_p or rollout.top_k otherwise"
     ]
 
 

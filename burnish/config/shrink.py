@@ -206,7 +206,7 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
     yield "rollout.stages", [_shrink_rollout_stage(stage, number) for number, stage in enumerate(stages)]
     if tree["environment"]["name"] == SINGLE_TURN:
         yield "warm_start", WARM_START
-        yield from _data_edits(tree["data"], tree["algorithm"]["auxiliary"]["sft"] > 0)
+        yield from _data_edits(tree["data"], _imitates(tree))
         yield from _reward_edits(tree)
     else:
         yield from _environment_edits(tree)
@@ -216,6 +216,11 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
         yield f"validation.modes.{mode}.max_tokens", MAX_NEW_TOKENS
         yield from _at_most(tree, f"validation.modes.{mode}.n", 2)
     yield from _algorithm_edits(tree)
+
+
+def _imitates(tree: Tree) -> bool:
+    auxiliary = tree["algorithm"]["auxiliary"]
+    return bool(auxiliary["sft"] > 0 or auxiliary["chord"])
 
 
 def _shrink_rollout_stage(stage: Tree, number: int) -> Tree:
@@ -347,6 +352,9 @@ def _algorithm_edits(tree: Tree) -> Iterator[Edit]:
     for number in range(len(tree["algorithm"]["shaping"])):
         for option, most in SHAPER_LIMITS.items():
             yield from _at_most(tree, f"algorithm.shaping.{number}.{option}", most)
+    for number, one in enumerate(tree["algorithm"]["filters"]):
+        if "min_chars" in one:  # answers of the task have a few characters
+            yield f"algorithm.filters.{number}.min_chars", 1
     if "branches" in tree["algorithm"]["advantage"]:
         yield "algorithm.advantage.branches", [2, 2]
     if tree["algorithm"]["kl"]["reference"].get(

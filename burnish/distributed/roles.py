@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from burnish.algorithms.losses.spec import DivergenceLoss
+from burnish.algorithms.losses.spec import DivergenceLoss, ImitationLoss
 from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
@@ -246,6 +246,12 @@ def policy_updates(config: TrainConfig) -> int:
     return steps * training.mini_batches * training.epochs
 
 
+def learning_temperature(config: TrainConfig) -> float:
+    """Temperature of the learner's log-probs: that of the samples, unless the loss sets its own (SSD)."""
+    own = config.algorithm.loss.temperature if isinstance(config.algorithm.loss, ImitationLoss) else None
+    return config.rollout.temperature if own is None else own
+
+
 def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Learner:
     """The learner of the actor; its schedule ends with the last step. With several ranks the policy is divided among them."""
     training, total = config.training, policy_updates(config)
@@ -258,7 +264,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
         training.optimizer,
         total,
         training.token_budget,
-        config.rollout.temperature,
+        learning_temperature(config),
         training.share_prefixes,
         training.grad_norms,
         ranks,
@@ -317,7 +323,7 @@ def build_reference(
         options["paths"] = {
             name: None if path is None else str(find_directory(path, base)) for name, path in options["paths"].items()
         }
-    budget, temperature = config.training.token_budget, config.rollout.temperature
+    budget, temperature = config.training.token_budget, learning_temperature(config)
     reference = make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
     reference.top = config.algorithm.kl.loss.top
     loss = config.algorithm.loss

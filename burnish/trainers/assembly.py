@@ -184,10 +184,11 @@ def build_inputs(
         rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
     shown, missing = build_demonstrations(config, policy, stream, base)
     notes = [note for note in (stream.report(), missing) if note is not None] + template_notes
-    notes += [TRUNCATED_SAMPLING_NOTE] if config.rollout.top_p < 1 or config.rollout.top_k else []
+    is_meant = getattr(config.algorithm.loss, "temperature", None) is not None
+    notes += [TRUNCATED_SAMPLING_NOTE] if not is_meant and (config.rollout.top_p < 1 or config.rollout.top_k) else []
     notes += config_notes(config)
     imitated, left_out = list[Example](), 0
-    if config.data.demonstrations and config.algorithm.auxiliary.sft > 0:
+    if config.data.demonstrations and config.algorithm.auxiliary.imitates:
         most = policy.max_positions or config.data.max_prompt_tokens + config.rollout.max_tokens
         sources, template = config.data.demonstrations, config.data.template
         imitated, left_out = load_examples(sources, policy.tokenizer, template, most, "filter", base, config.seed)
@@ -427,12 +428,13 @@ def imitation_batches(parts: RunParts, device: torch.device) -> ImitationBatch |
         return None
     config, each = parts.config, parts.config.data.demonstrations_per_update
     total = config.training.steps * config.training.mini_batches * config.training.epochs
+    scale = config.algorithm.auxiliary.sft or 1.0  # CHORD's weight follows the step
     order = example_order(len(parts.imitated), config.seed, total * each)
 
     def examples(number: int) -> Batch:
         chosen = order[number * each : (number + 1) * each]
         batch = sft.pack_examples([parts.imitated[i] for i in chosen]).to(device)
-        return batch.with_token(weight=config.algorithm.auxiliary.sft * aggregation_weights(batch, "token-mean"))
+        return batch.with_token(weight=scale * aggregation_weights(batch, "token-mean"))
 
     return examples
 

@@ -82,6 +82,14 @@ def with_second_moment_mask(mini: Batch, clip: SecondMomentClip) -> Batch:
     return mini.with_token(**{SECOND_MOMENT_KEPT: kept})
 
 
+def scaled_loss(mini: Batch, factor: float) -> Batch:
+    """The mini-batch with all weights of its loss multiplied by a factor."""
+    names = ("weight", "nll_weight")
+    token = {name: mini.token[name] * factor for name in names if name in mini.token}
+    sequence = {name: mini.sequence[name] * factor for name in names if name in mini.sequence}
+    return mini.with_token(**token).with_sequence(**sequence)
+
+
 def with_answer_ids(mini: Batch) -> Batch:
     """Return the mini-batch with `answer_ids` if an answer has several sequences, which losses then see as one."""
     if ANSWER_COLUMN in mini.sequence or first_sequences(mini) is None:

@@ -31,6 +31,7 @@ from burnish.algorithms.correction.budget import BudgetError
 from burnish.algorithms.correction.mismatch_diagnostics import surprise_metrics
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.algorithms.template_collapse import collapse_metrics
+from burnish.algorithms.terms.loss_terms import chord_weight
 from burnish.config.environment import max_written_tokens
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
@@ -41,7 +42,7 @@ from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.assembly import rollout_plan
 from burnish.trainers.context import StepResult, TrainContext
-from burnish.trainers.minibatches import in_whole_batch, mini_batches
+from burnish.trainers.minibatches import in_whole_batch, mini_batches, scaled_loss
 from burnish.trainers.performance import learner_metrics, rollout_throughput
 from burnish.trainers.pipeline import StepContext
 from burnish.trainers.state import advance, entropy_coefficient
@@ -147,7 +148,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
 def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
     """Train critic and policy on a batch. If an update is not made, a note gives the reason."""
     config, pipeline, state, learner = context.config, context.pipeline, context.state, context.learner
-    training, critic = config.training, config.algorithm.critic
+    training, critic, chord = config.training, config.algorithm.critic, config.algorithm.auxiliary.chord
     context.run.display.phase("learning")
     if learner.device.type == "cuda" and not context.source.overlaps:
         context.engine.sleep()  # frees the KV cache for the learner; the next request wakes the engine
@@ -188,6 +189,10 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
         if is_warmup:
             continue
         imitation = (context.imitation(number), NllLoss()) if context.imitation is not None else None
+        if imitation is not None and chord is not None:
+            mu = chord_weight(step - 1, chord.peak, chord.valley, chord.warmup, chord.decay)
+            mini, imitation = scaled_loss(mini, 1 - mu), (scaled_loss(imitation[0], mu), NllLoss(chord.gate))
+            result.metrics["chord_mu"] = mu
         is_first = not result.updates  # its forward pass sees the policy before any update
         update = learner.update(mini, loss, pipeline.lr_scale(step), imitation, columns=is_first)
         if is_first and update.logp is not None:

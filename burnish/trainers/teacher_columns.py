@@ -1,5 +1,7 @@
 """Columns of a batch that tell a teacher what to read: which teacher a row has, and what it reads before the answer.
 
+`num_chars` and `num_lines` are those of an answer's text, for the filter `non_stub`.
+
 They are made when the rollouts of a step are packed, because they need the rows of the prompts and the texts of the samples:
 
 - `teacher_ids` [S]: the index of the row's teacher (`kl.reference.teachers`).
@@ -39,7 +41,7 @@ def teacher_columns(
 ) -> list[AddColumns]:
     """The functions that add a step's columns; none for a run without teachers. `rows` are checked before the run starts."""
     reference, context = config.algorithm.kl.reference, config.algorithm.kl.context
-    made: list[AddColumns] = []
+    made: list[AddColumns] = [text_sizes] if config.algorithm.needs("text_sizes") else []
     rows = list(rows) if isinstance(reference, TeachersReference) or isinstance(context, DemonstrationContext) else []
     if isinstance(reference, TeachersReference):
         names = list(reference.paths)
@@ -53,6 +55,15 @@ def teacher_columns(
                 demonstration_of(row, context.column)
         made.append(TeacherPrompts(context, tokenizer, config.data.template, max_positions))
     return made
+
+
+def text_sizes(batch: Batch, trajectories: Sequence[Trajectory], prompts: Prompts) -> Batch:
+    """Add `num_chars` and `num_lines` of each answer's text, for the filter non_stub."""
+    texts, of_trajectory = [t.completion.strip() for t in trajectories], batch.sequence["trajectory_ids"]
+    return batch.with_sequence(
+        num_chars=torch.tensor([len(text) for text in texts])[of_trajectory],
+        num_lines=torch.tensor([text.count("\n") + 1 for text in texts])[of_trajectory],
+    )
 
 
 # --- Which teacher ----------------------------------------------------------------------------------------------------------

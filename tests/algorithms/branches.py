@@ -81,6 +81,8 @@ def episodes(seed: int) -> Batch:
             "accuracy": (reward > 0.4).double(),
             "truncated": torch.arange(num) % 5 == 1,
             "void_turns": (torch.arange(num) % 4 == 2).double(),
+            "num_chars": torch.arange(num) * 5 % 17,
+            "num_lines": 1 + (torch.arange(num) % 3 == 0).long(),
             "part/a": (shares(num) > 0.5).double(),
             "part/b": shares(num),
             "greedy_reward": torch.tensor([(g % 2) / 2 for g in GROUPS], dtype=torch.float64),

@@ -50,6 +50,8 @@ def f1() -> Batch:
             group_ids=torch.tensor([0, 0, 1, 1]),
             truncated=torch.tensor([False, False, False, True]),
             void_turns=torch.tensor([0.0, 2.0, 0.0, 0.0], dtype=torch.float64),
+            num_chars=torch.tensor([0, 9, 9, 10]),
+            num_lines=torch.tensor([1, 1, 2, 1]),
         )
     )
 

@@ -30,6 +30,7 @@ from burnish.algorithms.spec import SLOT_RECORDS, Algorithm, Replay
 from burnish.algorithms.terms.spec import (
     Aggregation,
     Auxiliary,
+    Chord,
     Entropy,
     EntropyTarget,
     Kl,
@@ -149,6 +150,8 @@ def make_batch() -> Batch:
             "accuracy": torch.tensor([1, 0, 0, 1, 0, 1, 1, 1], dtype=torch.float64),
             "truncated": torch.tensor([False, True, False, False, False, False, False, False]),
             "void_turns": torch.tensor([0, 0, 0, 2, 0, 0, 0, 0], dtype=torch.float64),
+            "num_chars": torch.tensor([12, 3, 0, 30, 9, 11, 8, 40]),
+            "num_lines": torch.tensor([1, 1, 1, 2, 2, 1, 1, 1]),
             "part/a": torch.tensor([1, 0, 0, 1, 0, 1, 0, 1], dtype=torch.float64),
             "part/b": torch.tensor([0.2, 0.9, 0.4, 0.1, 0.7, 0.3, 0.6, 0.5], dtype=torch.float64),
             "greedy_reward": torch.tensor([1, 1, 0.5, 0.5, 0.5, 0, 0, 0], dtype=torch.float64),
@@ -555,6 +558,7 @@ MOVES: dict[str, list[Move]] = {
     "TeacherSurrogateLoss.fall": [({**DISTILLED, "loss": "teacher_surrogate"}, "loss.fall", [0.0, None])],
     "TeacherSurrogateLoss.anchor_coef": [({**DISTILLED, "loss": "teacher_surrogate"}, "loss.anchor_coef", [0.5])],
     "SuccessContext.feedback": [],  # what an environment says at the end: `tests/trainers/test_teacher_columns.py`
+    "NonStubFilter.min_chars": listed("filters", "non_stub", "min_chars", 4, 20),
     "TeachersReference.paths": [],  # directories: `tests/trainers/test_distillation_toys.py`
     "TeachersReference.column": [],  # the same
     "TeacherReference.path": [],  # a directory: `tests/training/test_reference.py`
@@ -690,6 +694,7 @@ def all_options() -> list[tuple[str, type[Record], str]]:
         Entropy,
         EntropyTarget,
         Auxiliary,
+        Chord,
         Refill,
         Critic,
     ]

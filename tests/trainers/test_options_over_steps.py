@@ -53,6 +53,9 @@ TREE = [
 ]
 
 ASTAR = ["algorithm=astar_po", "algorithm.loss.beta=0.1"]
+OWN_SAMPLES = ["algorithm=ssd", "algorithm.filters=[{name: non_stub, min_chars: 1}]", "rollout.temperature=0.5"]
+CHORD = ["data.demonstrations={task: sort_digits, options: {num: 64, clean: true, min_digits: 2, max_digits: 3}}"]
+SCHEDULE = "algorithm.auxiliary.chord={peak: 0.5, valley: 0.1, warmup: 1, decay: 2}"
 OWN_TEACHER = [
     "algorithm={preset: sdft, loss: {top: 4}, kl: {context: {column: answer, text: '{context}'}}}",
     "rollout.n=4",
@@ -62,6 +65,13 @@ SUCCESSES = ["algorithm={preset: sdpo, kl: {context: {text: '{context}', thresho
 OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "OfflineValueAdvantage.samples": (ASTAR, "algorithm.advantage.samples=2"),
     "OfflineValueAdvantage.beta": (ASTAR, "algorithm.advantage.beta=5"),
+    "ImitationLoss.temperature": (OWN_SAMPLES, "algorithm.loss.temperature=2"),
+    "Auxiliary.chord": (IMITATED[1:] + ["algorithm.auxiliary={sft: 0.1}"], "algorithm.auxiliary={sft: 0, chord: {}}"),
+    "Chord.gate": ([*CHORD, "algorithm.auxiliary.chord={}"], "algorithm.auxiliary.chord.gate=none"),
+    "Chord.peak": ([*CHORD, SCHEDULE], "algorithm.auxiliary.chord.peak=0.9"),
+    "Chord.valley": ([*CHORD, SCHEDULE], "algorithm.auxiliary.chord.valley=0.3"),
+    "Chord.warmup": ([*CHORD, SCHEDULE], "algorithm.auxiliary.chord.warmup=2"),
+    "Chord.decay": ([*CHORD, SCHEDULE], "algorithm.auxiliary.chord.decay=1"),
     "DivergenceLoss.alpha": (OWN_TEACHER, "algorithm.loss.alpha=0"),
     "DivergenceLoss.support": (OWN_TEACHER, "algorithm.loss.support=teacher"),
     "DivergenceLoss.top": (OWN_TEACHER, "algorithm.loss.top=2"),

@@ -195,6 +195,16 @@ def void_turns(batch: Batch) -> Tensor:
     return batch.loss_mask & ~(batch.sequence["void_turns"] > 0)[batch.sequence_ids]
 
 
+def non_stub(batch: Batch, *, min_chars: int) -> Tensor:
+    """[N] bool: the loss mask without answers that are empty, or one line of fewer than `min_chars` characters (2604.01193).
+
+    Reads the sequence columns `num_chars` and `num_lines` of the answer's text.
+    """
+    chars, lines = batch.sequence["num_chars"], batch.sequence["num_lines"]
+    keep = (chars > 0) & ((lines > 1) | (chars >= min_chars))
+    return batch.loss_mask & keep[batch.sequence_ids]
+
+
 def positives_only(batch: Batch) -> Tensor:
     """[N] bool: the loss mask of samples with a reward above 0. RAFT++ (2504.11343)."""
     return batch.loss_mask & (batch.sequence["reward"] > 0)[batch.sequence_ids]
@@ -328,6 +338,7 @@ def _token_advantages(batch: Batch) -> Tensor:
 SAMPLE_FILTERS: dict[str, Callable[..., Tensor]] = {
     "overlong": overlong,
     "void_turns": void_turns,
+    "non_stub": non_stub,
     "positives_only": positives_only,
     "cppo": cppo,
     "prob_mask": prob_mask,

@@ -120,6 +120,20 @@ class VoidTurnsFilter(FilterRecord):
     name: Literal["void_turns"] = "void_turns"
 
 
+class NonStubFilter(FilterRecord):
+    """Takes empty answers and stubs out of the loss: a single line of a few characters."""
+
+    formula: ClassVar[str] = (
+        "loss_mask of an answer := 0 if it is empty, or one line of fewer than min_chars characters"
+    )
+    paper: ClassVar[str] = "simple self-distillation (2604.01193)"
+    needs: ClassVar[tuple[str, ...]] = ("text_sizes",)
+    of_answers: ClassVar[bool] = True
+    name: Literal["non_stub"] = "non_stub"
+    min_chars: int = Field(10, ge=1)
+    """An answer of one line needs this many characters, without spaces around it."""
+
+
 class PositivesOnlyFilter(FilterRecord):
     """Trains only on samples with a positive reward."""
 
@@ -247,6 +261,7 @@ FILTER_RECORDS: tuple[type[FilterRecord], ...] = (
     SnrFilter,
     OverlongFilter,
     VoidTurnsFilter,
+    NonStubFilter,
     PositivesOnlyFilter,
     CppoFilter,
     ProbMaskFilter,

@@ -61,12 +61,17 @@ class Loss(Protocol):
 class NllLoss:
     """L = -sum_t weight_t logp_t: negative log-likelihood, for supervised training."""
 
+    gate: str = "none"
+    """A further weight of each token, with p = exp(logp) and without gradient: phi is p (1 - p), importance is p (CHORD, Trinity-RFT)."""
     needs: ClassVar[frozenset[str]] = frozenset()
     scope: ClassVar[str] = "token"
 
     def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
-        logp = view.policy_logp
-        return -(view.column("weight") * logp).sum(), {"nll": -logp.detach().sum()}
+        logp, weight = view.policy_logp, view.column("weight")
+        if self.gate != "none":
+            p = logp.detach().exp()
+            weight = weight * (p * (1 - p) if self.gate == "phi" else p)
+        return -(weight * logp).sum(), {"nll": -logp.detach().sum()}
 
 
 @dataclass(frozen=True)

@@ -337,11 +337,16 @@ class MixedLoss(LossRecord):
 
 
 class ImitationLoss(LossRecord):
-    """Imitates every token in the loss, whatever its reward; filter positives_only limits it to answers with a positive reward."""
+    """Imitates every token in the loss, whatever its reward; filter positives_only limits it to answers with a positive reward, non_stub to real answers."""
 
     formula: ClassVar[str] = "L_t = -logp_t"
+    paper: ClassVar[str] = "temperature: simple self-distillation (2604.01193)"
     advantages: ClassVar[tuple[str, ...]] = ("none",)
+    rollout_options: ClassVar[tuple[str, ...]] = ("temperature",)
     name: Literal["nll"] = "nll"
+    temperature: float | None = Field(None, gt=0)
+    """Temperature of the log-probs in the loss; null is rollout.temperature. 1 trains the plain distribution on samples of a sharpened or
+    truncated one (SSD)."""
 
 
 class DivergenceLoss(LossRecord):

@@ -84,4 +84,24 @@ DISTILLATION: dict[str, Preset] = {
         },
         note="the demonstrations: algorithm.kl.context.column. The teacher has the policy's weights at the start of each step",
     ),
+    "ssd": Preset(
+        "SSD",
+        "Simple self-distillation, 2026 (2604.01193)",
+        "no verifier and no teacher: what the policy writes at another temperature or truncation is imitated at temperature 1",
+        {
+            **BARE,
+            "advantage": "none",
+            "loss": {"name": "nll", "temperature": 1.0},
+            "aggregation": TOKEN_MEAN,
+            "filters": ["non_stub"],
+        },
+        note="the effect comes from rollout.temperature, rollout.top_p and rollout.top_k; one sample a prompt (rollout.n=1), one update a batch",
+    ),
+    "chord": Preset(
+        "CHORD",
+        "CHORD (Trinity-RFT), phi-weighted demonstrations",
+        "imitation disturbs the policy where it is sure and where it has no idea: each demonstrated token is weighted by p (1 - p)",
+        {"advantage": "grpo", "clip": PPO, "aggregation": TOKEN_MEAN, "auxiliary": {"chord": {}}},
+        note="the rows to imitate: data.demonstrations; the schedule of their share: algorithm.auxiliary.chord",
+    ),
 }

@@ -218,6 +218,15 @@ def positive_nll_weights(batch: Batch, mu: float) -> Tensor:
     return mu * tokens / tokens.sum().clamp(min=1)
 
 
+def chord_weight(step: int, peak: float, valley: float, warmup: int, decay: int) -> float:
+    """mu of CHORD at a step, counted from 0: a linear rise to `peak`, then a cosine to `valley` (Trinity-RFT)."""
+    if step < warmup:
+        return step / warmup * peak
+    if step >= warmup + decay:
+        return valley
+    return valley + (peak - valley) * (1 + math.cos(math.pi * (step - warmup) / decay)) / 2
+
+
 # --- Entropy
 
 

@@ -304,6 +304,31 @@ class Entropy(Record):
     """Train only on this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
 
 
+class Chord(Record):
+    """Demonstrations with a schedule and a gate: L = (1 - mu) L_rl + mu L_sft, with mu from a schedule of steps (CHORD, Trinity-RFT)."""
+
+    gate: Literal["phi", "importance", "none"] = "phi"
+    """Weight of a demonstrated token, without gradient: p (1 - p), which spares what the policy is sure of and what it has no idea of; p; or 1."""
+    peak: float = Field(0.1, ge=0, le=1)
+    """mu after the warm-up."""
+    valley: float = Field(0.1, ge=0, le=1)
+    """mu after the decay."""
+    warmup: int = Field(0, ge=0)
+    """Steps over which mu rises from 0 to peak."""
+    decay: int = Field(0, ge=0)
+    """Steps after the warm-up over which mu goes from peak to valley, along a cosine."""
+
+    @model_validator(mode="after")
+    def _check_mu_is_used(self) -> Chord:
+        if max(self.peak, self.valley) == 0:
+            raise ValueError("chord with peak 0 and valley 0 never imitates: set one of them, or chord=null")
+        if self.decay == 0 and self.peak != self.valley and self.warmup == 0:
+            raise ValueError(
+                "chord.peak is never reached without warmup and decay: set decay, or peak to the value of valley"
+            )
+        return self
+
+
 class Auxiliary(Record):
     """Supervised terms added to the policy loss."""
 
@@ -311,3 +336,18 @@ class Auxiliary(Record):
     """Weight of the mean NLL of right answers (VAPO, 2504.05118: 0.1)."""
     sft: float = Field(0.0, ge=0)
     """Weight of the mean NLL of demonstrations."""
+    chord: Chord | None = None
+    """Demonstrations by CHORD's schedule and gate instead of a fixed weight."""
+
+    @property
+    def imitates(self) -> bool:
+        """Whether data.demonstrations are imitated beside the policy loss."""
+        return self.sft > 0 or self.chord is not None
+
+    @model_validator(mode="after")
+    def _check_one_weight(self) -> Auxiliary:
+        if self.sft > 0 and self.chord is not None:
+            raise ValueError(
+                "auxiliary.chord weighs demonstrations by its own schedule: set auxiliary.sft=0, or chord=null"
+            )
+        return self

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.algorithms.spec import Algorithm
-from burnish.algorithms.terms.loss_terms import kl_advantages
+from burnish.algorithms.terms.loss_terms import aggregation_weights, chord_weight, kl_advantages
 from burnish.config.loading import algorithm_from_preset
 from burnish.core.batch import Batch
-from burnish.trainers.minibatches import build_policy_loss, mini_batches
+from burnish.trainers.minibatches import build_policy_loss, mini_batches, scaled_loss
 from tests.algorithms.conftest import behind_prompts
-from tests.algorithms.functions_with_defaults import distillation
+from tests.algorithms.functions_with_defaults import distillation, non_stub
 
 Look = Callable[..., Any]
 ROLLOUT = [[-1.05, -0.45, -2.1, -0.1], [-0.7, -1.3], [-1.75, -0.9, -2.6], [-2.2, -0.4, -0.5, -1.2]]
@@ -123,3 +124,40 @@ def test_the_gradient_does_not_depend_on_the_split(taught: Batch, look: Look) ->
     parts = [look(whole.select(torch.tensor(rows)), None).run(**of_preset("sdpo")) for rows in ([0], [1, 2], [3])]
     assert sum(part[0] for part in parts) == pytest.approx(loss)
     assert [x for part in parts for x in part[1]] == pytest.approx(gradient)
+
+
+# --- CHORD and SSD
+
+
+def test_chord_weighs_demonstrations_by_what_the_policy_knows_of_them(f1: Batch, look: Look) -> None:
+    logp = torch.tensor([-0.2, -1.0, -3.0], dtype=torch.float64)
+    batch = Batch(
+        tokens=torch.arange(4),
+        offsets=torch.tensor([0, 4]),
+        token={"new": torch.cat([torch.zeros(1), logp]), "loss_mask": torch.tensor([False, True, True, True])},
+        sequence={"trajectory_ids": torch.zeros(1, dtype=torch.long)},
+    )
+    seen = look(batch)
+    loss, _ = NllLoss("phi")(seen.view)
+    assert loss.item() == pytest.approx(0.134717, abs=1e-5)
+    gradient = seen.gradient(loss)[1:].tolist()
+    assert gradient == pytest.approx([-0.04947, -0.077515, -0.015769], abs=1e-5)
+    assert NllLoss()(seen.view)[0].item() == pytest.approx(1.4)
+    weights = logp.exp()
+    assert NllLoss("importance")(seen.view)[0].item() == pytest.approx(float((-weights * logp).mean()))
+    mini = look(scaled_loss(f1.with_token(weight=aggregation_weights(f1, "token-mean")), 0.9), None)
+    scaled = scaled_loss(batch.with_token(weight=aggregation_weights(batch, "token-mean")), 0.1)
+    total = mini.run()[0] + NllLoss("phi")(look(scaled, None).view)[0].item()
+    assert total == pytest.approx(0.068736, abs=1e-5)
+
+
+def test_chords_share_rises_and_falls() -> None:
+    found = [chord_weight(step, 0.5, 0.02, 200, 400) for step in (0, 100, 200, 400, 600, 1000)]
+    assert found == pytest.approx([0, 0.25, 0.5, 0.26, 0.02, 0.02], abs=1e-9)
+    assert chord_weight(0, 0.1, 0.1, 0, 0) == 0.1
+
+
+def test_ssd_is_the_likelihood_of_what_is_no_stub(f1: Batch, look: Look) -> None:
+    assert look(f1).run(**of_preset("ssd"))[0] == pytest.approx(0.938462, abs=1e-5)
+    kept = non_stub(f1)  # empty, a line of 9 characters, two lines, a line of 10
+    assert [bool(part.any()) for part in kept.split([5, 3, 4, 5])] == [False, False, True, True]
