@@ -233,11 +233,11 @@ def answered_pairs(stages: Stages, seed: int, split: str, source: Path, args: ar
     stages.run(f"answers-{split}", [*words, "--max-tokens", "512", "--seed", seed, "--reward", "number", "--out", out])
     answers: dict[str, dict[bool, list[str]]] = {}
     prompts: dict[str, str] = {}
-    asked = {
-        f"{source.stem}/{index}": record["question"] for index, (_, record) in enumerate(read_records(str(source)))
-    }
+    asked = [record["question"] for _, record in read_records(str(source))]
     for _, row in read_records(str(out)):
-        prompts[row["id"]] = asked.get(row["id"], row["prompt"])
+        if row["truncated"]:  # an answer without an end would give itself away
+            continue
+        prompts[row["id"]] = asked[int(row["id"].rpartition("/")[2])]
         answers.setdefault(row["id"], {True: [], False: []})[row["accuracy"] == 1].append(row["completion"].strip())
     rows = []
     for name, found in answers.items():
@@ -265,7 +265,11 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Train the scorer and the judge, and measure both and the base on the held-out pairs."""
     dtype = judge["model"].get("dtype", "float32")
-    scoring = {"model": {"path": str(base.resolve()), "dtype": dtype}, "reward_model": scorer}
+    scoring = {
+        "model": {"path": str(base.resolve()), "dtype": dtype},
+        "reward_model": scorer,
+        "run": {"save_every": 20},
+    }
     seconds = {"scorer": stages.run("scorer", ["reward-model", recipe(stages, "scorer", seed, scoring)])}
     seconds["judge"] = stages.run("judge", ["train", recipe(stages, "judge", seed, judge)])
     rows = []
