@@ -1,6 +1,6 @@
 """A reward model that reasons (RM-R1) beside a Bradley-Terry scorer of the same base, on the same held-out pairs.
 
-python bench/reasoning_reward_model.py [--seeds 0] [--pairs 4000] [--steps 60] [--work FOLDER] [--seconds 3000]
+python bench/reasoning_reward_model.py [--seeds 0] [--pairs 4000] [--steps 40] [--work FOLDER] [--seconds 3000]
 python bench/reasoning_reward_model.py --model models/Qwen2.5-Coder-1.5B --train gsm8k_train.jsonl --test gsm8k_test.jsonl --work FOLDER --seconds 500
 
 Without a model: a small decoder made from nothing on the task pair_verdict (two answers to sorting digits, one of them right). With one: the model
@@ -36,6 +36,8 @@ from burnish.run.metrics import read_metrics
 
 NEW_MODEL = {"new": {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "mlp_size": 336, "max_positions": 80}}
 BETAS = {"betas": [0.9, 0.95], "schedule": "linear", "final": 0.1}
+DIGITS = {"min_digits": 2, "max_digits": 3}
+SFT_UPDATES = 250
 COLUMNS = [
     "model",
     "seed",
@@ -128,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--questions", type=int, default=2000, help="training questions to answer; a quarter as many of the test file")
     add("--pairs", type=int, default=4000, help="most pairs to train on")
     add("--held-out", type=int, default=300, help="most held-out pairs")
-    add("--steps", type=int, default=60, help="of RL")
+    add("--steps", type=int, default=40, help="of RL")
     add("--work", type=Path, help="where everything stays, so that the same command continues")
     add("--seconds", type=float, default=1e9, help="stop after so long")
     add("--out", type=Path, help="where the rows go instead of bench/results")
@@ -146,19 +148,19 @@ def parse_arguments() -> argparse.Namespace:
 
 def small(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of base, judge and scorer on pair_verdict."""
-    pairs = {"task": "pair_verdict", "options": {"num": args.pairs}}
+    pairs = {"task": "pair_verdict", "options": {**DIGITS, "num": args.pairs}}
     sft = {
-        "data": {"task": "pair_verdict", "options": {"num": 4000, "flawed": 0.5}},
-        "updates": 200,
+        "data": {"task": "pair_verdict", "options": {**DIGITS, "num": 8000, "flawed": 0.3}},
+        "updates": SFT_UPDATES,
         "batch_size": 64,
         "max_tokens": 80,
         "optimizer": {"lr": 3e-3, "warmup": 20, **BETAS},
     }
     stages.run("sft", ["sft", recipe(stages, "sft", seed, {"model": NEW_MODEL, "sft": sft})])
-    base = stages.folder / "sft/checkpoints/step-000200"
+    base = stages.folder / f"sft/checkpoints/step-{SFT_UPDATES:06d}"
     scorer = {
         "data": pairs,
-        "held_out": {"task": "pair_verdict", "options": {"num": args.held_out}},
+        "held_out": {"task": "pair_verdict", "options": {**DIGITS, "num": args.held_out}},
         "updates": max(1, 3 * args.pairs // 64),
         "batch_size": 64,
         "max_tokens": 32,
@@ -167,7 +169,10 @@ def small(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str,
     }
     judge = {
         "model": {"path": str(base)},
-        "data": {"train": {"task": "pair_verdict", "limit": 2 * args.pairs}, "max_prompt_tokens": 40},
+        "data": {
+            "train": {"task": "pair_verdict", "options": DIGITS, "limit": 2 * args.pairs},
+            "max_prompt_tokens": 40,
+        },
         "reward": {"parts": "rm_r1"},
         "rollout": {"prompts": 32, "n": 8, "max_tokens": 36, "max_rows": 256},
         "algorithm": {
@@ -178,7 +183,7 @@ def small(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str,
         },
         "training": {"steps": args.steps, "optimizer": {"lr": 3e-4, **BETAS}},
     }
-    test = ["task:pair_verdict", "--max-tokens", "36", "--seed", str(seed)]
+    test = ["task:pair_verdict", "--max-tokens", "36", "--seed", str(seed), f"data.source.options={json.dumps(DIGITS)}"]
     return compare(stages, seed, "new, 0.5M", base, scorer, judge, test, args)
 
 

@@ -39,77 +39,16 @@ if TYPE_CHECKING:
 LEAN_TAGS = ("lean", "lean4")
 FILE_NAME = "proof.lean"
 ALLOWED_AXIOMS = frozenset({"propext", "Classical.choice", "Quot.sound"})
-FORBIDDEN_WORDS = [
-    r"sorry\w*",
-    r"admit",
-    r"axioms?",
-    r"native_decide",
-    r"unsafe",
-    r"partial",
-    r"opaque",
-    r"implemented_by",
-    r"extern",
-    r"csimp",
-    r"ofReduceBool",
-    r"ofReduceNat",
-    r"trustCompiler",
-    r"theorem",
-    r"lemma",
-    r"def",
-    r"abbrev",
-    r"example",
-    r"instance",
-    r"inductive",
-    r"structure",
-    r"class",
-    r"namespace",
-    r"section",
-    r"end",
-    r"mutual",
-    r"open",
-    r"export",
-    r"import",
-    r"universes?",
-    r"variables?",
-    r"attribute",
-    r"deriving",
-    r"private",
-    r"protected",
-    r"public",
-    r"noncomputable",
-    r"nonrec",
-    r"module",
-    r"meta",
-    r"\w*initialize",
-    r"declare_\w+",
-    r"register_\w+",
-    r"syntax\w*",
-    r"macro\w*",
-    r"elab\w*",
-    r"notation\w*",
-    r"infix[lr]?",
-    r"prefix",
-    r"postfix",
-    r"local",
-    r"scoped",
-    r"set_option",
-    r"run_\w+",
-    r"by_elab",
-    r"eval_\w+",
-    r"\w*simproc\w*",
-    r"alias",
-    r"\w+_def",
-    r"unseal",
-    r"seal",
-    r"include",
-    r"omit",
-    r"IO",
-    r"Lean",
-    r"Elab",
-    r"Meta",
-]
-"""A proof with a word of these is refused. They begin a command, reach the elaborator, or trust something unproved."""
-_FORBIDDEN = re.compile(rf"(?<![\w.'!?])(?:{'|'.join(FORBIDDEN_WORDS)})(?![\w'!?])|(?<![\w.])Lean\.|#[a-z]|@\[|«")
+FORBIDDEN_WORDS = r"""
+sorry\w* admit axioms? native_decide unsafe partial opaque implemented_by extern csimp ofReduceBool ofReduceNat trustCompiler
+theorem lemma def abbrev example instance inductive structure class namespace section end mutual open export import universes? variables?
+attribute deriving private protected public noncomputable nonrec module meta \w*initialize declare_\w+ register_\w+ syntax\w* macro\w* elab\w*
+notation\w* infix[lr]? prefix postfix local scoped set_option run_\w+ by_elab eval_expr \w*simproc\w* alias irreducible_def unseal seal
+include omit IO Lean Elab Meta
+"""
+"""Patterns of words. A proof with such a word is refused: they begin a command, reach the elaborator, or trust something unproved."""
+_WORDS = "|".join(re.split(r"\s+", FORBIDDEN_WORDS.strip()))
+_FORBIDDEN = re.compile(rf"(?<![\w.'!?])(?:{_WORDS})(?![\w'!?])|(?<![\w.])Lean\.|#[a-z]|@\[|«")
 _STATEMENT = re.compile(r"^[ \t]*(?:theorem|lemma)[ \t]+([^\s:({\[]+)", re.MULTILINE)
 _UNPROVED = re.compile(r"\s*:=\s*(?:by)?\s*(?:sorry)?\s*$")
 _AXIOMS = re.compile(r"'([^']*)' depends on axioms: \[([^\]]*)\]")
@@ -168,11 +107,11 @@ def _without_comments(text: str) -> str:
     """The text without Lean's comments, nested ones included. One that is not closed goes to the end."""
     kept, depth, at = [], 0, 0
     for found in re.finditer(r"/-|-/|--[^\n]*", text):
-        if found.start() < at or (found[0].startswith("--") and depth):
+        if found.start() < at or (depth and found[0].startswith("--")) or (depth == 0 and found[0] == "-/"):
             continue
-        if depth == 0 and found[0] != "-/":
+        if depth == 0:
             kept.append(text[at : found.start()] + " ")
-        depth += {"/-": 1, "-/": -1 if depth else 0}.get(found[0], 0)
+        depth += {"/-": 1, "-/": -1}.get(found[0], 0)
         at = found.end() if depth == 0 else at
     return "".join(kept) + (text[at:] if depth == 0 else "")
 

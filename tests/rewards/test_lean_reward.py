@@ -97,6 +97,11 @@ def test_a_proof_that_may_cheat_is_refused_before_lean_runs(completion: str, rea
     assert reason in str(refused.value)
 
 
+def test_names_that_only_look_like_forbidden_words_are_allowed_and_a_stray_mark_drops_nothing() -> None:
+    proof = "by\n  rw [abs_def, eval_add, Nat.sub_def, h.end', theorem_of_x]\n  exact x -/ y"
+    assert extract_lean_proof(proof, EXPECTED) == proof
+
+
 def message(line: int, severity: str, text: str) -> str:
     return json.dumps({"severity": severity, "pos": {"line": line, "column": 0}, "data": text}) + "\n"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from burnish.data.proofs.kernel import FALSE, Formula, Line, Theorem, negation
+from burnish.data.proofs.kernel import FALSE, RULES, Formula, Line, Theorem, negation
 
 Term = tuple  # ("given", A), ("assume", A), ("intro", A, t), ("and", s, t), ("inl", A | B, t), ("absurd", A, t), ...
 Context = dict[Formula, Term]
@@ -177,13 +177,8 @@ def _reduced_once(term: Term) -> Term:
     return (rule, *parts)
 
 
-RULE_NAMES = frozenset(
-    ["given", "assume", "and", "left", "right", "inl", "inr", "intro", "apply", "cases", "absurd", "classical"]
-)
-
-
 def _is_term(part: object) -> bool:
-    return isinstance(part, tuple) and part[0] in RULE_NAMES
+    return isinstance(part, tuple) and part[0] in RULES
 
 
 def _assumed(term: Term) -> set[Formula]:
