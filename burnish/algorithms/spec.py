@@ -446,7 +446,18 @@ def _check_shaping(a: Algorithm) -> None:
         raise ValueError(
             f"algorithm.shaping changes the reward, which advantage {a.advantage.name} does not read: remove it"
         )
-    dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense]
+    dense = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.dense and not s.of_turns]
+    of_turns = [s.name for s in a.shaping if not isinstance(s, Plugin) and s.of_turns]
+    if of_turns and not advantage.by_token and not advantage.by_turn:
+        able = [r.model_fields["name"].default for r in ADVANTAGE_RECORDS if r.by_token or r.by_turn]
+        raise ValueError(
+            f"{of_turns[0]} rewards single turns: it needs an advantage that gives turns a credit of their own ({', '.join(able)}), not "
+            f"{advantage.name}"
+        )
+    if of_turns and a.replay is not None:
+        raise ValueError(
+            f"{of_turns[0]} is measured with the current policy when a group is sampled: remove algorithm.replay"
+        )
     discounted = any(getattr(advantage, name, 1.0) != 1.0 for name in ("gamma", "turn_gamma"))
     if dense and (not advantage.by_token or discounted):
         able = [r.model_fields["name"].default for r in ADVANTAGE_RECORDS if r.by_token]

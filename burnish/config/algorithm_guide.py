@@ -187,6 +187,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "returns of turns, normalised over the batch", ("algorithm.advantage={name: rebn, gamma: 0.9}", "environment={name: 'game.py:Game', max_turns: 8}"), ("rebn",)),
     Remedy(SPARSE_REWARD, "compare turns of the same state and, with more weight, the same history", ("algorithm=hgpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("hgpo",)),
     Remedy(SPARSE_REWARD, "the last step's advantage for all steps of a run, divided by their number", ("algorithm=step_broadcast", "environment={name: 'game.py:Game', max_turns: 8}"), ("step_broadcast",)),
+    Remedy(SPARSE_REWARD, "reward a turn for making the known answer likelier (IGPO)", ("algorithm=rebn", "algorithm.shaping=[information_gain]", "environment={name: 'search.py:Search', max_turns: 8}")),
     Remedy(SEVERAL_ROLES, "a moving average of each role as its baseline (self-play)", ("algorithm=rae", "environment={name: 'game.py:Game', max_turns: 8}"), ("rae",)),
     Remedy(SEVERAL_ROLES, "attempts against attempts at the same problem, proposals against proposals", ("algorithm=hierarchical_grpo", "environment={name: 'tasks.py:Proposals', max_turns: 5}"), ("hierarchical_grpo",)),
     Remedy("an answer takes several conversations", "every sample counts once, and all its conversations get its advantage", ("algorithm=multi_conversation",), ("multi_conversation",)),

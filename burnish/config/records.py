@@ -55,7 +55,7 @@ class Slot(Record):
     probabilities. `entropy`: the entropy at each token before the batch's first update. `prompt_values`: a value of each prompt, estimated before training. `budget`: a length that the prompt asks for. `borders`: answers cut into segments, with a value at each border between
     segments. `tree`: answers that branch. `turns`: several turns per sample. `states`: the state in which each turn of an agent begins.
     `void_turns`: the number of turns with neither a call
-    nor a final answer. `roles`: an environment with several roles. `demonstrations`: answers in the groups that the policy did not sample.
+    nor a final answer. `roles`: an environment with several roles. `answers`: rows with a known answer. `demonstrations`: answers in the groups that the policy did not sample.
     """
     rollout_options: ClassVar[tuple[str, ...]] = ()
     """Options that control how rollouts are made. They are not passed to the slot's function."""

@@ -55,6 +55,7 @@ def episodes(seed: int) -> Batch:
         "turn_start": torch.tensor([start for own in starts for start in own]),
         "turn_state": torch.randint(3, (num_turns,), generator=generator),
         "turn_reward": (shares(num_turns) * 4).floor() / 4,
+        "answer_probability": shares(num_turns),
     }
     return Batch(
         tokens=torch.randint(4, (size,), generator=generator),

@@ -202,6 +202,7 @@ def make_turns() -> Batch:
         "turn_start": torch.tensor([1, 2] * 8),
         "turn_state": states,
         "turn_reward": (torch.arange(16) % 3).double() / 4,
+        "answer_probability": (torch.arange(16) % 5).double() / 5,
     }
     ragged = {name: Ragged(values, torch.arange(0, 17, 2)) for name, values in columns.items()}
     return Batch(batch.tokens, batch.offsets, batch.token, batch.sequence, ragged)
@@ -510,6 +511,9 @@ MOVES: dict[str, list[Move]] = {
     "RepetitionDenseShaper.ngram": [(DENSE, "shaping.0.ngram", [1])],
     "RepetitionDenseShaper.penalty": [(DENSE, "shaping.0.penalty", [-0.5])],
     "RepetitionDenseShaper.gamma": [(DENSE, "shaping.0.gamma", [0.5])],
+    "InformationGainShaper.weight": listed(
+        "shaping", "information_gain", "weight", 0.5, advantage="rebn", batch="turns"
+    ),
     "LcpoExactShaper.alpha": listed("shaping", "lcpo_exact", "alpha", 0.1),
     "LcpoMaxShaper.alpha": listed("shaping", "lcpo_max", "alpha", 0.1),
     "LcpoMaxShaper.delta": listed("shaping", "lcpo_max", "delta", 0.1),
@@ -658,6 +662,7 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     | {"pairs": {**BARE, "advantage": "none", "loss": "simpo", "filters": ["pairs"]}},
     "shaping": {name: {"shaping": [name], "advantage": "reinforce"} for name in SHAPERS if name != "stop_properly"}
     | {"stop_properly": listed("shaping", "stop_properly", "", options={"coef": -0.5}, advantage="reinforce")[0][0]}
+    | {"information_gain": {"shaping": ["information_gain"], "advantage": "reinforce", "batch": "turns"}}
     | {"repetition": {**REPEATS, "advantage": "reinforce"}, "repetition_dense": DENSE}
     | {"soft_overlong": {"shaping": [{"name": "soft_overlong", "max_tokens": 4}], "advantage": "reinforce"}}
     | {"-": {"advantage": "reinforce"}},

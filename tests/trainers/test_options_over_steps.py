@@ -61,12 +61,17 @@ OWN_TEACHER = [
     "rollout.n=4",
 ]
 SUCCESSES = ["algorithm={preset: sdpo, kl: {context: {text: '{context}', threshold: 0.5}}}", "rollout.prompts=8"]
+CORRECTED = [
+    "environment={name: multi_turn_correction, max_turns: 2, workers: 1, options: {verifier: task, prompt: '>'}}",
+    "algorithm.advantage=rebn",
+    "algorithm.shaping=[{name: information_gain, before: '>'}]",
+]
 
 OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "OfflineValueAdvantage.samples": (ASTAR, "algorithm.advantage.samples=2"),
     "OfflineValueAdvantage.beta": (ASTAR, "algorithm.advantage.beta=5"),
     "ImitationLoss.temperature": (OWN_SAMPLES, "algorithm.loss.temperature=2"),
-    "Auxiliary.chord": (IMITATED[1:] + ["algorithm.auxiliary={sft: 0.1}"], "algorithm.auxiliary={sft: 0, chord: {}}"),
+    "Auxiliary.chord": ([*IMITATED[1:], "algorithm.auxiliary={sft: 0.1}"], "algorithm.auxiliary={sft: 0, chord: {}}"),
     "Chord.gate": ([*CHORD, "algorithm.auxiliary.chord={}"], "algorithm.auxiliary.chord.gate=none"),
     "Chord.peak": ([*CHORD, SCHEDULE], "algorithm.auxiliary.chord.peak=0.9"),
     "Chord.valley": ([*CHORD, SCHEDULE], "algorithm.auxiliary.chord.valley=0.3"),
@@ -103,6 +108,7 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "Entropy.adaptive": (STEERED_ENTROPY, "algorithm.entropy.adaptive=null"),
     "EntropyTarget.target": (STEERED_ENTROPY, "algorithm.entropy.adaptive.target=0.001"),
     "EntropyTarget.delta": (STEERED_ENTROPY, "algorithm.entropy.adaptive.delta=0.5"),
+    "InformationGainShaper.before": (CORRECTED, "algorithm.shaping=[{name: information_gain, before: '2>'}]"),
     "Auxiliary.sft": (IMITATED, "algorithm.auxiliary.sft=0.5"),
     "Refill.rounds": (REFILLED, "algorithm.refill.rounds=1"),
     "Refill.oversample": (REFILLED, "algorithm.refill.oversample=2"),

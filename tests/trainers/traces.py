@@ -57,6 +57,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "void_turns": {"filters": ["void_turns"], "kl": KL},
     "snr": {"filters": [{"name": "snr", "share": 0.5}], "kl": KL},
     "repetition": {"shaping": [{"name": "repetition", "ngram": 1}], "kl": KL},
+    "information_gain": {"shaping": ["information_gain"], "advantage": "rebn", "kl": KL},
     "stop_properly": {"shaping": ["stop_properly"], "kl": KL},
     "iterate": {"kl": {**KL, "reference": {"name": "iterate", "every": 400}}},
     "prompt-mean": {"aggregation": "prompt-mean", "kl": KL},
@@ -70,7 +71,7 @@ TUNED: dict[str, dict[str, Any]] = {"clip_b": {"filters": [{"name": "clip_b", "m
 BATCHES = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), "pairs"),
     "spo_tree": "trees",
-    **dict.fromkeys(("gigpo", "hgpo", "mt_grpo", "rebn", "bilevel_gae", "step_broadcast"), "turns"),
+    **dict.fromkeys(("gigpo", "hgpo", "mt_grpo", "rebn", "bilevel_gae", "step_broadcast", "information_gain"), "turns"),
     "spo_chain": "segments",
 }
 """Algorithms whose rollouts are not independent samples of a prompt."""
@@ -131,6 +132,7 @@ def rollouts(kind: str) -> Batch:
             "turn_start": 1 + torch.arange(2 * num) % 2,
             "turn_state": torch.arange(2 * num) % 3,
             "turn_reward": rand(2 * num),
+            "answer_probability": rand(2 * num),
         }
         ragged = {name: Ragged(values, torch.arange(0, 2 * num + 1, 2)) for name, values in spans.items()}
         return replace(batch, ragged=ragged)

@@ -28,6 +28,8 @@ class AdvantageRecord(Slot):
     """Whether adding the same number to all rewards of a group leaves it unchanged."""
     by_token: ClassVar[bool] = False
     """Whether every token has its own return-to-go, so that the position of a token reward matters."""
+    by_turn: ClassVar[bool] = False
+    """Whether every turn has a return of its own, so that it matters which turn has a reward."""
 
 
 class GrpoAdvantage(AdvantageRecord):
@@ -361,6 +363,7 @@ class GigpoAdvantage(AdvantageRecord):
     formula: ClassVar[str] = "A = (R - mean_g)/F + omega (Rs_k - mean over the group's turns in the same state)/F"
     paper: ClassVar[str] = "GiGPO (2505.10978)"
     needs: ClassVar[tuple[str, ...]] = ("groups", "states")
+    by_turn: ClassVar[bool] = True
     name: Literal["gigpo"] = "gigpo"
     omega: float = Field(1.0, ge=0)
     """Weight of the turn-level part."""
@@ -378,6 +381,7 @@ class HgpoAdvantage(AdvantageRecord):
     )
     paper: ClassVar[str] = "HGPO (recipe of verl-agent)"
     needs: ClassVar[tuple[str, ...]] = ("groups", "states")
+    by_turn: ClassVar[bool] = True
     name: Literal["hgpo"] = "hgpo"
     history: int = Field(2, ge=0)
     """Number of earlier states that may be compared too; 0 compares turns of the same state alone, as GiGPO does."""
@@ -399,6 +403,7 @@ class MtGrpoAdvantage(AdvantageRecord):
     )
     paper: ClassVar[str] = "MT-GRPO (2505.11821)"
     needs: ClassVar[tuple[str, ...]] = ("groups", "turns")
+    by_turn: ClassVar[bool] = True
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome: float = Field(1.0, ge=0)
     """Weight of the outcome's advantage in turns before the last."""
@@ -411,6 +416,7 @@ class RebnAdvantage(AdvantageRecord):
 
     formula: ClassVar[str] = "A_k = (G_k - mean)/(std + 1e-9) over all turns of the batch, G_k = r_k + gamma G_{k+1}"
     paper: ClassVar[str] = "ReBN of GEM (2510.01051)"
+    by_turn: ClassVar[bool] = True
     name: Literal["rebn"] = "rebn"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per turn."""

@@ -297,6 +297,26 @@ def repeated_ngram_tokens(batch: Batch, ngram: int) -> Tensor:
     return torch.zeros_like(batch.action_mask).index_copy(0, action_index, depth > 0)
 
 
+# --- Turns
+
+ANSWER_PROBABILITY = "answer_probability"
+"""Ragged column: the probability of the known answer in the context in which each turn begins, p_0 .. p_{K-1} of K turns."""
+
+
+def information_gain(batch: Batch, step: int, *, weight: float) -> Tensor:
+    """[N] weight (p_k - p_{k-1}) on the last token of each turn k before the last of its trajectory. IGPO (2510.14967).
+
+    p_k is the ragged column `answer_probability`, which `trainers/answer_probability.py` measures. It has no gradient.
+    """
+    turns, probability = turns_of(batch), batch.ragged[ANSWER_PROBABILITY].values
+    trajectory = trajectory_groups(batch)[0][turns.sequence_of_turn]
+    has_next = torch.zeros_like(trajectory, dtype=torch.bool)
+    has_next[:-1] = trajectory[1:] == trajectory[:-1]
+    gains = weight * (probability.roll(-1) - probability)
+    rewards = torch.zeros(batch.num_tokens, dtype=torch.float64, device=gains.device)
+    return rewards.index_copy(0, turns.last[has_next], gains[has_next].double())
+
+
 SHAPERS: dict[str, Callable[..., Tensor]] = {
     "soft_overlong": soft_overlong,
     "kimi_length": kimi_length,
@@ -304,6 +324,7 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
     "cosine": cosine,
     "repetition": repetition,
     "repetition_dense": repetition_dense,
+    "information_gain": information_gain,
     "lcpo_exact": lcpo_exact,
     "lcpo_max": lcpo_max,
     "stop_properly": stop_properly,

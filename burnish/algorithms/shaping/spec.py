@@ -17,6 +17,8 @@ class Shaper(Slot):
 
     dense: ClassVar[bool] = False
     """Whether it returns token rewards to add [N] instead of the new reward of each sequence [S]."""
+    of_turns: ClassVar[bool] = False
+    """Whether its token rewards are of whole turns, so that an advantage of turns can read them too."""
 
 
 # --- Length
@@ -158,6 +160,27 @@ class RepetitionDenseShaper(Shaper):
     """Discount of these penalties, independent of the advantage's."""
 
 
+# --- Turns
+
+
+class InformationGainShaper(Shaper):
+    """Rewards each turn before the last with how much likelier it made the known answer."""
+
+    formula: ClassVar[str] = (
+        "turn k < K: + weight (p_k - p_{k-1}), p_k = exp(mean log-prob of the answer's tokens behind the context after turn k and `before`)"
+    )
+    paper: ClassVar[str] = "IGPO (2510.14967), the reward alone: its normalisation is not settled"
+    needs: ClassVar[tuple[str, ...]] = ("turns", "answers")
+    rollout_options: ClassVar[tuple[str, ...]] = ("before",)
+    dense: ClassVar[bool] = True
+    of_turns: ClassVar[bool] = True
+    name: Literal["information_gain"] = "information_gain"
+    before: str = "<answer>"
+    """Text between the context and the answer: how the model begins a final answer."""
+    weight: float = Field(1.0, gt=0)
+    """Factor of the gains. The last turn keeps the outcome's reward."""
+
+
 # --- Outcome
 
 
@@ -213,6 +236,7 @@ SHAPER_RECORDS: tuple[type[Shaper], ...] = (
     CosineShaper,
     RepetitionShaper,
     RepetitionDenseShaper,
+    InformationGainShaper,
     LcpoExactShaper,
     LcpoMaxShaper,
     StopProperlyShaper,
