@@ -52,6 +52,7 @@ from burnish.algorithms.filters.filter_functions import (
     pair_counts,
     seq_error_metrics,
 )
+from burnish.algorithms.filters.spec import SnrFilter
 from burnish.algorithms.losses.model_losses import explained_variance
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.shaping.shapers import SHAPERS
@@ -146,6 +147,8 @@ class AlgorithmPipeline:
         ]
         filters = [SlotFunction(f.name, filter_function(f, base), slot_options(f)) for f in algorithm.filters]
         self.group_filters = [one for one in filters if one.name in GROUP_FILTERS]
+        self.advantage_scale = next((f.scale for f in algorithm.filters if isinstance(f, SnrFilter)), "none")
+        """How the share of kept groups scales the advantages (filter snr)."""
         advantages = _advantage_step(algorithm, base, part_weights or {})
         self.preparation = preparation_steps(algorithm, num_updates, self.loss, advantages, has_demonstrations)
         self.sample_filters = sample_filter_steps(filters, replays=algorithm.replay is not None)
@@ -185,6 +188,10 @@ class AlgorithmPipeline:
             replayed = torch.zeros_like(kept).index_fill(0, groups[is_replayed(batch)], True)
             chosen = (kept & replayed).index_fill(0, order[~replayed[order]][:limit], True)
             keep = chosen[groups]
+        if self.advantage_scale != "none":
+            kept = compact_ids(groups[keep])[1] / max(1, num_groups)
+            factor = kept if self.advantage_scale == "share" else math.sqrt(kept)
+            batch = batch.with_sequence(advantage_scale=torch.full_like(batch.sequence["reward"], factor))
         return batch.select(keep.nonzero().squeeze(1))
 
     def prepare(self, batch: Batch, context: StepContext) -> Batch:
@@ -524,6 +531,9 @@ def _with_advantages(batch: Batch, advantages: Tensor, name: str) -> Batch:
         raise UserError(
             f"advantage {name} gave values that are not finite, or too large to be squared in float32; rewards were {batch.sequence['reward'].tolist()[:8]}..."
         )
+    if "advantage_scale" in batch.sequence and advantages.shape in ((batch.num_sequences,), (batch.num_tokens,)):
+        scale = batch.sequence["advantage_scale"].to(advantages.dtype)
+        advantages = advantages * (scale if len(advantages) == len(scale) else scale[batch.sequence_ids])
     if advantages.shape == (batch.num_sequences,):
         return batch.with_sequence(advantages=advantages.detach())
     if advantages.shape == (batch.num_tokens,):

@@ -490,6 +490,8 @@ MOVES: dict[str, list[Move]] = {
         for move in listed("filters", "snr", "mode", mode, options={"share": 0.55})
     ],
     "SnrFilter.share": listed("filters", "snr", "share", 0.5),
+    "SnrFilter.include_zero": listed("filters", "snr", "include_zero", False, options={"share": 1.0}),
+    "SnrFilter.scale": listed("filters", "snr", "scale", "share", "sqrt", options={"share": 0.5}),
     "SnrFilter.slack": listed("filters", "snr", "slack", 1.0),
     "CppoFilter.prune": listed("filters", "cppo", "prune", 0.25),
     "TreeEdgesFilter.most": listed("filters", "tree_edges", "most", 2, 3, advantage="spo_tree", **TREES),

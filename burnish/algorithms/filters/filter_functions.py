@@ -83,13 +83,20 @@ def truncation(batch: Batch) -> Tensor:
     return (segment_max(batch.sequence["truncated"].double(), groups, num) == 0)[groups]
 
 
-def snr(batch: Batch, *, mode: Literal["linear", "softmax", "top", "relative"], share: float, slack: float) -> Tensor:
+def snr(
+    batch: Batch,
+    *,
+    mode: Literal["linear", "softmax", "top", "relative"],
+    share: float,
+    slack: float,
+    include_zero: bool,
+) -> Tensor:
     """[S] bool: keep the groups of largest reward spread, which have the highest signal-to-noise ratio. RAGEN-2 (2604.06268).
 
     The spread s_g is the sample standard deviation of the group's rewards, one per trajectory. Groups are taken in order of
-    falling spread, ties in the order of the batch, and only if s_g > 0.
+    falling spread, ties in the order of the batch. Without `include_zero` only groups with s_g > 0 are taken.
 
-    - linear: while the sum of the spreads taken so far is below share * (sum of all) - slack.
+    - linear: while the sum of the spreads taken so far is below share * (sum of all) - slack, and s_g > 0; all groups if `share` is 1.
     - softmax: the fewest groups whose softmax(s) add up to `share`.
     - top: the ceil(share * number of groups) first ones.
     - relative: those with s_g >= share * (largest s).
@@ -101,8 +108,11 @@ def snr(batch: Batch, *, mode: Literal["linear", "softmax", "top", "relative"], 
     deviation = groups.deviation(rewards - groups.mean(rewards)).masked_fill(groups.is_constant(rewards), 0)
     spread = deviation[first_index(group_of_trajectory, num)]  # [G]
     ordered, order = spread.sort(descending=True, stable=True)
-    if mode == "linear":
-        taken = ordered.cumsum(0) - ordered < share * ordered.sum() - slack
+    has_spread = ordered > MIN_SPREAD
+    if mode == "linear" and share == 1:
+        taken = torch.ones_like(has_spread)
+    elif mode == "linear":
+        taken = (ordered.cumsum(0) - ordered < share * ordered.sum() - slack) & has_spread
     elif mode == "softmax":
         probabilities = ordered.softmax(0)
         taken = probabilities.cumsum(0) - probabilities < share - 1e-12  # rounding must not take one group more
@@ -110,7 +120,7 @@ def snr(batch: Batch, *, mode: Literal["linear", "softmax", "top", "relative"], 
         taken = torch.arange(num, device=order.device) < math.ceil(share * num - 1e-9)
     else:
         taken = ordered >= share * ordered[0]
-    keep = torch.zeros_like(taken).index_copy(0, order, taken & (ordered > MIN_SPREAD))
+    keep = torch.zeros_like(taken).index_copy(0, order, taken if include_zero else taken & has_spread)
     return keep[of_sequence]
 
 

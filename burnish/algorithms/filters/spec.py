@@ -73,7 +73,7 @@ class SnrFilter(FilterRecord):
     """Keeps the groups whose rewards differ most: the others add the noise of the regularisers and little signal of the task."""
 
     formula: ClassVar[str] = (
-        "s_g = std of the group's rewards; groups in order of falling s > 0 while the sum taken is below share * sum(s) - slack"
+        "s_g = std of the group's rewards; groups in order of falling s > 0 while the sum taken is below share * sum(s) - slack; all if share = 1"
         + REFILLED
     )
     paper: ClassVar[str] = "RAGEN-2 (2604.06268)"
@@ -88,9 +88,19 @@ class SnrFilter(FilterRecord):
     """How much is kept, in the unit of `mode`."""
     slack: float = Field(0.01, ge=0)
     """Subtracted from the bound of mode linear, so that a group is not kept for the last hundredth."""
+    include_zero: bool = True
+    """Whether groups without any spread may be kept too: in mode linear only with share 1, in the others where their rule takes them."""
+    scale: Literal["none", "share", "sqrt"] = "none"
+    """Multiply the advantages by the share of groups that the filters keep, by its square root, or by nothing."""
+
+    rollout_options: ClassVar[tuple[str, ...]] = ("scale",)
 
     @model_validator(mode="after")
     def _check_slack_is_used(self) -> SnrFilter:
+        if self.mode == "linear" and self.share < 1 and not self.include_zero:
+            raise ValueError(
+                "snr.include_zero=false has no effect: mode linear never keeps such groups with share below 1"
+            )
         if self.mode != "linear" and self.slack != 0.01:
             raise ValueError(f"snr.slack has no effect with mode {self.mode}: use mode linear, or leave it out")
         return self

@@ -114,16 +114,19 @@ SPREAD = [1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0.4, 0.6, 0.5, 0.5]
     [
         ({}, [0, 2]),
         ({"share": 0.5}, [0]),
-        ({"share": 1.0}, [0, 2, 3]),
-        ({"share": 1.0, "slack": 0.1}, [0, 2]),
+        ({"share": 1.0}, [0, 1, 2, 3]),
+        ({"share": 1.0, "include_zero": False}, [0, 2, 3]),
+        ({"share": 0.99, "slack": 0.0}, [0, 2, 3]),
         ({"slack": 0.0}, [0, 2]),
         ({"mode": "softmax", "share": 0.322}, [0]),
         ({"mode": "softmax", "share": 0.62}, [0, 2]),
         ({"mode": "softmax", "share": 0.63}, [0, 2, 3]),
-        ({"mode": "softmax", "share": 1.0}, [0, 2, 3]),
+        ({"mode": "softmax", "share": 0.82}, [0, 1, 2, 3]),
+        ({"mode": "softmax", "share": 1.0, "include_zero": False}, [0, 2, 3]),
         ({"mode": "top", "share": 0.5}, [0, 2]),
         ({"mode": "top", "share": 0.51}, [0, 2, 3]),
-        ({"mode": "top", "share": 1.0}, [0, 2, 3]),
+        ({"mode": "top", "share": 1.0}, [0, 1, 2, 3]),
+        ({"mode": "top", "share": 1.0, "include_zero": False}, [0, 2, 3]),
         ({"mode": "relative", "share": 0.9}, [0]),
         ({"mode": "relative", "share": 0.8}, [0, 2]),
     ],
@@ -136,7 +139,8 @@ def test_snr_keeps_the_groups_of_largest_spread(options: dict[str, Any], kept: l
 
 def test_snr_keeps_nothing_where_rewards_are_equal_or_alone() -> None:
     batch = grouped([0.1, 0.1, 5.0], [0, 0, 1])
-    assert all(not snr(batch, mode=mode).any() for mode in ("linear", "softmax", "top", "relative"))
+    assert not snr(batch).any()
+    assert all(not snr(batch, mode=mode, include_zero=False).any() for mode in ("softmax", "top", "relative"))
 
 
 def test_snr_counts_a_trajectory_of_two_sequences_once() -> None:
