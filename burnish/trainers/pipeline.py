@@ -189,8 +189,8 @@ class AlgorithmPipeline:
             chosen = (kept & replayed).index_fill(0, order[~replayed[order]][:limit], True)
             keep = chosen[groups]
         if self.advantage_scale != "none":
-            kept = compact_ids(groups[keep])[1] / max(1, num_groups)
-            factor = kept if self.advantage_scale == "share" else math.sqrt(kept)
+            share = compact_ids(groups[keep])[1] / max(1, num_groups)
+            factor = share if self.advantage_scale == "share" else math.sqrt(share)
             batch = batch.with_sequence(advantage_scale=torch.full_like(batch.sequence["reward"], factor))
         return batch.select(keep.nonzero().squeeze(1))
 
