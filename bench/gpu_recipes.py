@@ -19,13 +19,12 @@ import torch
 from common import RESULTS, save, table
 
 from burnish.config.loading import load_shrunk
+from burnish.config.recipe_names import named_recipes
 from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read_metrics
 from burnish.trainers.rl_run import checked_run, execute
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-OTHERS = ("sft", "dpo", "ipo", "kto", "simpo", "orpo", "reward_model", "r1", "r1_toy", "long2short", "long2short_toy")
-"""Recipes of other commands than `burnish train`."""
 MORE = {
     "grpo+stale+seq_is_rs": ("grpo", ["rollout.mismatch={name: stale, steps: 1}", "algorithm.correction=decoupled_seq_is_rs"]),
     "grpo+bypass": ("grpo", ["algorithm.correction=bypass_ppo_clip_k3_rs"]),
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", help="names of recipes; their rows take the place of the saved ones")
     args = parser.parse_args()
-    jobs = {p.stem: (p.stem, list[str]()) for p in sorted(RECIPES.glob("*.yaml")) if p.stem not in OTHERS} | MORE
+    jobs = {one.name: (one.name, list[str]()) for one in named_recipes() if one.command == "train"} | MORE
     if args.only:
         jobs = {name: jobs[name] for name in args.only}
     rows = [run(name, *job, dtype) for dtype in args.dtypes for name, job in jobs.items()]

@@ -79,9 +79,12 @@ def named_recipes() -> list[NamedRecipe]:
     return [_describe(recipes_folder() / f"{name}.yaml") for name in recipe_names()]
 
 
+def command_of(path: Path) -> str:
+    """The command that runs a recipe."""
+    keys = set(parse_yaml(path.read_text(encoding="utf-8"), str(path)) or ())
+    return next((command for key, command in COMMAND_KEYS.items() if key in keys), "train")
+
+
 def _describe(path: Path) -> NamedRecipe:
-    text = path.read_text(encoding="utf-8")
-    keys = set(parse_yaml(text, str(path)) or ())
-    command = next((command for key, command in COMMAND_KEYS.items() if key in keys), "train")
-    first = text.partition("\n")[0]
-    return NamedRecipe(path.stem, path, command, first.lstrip("# ").rstrip() if first.startswith("#") else "")
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return NamedRecipe(path.stem, path, command_of(path), first.lstrip("# ").rstrip() if first.startswith("#") else "")

@@ -361,7 +361,7 @@ def test_r1_fine_tunes_the_base_again_and_long2short_begins_with_what_the_paper_
     assert short.start_of("short_rl") == "preferred"
 
 
-@pytest.mark.parametrize("name", ["r1", "long2short", "r1_toy", "long2short_toy"])
+@pytest.mark.parametrize("name", ["r1", "r1_small", "long2short", "r1_toy", "long2short_toy"])
 def test_a_recipe_is_checked_in_all_of_its_stages(
     name: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +373,10 @@ def test_a_recipe_is_checked_in_all_of_its_stages(
     named = [word for one in loaded.config.stages.values() for word in one.options.values()]
     words = [word for word in [*named, *loaded.config.measure.values()] if str(word).endswith((".parquet", ".jsonl"))]
     make_data([Source(path=word) for word in words], PROMPT)
+    Path("data").mkdir(exist_ok=True)
+    Path("data/gsm8k_train.jsonl").write_text(
+        json.dumps({"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}) + "\n"
+    )
     monkeypatch.setattr("burnish.memory_plan.from_config._host_bytes", lambda: 2**50)
     assert main(["stages", str(path), "--dry-run"]) == 0
     assert "all checked" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from burnish.algorithms.spec import Algorithm
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load, load_shrunk
+from burnish.config.recipe_names import command_of
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 from burnish.config.shrink import shrink
 from burnish.config.stages import StagesConfig, load_shrunk_stages, load_stage_configs
@@ -195,7 +196,7 @@ def test_defaults_are_shrunk_like_values_that_were_given(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_nothing_of_a_recipe_s_algorithm_is_dropped(path: Path) -> None:
-    if path.stem == "sft":
+    if command_of(path) == "sft":
         config = load_shrunk(SftConfig, path)[0].config
         assert (config.sft.updates, config.model.path) == (2, None)
         return

@@ -10,8 +10,10 @@ import pytest
 from burnish.algorithms.presets import PRESETS
 from burnish.cli.main import main
 from burnish.config.loading import load, load_shrunk
+from burnish.config.recipe_names import command_of
 from burnish.config.requirements import AnyConfig, missing_extras
 from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
+from burnish.config.systems import TABLE
 from burnish.run.metrics import read_metrics
 from burnish.trainers import preference, sft
 from burnish.trainers.rl_run import checked_run, execute
@@ -24,12 +26,30 @@ EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy", "proo
 AGENTS = {"search_r1", "research", "retool", "torl", "deep_retrieval", "table_r1", "mem_agent", "multi_turn_correction"}
 AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker", "spiral"}
 AGENTS |= {"absolute_zero", "alphabet_sort", "reverse_text", "science_world", "calculator_toy", "gsm8k_agent"}
-EXAMPLES |= AGENTS
+AGENTS |= {"deep_researcher", "rl_factory", "openmanus_rl"}
+SYSTEMS = {recipe for system in TABLE for recipe in system.recipes} - set(PRESETS) - EXAMPLES
+"""Recipes of published systems that are no preset. Most extend another recipe."""
+LIKE_OTHERS = {
+    "simplerl",
+    "open_r1",
+    "x_r1",
+    "polaris",
+    "deepmath",
+    "still3",
+    "qwq",
+    "the_lm_book",
+    "deep_researcher",
+    "openmanus_rl",
+}
+LIKE_OTHERS |= {"tinyzero", "cot_rm", "code_r1"}
+"""Those of them whose shrunk run is that of another recipe but for numbers: only their plans are checked."""
+EXAMPLES |= AGENTS | SYSTEMS
 """Recipes of a task or a system rather than of an algorithm."""
 PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]
+SUPERVISED = [path for path in RECIPES if command_of(path) == "sft"]
 STAGES = [path for path in RECIPES if "\nstages:\n" in path.read_text(encoding="utf-8")]
 """Recipes of several commands in a row, which `test_stages.py` takes through all of theirs."""
-RL = [path for path in RECIPES if path.stem not in ("sft", "reward_model") and path not in [*PREFERENCES, *STAGES]]
+RL = [path for path in RECIPES if command_of(path) == "train"]
 
 
 def name(path: Path) -> str:
@@ -38,6 +58,7 @@ def name(path: Path) -> str:
 
 def test_every_preset_has_a_recipe_and_every_recipe_a_preset() -> None:
     assert {path.stem for path in RECIPES} - EXAMPLES == set(PRESETS)
+    assert LIKE_OTHERS <= SYSTEMS | AGENTS
 
 
 def dry_run(command: str, path: Path, config: AnyConfig, capsys: pytest.CaptureFixture[str]) -> str:
@@ -68,7 +89,7 @@ def test_a_recipe_is_of_its_preset_says_where_it_comes_from_and_would_start(
     )
 
 
-@pytest.mark.parametrize("path", RL, ids=name)
+@pytest.mark.parametrize("path", [path for path in RL if path.stem not in LIKE_OTHERS], ids=name)
 def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> None:
     loaded, _ = load_shrunk(TrainConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     algorithm, notes = loaded.config.algorithm, list[str]()
@@ -91,11 +112,11 @@ def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> N
     assert ("reward/greedy" in steps[0]) == bool(algorithm.needs("greedy"))
 
 
-def test_the_supervised_recipe_loads_and_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("path", SUPERVISED, ids=name)
+def test_a_supervised_recipe_loads_and_trains(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = next(p for p in RECIPES if p.stem == "sft")
     assert "training" in dry_run("sft", path, load(SftConfig, path).config, capsys)
     loaded, _ = load_shrunk(SftConfig, path, [f"run.directory={tmp_path}", "run.threads=1"])
     outcome = sft.execute(loaded.config, loaded.resolved, loaded.base, path.stem)
