@@ -83,7 +83,9 @@ def main() -> None:
 
 def burnish(work: Path, *words: str) -> None:
     """Run a command of burnish in the work folder."""
-    subprocess.run([sys.executable, "-m", "burnish.cli.main", *words], check=True, cwd=work)
+    done = subprocess.run([sys.executable, "-m", "burnish.cli.main", *words], cwd=work)
+    if done.returncode:
+        raise SystemExit(f"burnish {words[0]} ended with status {done.returncode}; the same command goes on in {work}")
 
 
 def make_data(folder: Path, gsm8k: Path | None) -> None:
