@@ -1,6 +1,6 @@
 """A reward model that reasons (RM-R1) beside a Bradley-Terry scorer of the same base, on the same held-out pairs.
 
-python bench/reasoning_reward_model.py [--seeds 0] [--pairs 4000] [--steps 40] [--work FOLDER] [--seconds 3000]
+python bench/reasoning_reward_model.py [--seeds 0] [--pairs 4000] [--sft-updates 1000] [--steps 40] [--work FOLDER] [--seconds 3000]
 python bench/reasoning_reward_model.py --model models/Qwen2.5-Coder-1.5B --train gsm8k_train.jsonl --test gsm8k_test.jsonl --work FOLDER --seconds 500
 
 Without a model: a small decoder made from nothing on the task pair_verdict (two answers to sorting digits, one of them right). With one: the model
@@ -37,7 +37,6 @@ from burnish.run.metrics import read_metrics
 NEW_MODEL = {"new": {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "mlp_size": 336, "max_positions": 80}}
 BETAS = {"betas": [0.9, 0.95], "schedule": "linear", "final": 0.1}
 DIGITS = {"min_digits": 2, "max_digits": 3}
-SFT_UPDATES = 250
 COLUMNS = [
     "model",
     "seed",
@@ -131,6 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--pairs", type=int, default=4000, help="most pairs to train on")
     add("--held-out", type=int, default=300, help="most held-out pairs")
     add("--steps", type=int, default=40, help="of RL")
+    add("--sft-updates", type=int, default=1000, help="of the new decoder, on verdicts of a poor judge")
     add("--work", type=Path, help="where everything stays, so that the same command continues")
     add("--seconds", type=float, default=1e9, help="stop after so long")
     add("--out", type=Path, help="where the rows go instead of bench/results")
@@ -151,13 +151,13 @@ def small(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str,
     pairs = {"task": "pair_verdict", "options": {**DIGITS, "num": args.pairs}}
     sft = {
         "data": {"task": "pair_verdict", "options": {**DIGITS, "num": 8000, "flawed": 0.3}},
-        "updates": SFT_UPDATES,
+        "updates": args.sft_updates,
         "batch_size": 64,
         "max_tokens": 80,
         "optimizer": {"lr": 3e-3, "warmup": 20, **BETAS},
     }
     stages.run("sft", ["sft", recipe(stages, "sft", seed, {"model": NEW_MODEL, "sft": sft})])
-    base = stages.folder / f"sft/checkpoints/step-{SFT_UPDATES:06d}"
+    base = stages.folder / f"sft/checkpoints/step-{args.sft_updates:06d}"
     scorer = {
         "data": pairs,
         "held_out": {"task": "pair_verdict", "options": {**DIGITS, "num": args.held_out}},
@@ -293,6 +293,7 @@ def compare(
     )
     for row in rows:
         row.update(model=model, seed=seed, trained_pairs=0 if row["who"] == "base as judge" else args.pairs)
+        row.update(sft_updates=args.sft_updates if args.model is None else 0, steps=args.steps)
     return rows
 
 

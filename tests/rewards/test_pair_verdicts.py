@@ -132,8 +132,8 @@ def test_the_small_task_asks_each_pair_twice_and_its_pairs_are_those_of_the_rewa
         for index, pair in enumerate(pairs):
             first, second = task.row(split, 2 * index), task.row(split, 2 * index + 1)
             assert (first.answer, second.answer) == ("A", "B")
-            assert first.prompt == f"{pair['prompt']}A:{pair['chosen']} B:{pair['rejected']}?"
-            assert second.prompt == f"{pair['prompt']}A:{pair['rejected']} B:{pair['chosen']}?"
+            assert first.prompt == f"{pair['prompt']}{pair['chosen']}:A {pair['rejected']}:B?"
+            assert second.prompt == f"{pair['prompt']}{pair['rejected']}:A {pair['chosen']}:B?"
             assert pair["chosen"] == "".join(sorted(pair["prompt"][:-1])) != pair["rejected"]
             assert task.score(f"0{A}", first.answer, {}) == 1.0 == -task.score(f"0{A}", second.answer, {})
     shown = make_demonstrations("pair_verdict", {"num": 200, "flawed": 0.0}, 1)
@@ -141,8 +141,8 @@ def test_the_small_task_asks_each_pair_twice_and_its_pairs_are_those_of_the_rewa
     assert set("".join(row["prompt"] + row["completion"] for row in shown)) <= set(task.alphabet)
     halves = {"A": 0, "B": 0}
     for row in shown:
-        solution = row["completion"].partition("<")[0]
+        solution = row["completion"].partition(":")[0]
         letter = verdict_of(row["completion"]) or ""
         halves[letter] += 1
-        assert f"{letter}:{solution}" in row["prompt"]
+        assert f"{solution}:{letter}" in row["prompt"]
     assert min(halves.values()) > 60

@@ -1,7 +1,9 @@
 """Which of two answers is better, for a small judge made from nothing (RM-R1, 2505.02387): a string of digits and two answers, one of them sorted.
 
-    prompt       507508>A:005578 B:005587?
-    completion   005578<answer>[[A]]</answer>          the reasons are the judge's own solution
+    prompt       507508>005578:A 005587:B?
+    completion   005578:A<answer>[[A]]</answer>        the reasons are the judge's own solution, and whose it is
+
+The letter follows the answer, so that a small model can look its own solution up.
 
 Rows 2i and 2i+1 are the two orders of one pair, so a judge that prefers a position is right in one of them. The wrong answers have all the kinds of
 errors that sorting digits can have. Pairs of the train split are of digits that sort_digits trains on; `preferences` gives the same
@@ -61,7 +63,7 @@ class PairVerdict:
             if dice.unit() < flawed:
                 solution, verdict = spoilt_answer(dice, digits, right), "AB"[dice.between(0, 1)]
             question = _question(digits, right, wrong, letter)
-            rows.append({"prompt": question, "completion": solution + VERDICT_TAGS[verdict]})
+            rows.append({"prompt": question, "completion": f"{solution}:{verdict}{VERDICT_TAGS[verdict]}"})
         return rows
 
     def preferences(self, num: int = 2000, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
@@ -83,7 +85,7 @@ class PairVerdict:
 
 def _question(digits: str, right: str, wrong: str, letter: str) -> str:
     first, second = (right, wrong) if letter == "A" else (wrong, right)
-    return f"{digits}>A:{first} B:{second}?"
+    return f"{digits}>{first}:A {second}:B?"
 
 
 def spoilt_answer(dice: Dice, digits: str, right: str) -> str:
