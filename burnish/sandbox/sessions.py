@@ -28,7 +28,7 @@ SLACK_S = 10.0
 """How long a cell may take beyond its own time limit before the sandbox counts as broken. Starting a session is part of it."""
 SEND_WAIT_S = 0.01
 OTHER_OPEN_FILES = 1024
-USER, UNSAFE_SETTING = "Python tools", "sandbox=unsafe among the tool's options"
+USER, UNSAFE_SETTING = "Python tools", "sandbox=unsafe among the options of the tool or environment"
 
 
 class TooManySessions(SandboxError):
