@@ -62,12 +62,26 @@ def check_distillation_fits(config: TrainConfig) -> None:
     algorithm, advantage = config.algorithm, config.algorithm.advantage
     teacher, context = algorithm.kl.reference, algorithm.kl.context
     _check_teacher_context(config)
+    if getattr(teacher, "url", None) is not None:
+        if algorithm.compares_vocabulary:
+            raise ValueError(
+                "a server returns the log-probs of sampled tokens, not distributions: use loss.support=sampled, kl.loss.estimator=k2 or a path"
+            )
+        if config.rollout.temperature != 1:
+            raise ValueError(
+                f"a server's log-probs are those at temperature 1, and rollout.temperature is {config.rollout.temperature:g}: set it to 1, or "
+                "load the teacher from a path"
+            )
     if isinstance(teacher, TeachersReference) and not teacher.paths:
         raise ValueError(
             "kl.reference=teachers names no teacher: set algorithm.kl.reference.paths={math: DIRECTORY, code: DIRECTORY}, with the values "
             f"of the column {teacher.column!r} of your rows as names"
         )
-    paths = list(teacher.paths.values()) if isinstance(teacher, TeachersReference) else [getattr(teacher, "path", None)]
+    paths = (
+        list(teacher.paths.values())
+        if isinstance(teacher, TeachersReference)
+        else [getattr(teacher, "path", None), getattr(teacher, "url", None)]
+    )
     is_teacher = isinstance(teacher, TeacherReference | TeachersReference)
     is_own = context.name == "prompt" and (is_teacher or teacher.name == "frozen") and not any(paths)
     if (

@@ -264,6 +264,10 @@ def check_placement_fits(config: TrainConfig) -> None:
 def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
     """Refuse a pool for a role that the run does not have, and a reference that must be with the actor."""
     algorithm, reference = config.algorithm, config.algorithm.kl.reference
+    if getattr(reference, "url", None) is not None:
+        raise ValueError(
+            "algorithm.kl.reference.url is asked by the learner's process: set placement=local, or path instead"
+        )
     if reference.name == "teachers" or algorithm.kl.context.name != "prompt":
         raise ValueError(
             "several teachers and algorithm.kl.context read columns that are not sent to workers: set placement=local, or use one teacher"

@@ -363,6 +363,8 @@ def _algorithm_edits(tree: Tree) -> Iterator[Edit]:
         yield "algorithm.kl.reference.path", None
         if "outcome" in tree["algorithm"]["advantage"]:
             yield "algorithm.advantage.outcome", 1.0
+    if tree["algorithm"]["kl"]["reference"].get("url"):
+        yield "algorithm.kl.reference.url", None
     if tree["algorithm"]["kl"]["reference"].get("paths"):  # the same holds for several
         yield "algorithm.kl.reference.paths", {TRAIN_SOURCE["task"]: None}
         yield "algorithm.kl.reference.column", "data_source"

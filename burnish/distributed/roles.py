@@ -23,6 +23,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
 from burnish.distributed.judge_process import EngineJudge
+from burnish.distributed.server_teacher import ServerTeacher
 from burnish.environments.registry import environment_of, environment_renderer, num_workers, worker_limits
 from burnish.environments.tools.call_formats import call_format, detect_format
 from burnish.environments.workers import ObjectWorkers
@@ -316,7 +317,9 @@ def build_reference(
     slot = config.algorithm.kl.reference
     if not slot.has_weights:
         return None
-    options = slot.model_dump(exclude={"name"})
+    if isinstance(slot, TeacherReference) and slot.url is not None:
+        return ServerTeacher(slot.url, slot.served_model)
+    options = slot.model_dump(exclude={"name", "url", "served_model"})
     if options.get("path") is not None:
         options["path"] = str(find_directory(options["path"], base))
     if "paths" in options:

@@ -296,7 +296,12 @@ def _rl_setup(
 
 def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
     slot = config.algorithm.kl.reference
-    if not slot.has_weights or slot.name == "policy" or (slot.name == "iterate" and slot.every == 1):
+    if (
+        not slot.has_weights
+        or slot.name == "policy"
+        or getattr(slot, "url", None)
+        or (slot.name == "iterate" and slot.every == 1)
+    ):
         return "none"
     if slot.name == "frozen" and lora is not None and config.model.adapter is None:
         return "off"

@@ -567,6 +567,8 @@ MOVES: dict[str, list[Move]] = {
     "NonStubFilter.min_chars": listed("filters", "non_stub", "min_chars", 4, 20),
     "TeachersReference.paths": [],  # directories: `tests/trainers/test_distillation_toys.py`
     "TeachersReference.column": [],  # the same
+    "TeacherReference.url": [],  # a server: `tests/distributed/test_server_teacher.py`
+    "TeacherReference.served_model": [],  # the same
     "TeacherReference.path": [],  # a directory: `tests/training/test_reference.py`
     "DistillationAdvantage.outcome": advantage("distillation", "outcome", 0.5, kl=TAUGHT),
     "DistillationAdvantage.prefix_weight": advantage("distillation", "prefix_weight", 0.5, kl=TAUGHT),

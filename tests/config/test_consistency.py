@@ -17,6 +17,12 @@ HELD_OUT = ["data.validation.task=sort_digits", "validation.limit=8"]
 BARE = {"ratio": "none", "clip": "none"}
 ONLINE = {**BARE, "advantage": "none", "loss": "simpo"}
 KL_REWARD = {"reward": {"coef": 0.1}, "reference": "frozen"}
+BARE_DIVERGENCE = [
+    "algorithm.loss=divergence",
+    "algorithm.advantage=none",
+    "algorithm.ratio=none",
+    "algorithm.clip=none",
+]
 TAUGHT = ["algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"]
 SHOWN = ["algorithm=luffy", "data.demonstrations_per_group=1", "data.demonstration_column=answer"]
 
@@ -97,6 +103,23 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         (["data.demonstrations.path=a.jsonl"], "set algorithm.auxiliary.sft"),
         (["data.demonstrations_per_update=8"], "no effect without data.demonstrations"),
         (["algorithm=on_policy_distillation"], "would be its own teacher"),
+        (["algorithm=mopd"], "set algorithm.kl.reference.paths"),
+        (["algorithm=iw_opd"], "would be its own teache"),
+        (["algorithm=sdft"], "set algorithm.kl.context.column"),
+        (["algorithm=opsd"], "set algorithm.kl.context.column"),
+        (["algorithm=sdpo", "rollout.n=1"], "success compares samples of one prompt"),
+        (["algorithm=chord"], "auxiliary.chord imitates data.demonstrations, but there are none"),
+        (["algorithm.kl.reference=policy", "algorithm.kl.loss.coef=0.1"], "is the policy itself, and the KL is 0"),
+        ([*TAUGHT, "algorithm.kl.loss.clamp=1"], "kl.loss.clamp has no effect"),
+        ([*BARE_DIVERGENCE, "algorithm.kl.loss.coef=0"], "hold the policy at the weights it started from"),
+        (
+            [*BARE_DIVERGENCE, "algorithm.kl.reference=ema", "algorithm.kl.loss.coef=1"],
+            "is the KL to the reference already",
+        ),
+        (
+            [*BARE_DIVERGENCE, "algorithm.kl.reference=ema", "algorithm.loss.support=student"],
+            "set top, for example 100",
+        ),
         (
             [
                 "algorithm=kimi_k15",

@@ -81,11 +81,24 @@ class IterateReference(ReferenceRecord):
 class TeacherReference(ReferenceRecord):
     """Another model, usually a larger one; KL to it is distillation."""
 
-    formula: ClassVar[str] = "ref = the model of a directory with the policy's tokenizer"
+    formula: ClassVar[str] = "ref = the model of a directory, or behind a server, with the policy's tokenizer"
     paper: ClassVar[str] = "GKD (2306.13649), MiniLLM (2306.08543)"
+    rollout_options: ClassVar[tuple[str, ...]] = ("url", "served_model")
     name: Literal["teacher"] = "teacher"
     path: str | None = None
     """A Hugging Face directory with exactly the policy's tokenizer; null is the model the run starts from."""
+    url: str | None = None
+    """A server with OpenAI's API that echoes the log-probs of token ids (`burnish serve`, vLLM), instead of a path."""
+    served_model: str | None = None
+    """With url: the name of the model there; null is the only one."""
+
+    @model_validator(mode="after")
+    def _check_one_place(self) -> TeacherReference:
+        if self.path is not None and self.url is not None:
+            raise ValueError("a teacher has a path or a url: remove one of them")
+        if self.served_model is not None and self.url is None:
+            raise ValueError("served_model names a model of the server at url: set url, or path instead")
+        return self
 
 
 class TeachersReference(ReferenceRecord):
