@@ -143,7 +143,8 @@ class Algorithm(Record):
         for name in ("advantage", "ratio", "clip", "loss", "correction", "curriculum"):
             yield name, getattr(self, name)
         yield "kl.reference", self.kl.reference
-        yield "kl.context", self.kl.context
+        if self.kl.context.name != "prompt":
+            yield "kl.context", self.kl.context
         for name in ("filters", "shaping"):
             for one in getattr(self, name):
                 yield name, one

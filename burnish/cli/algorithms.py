@@ -88,6 +88,8 @@ def _slot(slot: str, choice: Record) -> list[str]:
         if choice.loss.coef > 0 or choice.reward.coef > 0:
             lines.append(f"    {KlLoss.model_fields['estimator'].description}")
         lines += [f"    reference: {line}" for line in record_summary(type(choice.reference))]
+        if choice.context.name != "prompt":
+            lines += [f"    context: {line}" for line in record_summary(type(choice.context))]
     return lines
 
 

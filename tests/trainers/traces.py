@@ -29,6 +29,7 @@ from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.environment import Environment
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Optimizer
+from burnish.config.records import slot_options
 from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
@@ -113,6 +114,8 @@ def rollouts(kind: str) -> Batch:
             "accuracy": right,
             "truncated": number % 7 == 4,
             "void_turns": (number % 5 == 3).double(),
+            "num_chars": number * 5 % 17,
+            "num_lines": 1 + (number % 3 == 0).long(),
             "part/a": right,
             "part/b": rand(num),
             "greedy_reward": (number // 3 % 2).double(),
@@ -202,7 +205,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
     if slot.has_weights:
         # The policy has left the weights it started from.
         start = learner.model if slot.name == "iterate" and slot.every == 1 else model_of(1)
-        reference = make_reference(slot.name, start, 1000, 1.0, **slot.model_dump(exclude={"name"}))
+        reference = make_reference(slot.name, start, 1000, 1.0, **slot_options(slot))
     if algorithm.critic is not None:
         optimizer = Optimizer(lr=0.01, clip_norm=1e9)
         critic = Critic(ValueModel(model_of(0)), optimizer, 100, 1000, algorithm.critic.clip)
