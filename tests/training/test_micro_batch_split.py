@@ -58,6 +58,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "clip kl_cov": {"clip": {"name": "kl_cov", "share": 0.3}},
     "clip dppo_tv": {"clip": {"name": "dppo_tv", "low": 0.01, "high": 0.01, "cap": 2.0}, **WEIGHTS},
     "clip dppo_kl": {"clip": {"name": "dppo_kl", "cap": 2.0}, **WEIGHTS},
+    "clip gamma": {"clip": "gamma", **WEIGHTS},
+    "clip taper": {"clip": "taper", "ratio": "seq_prod", **WEIGHTS},
+    "clip second_moment": {"clip": {"name": "second_moment", "denominator": "kept", "tau": 0.2}},
     "loss surrogate": {},
     "loss sg_logprob": {"clip": "is_weight", **WEIGHTS},
     "loss logprob": {**BARE, "loss": "logprob"},
@@ -67,6 +70,11 @@ CHOICES: dict[str, dict[str, Any]] = {
     "loss bce": {**PAIRS, "loss": {"name": "bce", "normalise": "grpo"}},
     "loss mixed_offpolicy": {**BARE, "loss": {"name": "mixed_offpolicy", "weight": "author"}},
     "loss nll": {**PAIRS, "loss": "nll"},
+    "loss divergence": {**PAIRS, **FROZEN, "loss": {"name": "divergence", "support": "sampled", "cap": 2.0}},
+    "loss teacher_surrogate": {**PAIRS, **FROZEN, "loss": "teacher_surrogate"},
+    "loss rec": {**BARE, "loss": {"name": "rec", "keep": "ring", "weight": "ratio", "square": 0.1}},
+    "loss opmd": {**BARE, "loss": "opmd"},
+    "loss astar_sq": {**BARE, **FROZEN, "advantage": "offline_value", "loss": {"name": "astar_sq", "beta": 0.1}},
     "loss dpo": {**PAIRS, **FROZEN, "loss": {"name": "dpo", "smoothing": 0.1}},
     "loss ipo": {**PAIRS, **FROZEN, "loss": "ipo"},
     "loss simpo": {**PAIRS, "loss": "simpo"},
@@ -115,7 +123,9 @@ def make(make_batch: MakeBatch) -> Make:
         number, generator = torch.arange(batch.num_sequences), torch.Generator().manual_seed(1)
         batch = batch.with_sequence(
             chosen=number % 2 == 0, desirable=number % 3 == 0, mismatched=number % 4 == 1, demonstration=number % 3 == 1
-        ).with_token(author_logp=-2 * torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64))
+        )
+        author = -2 * torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64)
+        batch = batch.with_token(author_logp=author, behaviour_logp=author)
         return with_loss_weights(batch, algorithm, horizon=6), build_policy_loss(algorithm, None)
 
     return build
