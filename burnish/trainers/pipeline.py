@@ -288,7 +288,7 @@ def preparation_steps(
         steps.append(Step("values", critic_values))
     if algorithm.process is not None:
         steps.append(Step("process_rewards", process_rewards))
-    if loss.loss_options.get("weight") == "author":
+    if loss.reads_author_logp:
         steps.append(Step("author_logprobs", author_logprobs))
     # An advantage function of a plug-in may read the column, so it must exist.
     always = algorithm.kl.reward.coef > 0 or isinstance(algorithm.advantage, Plugin)
@@ -444,7 +444,10 @@ def reference_on_behaviour(batch: Batch, context: StepContext) -> Batch:
 
 
 def author_logprobs(batch: Batch, context: StepContext) -> Batch:
-    """`author_logp`: the log-probs under the policy that wrote each token, for losses that weight by them."""
+    """`author_logp`: the log-probs under the policy that wrote each token, for losses that read them.
+
+    Workers of a cluster get no `behaviour_logp`, because most losses do not read it.
+    """
     return batch.with_token(author_logp=batch.token["behaviour_logp"])
 
 

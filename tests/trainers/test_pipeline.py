@@ -92,6 +92,13 @@ def plug_in(tmp_path: Path) -> Callable[[str], str]:
 # --- the list of steps ---------------------------------------------------------------------------------------------------
 
 KL = {"reward": {"estimator": "k1", "coef": 0.1}, "reference": "frozen"}
+OF_TEACHER = {
+    "advantage": "none",
+    "ratio": "none",
+    "clip": "none",
+    "loss": "teacher_surrogate",
+    "kl": {"reference": "teacher"},
+}
 STEPS: list[tuple[dict[str, Any], int, list[str]]] = [
     ({}, 1, ["token_rewards", "advantages"]),
     ({}, 2, ["old_logprobs", "token_rewards", "advantages"]),
@@ -100,6 +107,7 @@ STEPS: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"correction": "decoupled_k3_rs"}, 1, ["old_logprobs", "correction", "token_rewards", "advantages"]),
     ({"replay": {}}, 1, ["old_logprobs", "replay_anchor", "token_rewards", "advantages"]),
     ({"advantage": "gae", "critic": {}}, 1, ["values", "token_rewards", "advantages"]),
+    (OF_TEACHER, 1, ["reference_logprobs", "author_logprobs", "token_rewards", "advantages"]),
 ]
 
 

@@ -54,12 +54,12 @@ def divergence(
 def teacher_surrogate(
     view: LossView, anchor: Tensor, advantages: Tensor, *, fall: float | None, anchor_coef: float
 ) -> TokenLoss:
-    """[M] -keep A exp(l) + coef l^2 with A = sg(teacher - logp), l = logp - rollout. OPSD (prime-rl).
+    """[M] -keep A exp(l) + coef l^2 with A = sg(teacher - logp), l = logp - rollout (`author_logp`). OPSD (prime-rl).
 
     The advantage is that of the current policy, so it goes to 0 as the policy reaches its teacher. `keep` leaves out tokens whose
     probability fell by more than `fall` since they were sampled; the square stays on them.
     """
-    logp, rollout = view.policy_logp, view.column("behaviour_logp")
+    logp, rollout = view.policy_logp, view.column("author_logp")
     judged = (view.column("ref_logp") - logp).detach()
     policy = -judged * token_ratio(view, rollout)
     is_kept = torch.ones_like(logp, dtype=torch.bool)

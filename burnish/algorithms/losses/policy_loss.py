@@ -131,6 +131,11 @@ class PolicyLoss:
         """Whether the loss is a divergence over the vocabulary, which takes the place of the KL among the outputs."""
         return self.loss == "divergence" and self.loss_options.get("support", "full") != "sampled"
 
+    @property
+    def reads_author_logp(self) -> bool:
+        """Whether the loss reads the column `author_logp`."""
+        return self.loss == "teacher_surrogate" or self.loss_options.get("weight") == "author"
+
     def __post_init__(self) -> None:
         if self.entropy_top is not None and self.scope != "batch":
             raise ValueError(f"the top entropies are those of the whole batch, but the scope is {self.scope}")

@@ -30,7 +30,8 @@ OPSD_GRADIENT = [
 @pytest.fixture(scope="module")
 def taught(f1: Batch) -> Batch:
     """F1 with the engine's log-probs; its reference is the teacher."""
-    return f1.with_token(behaviour_logp=behind_prompts(ROLLOUT, float("nan")))
+    rollout = behind_prompts(ROLLOUT, float("nan"))
+    return f1.with_token(behaviour_logp=rollout, author_logp=rollout)
 
 
 def of_preset(name: str, **slots: Any) -> dict[str, Any]:

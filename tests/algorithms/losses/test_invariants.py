@@ -38,7 +38,10 @@ LENGTHS = [3, 4, 2, 5, 1, 2, 4, 3]
 
 
 def make_batch(seed: int = 0) -> Batch:
-    """Four groups of two, every column any loss reads; a prompt token in front of each and tool tokens inside some."""
+    """Four groups of two, every column any loss reads; a prompt token in front of each and tool tokens inside some.
+
+    The columns that workers of a cluster do not get, such as `behaviour_logp`, are not among them (`DRIVER_ONLY_PREFIXES`).
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = torch.tensor([i > 0 and not (n > 3 and i == 2) for n in LENGTHS for i in range(n + 1)])
 
@@ -50,7 +53,7 @@ def make_batch(seed: int = 0) -> Batch:
         tokens=torch.arange(mask.numel()),
         offsets=offsets_from_lengths(torch.tensor(LENGTHS) + 1),
         token={"action_mask": mask, "loss_mask": mask.clone()}
-        | {name: column(0.3) for name in ("new", "old_logp", "ref_logp", "author_logp", "behaviour_logp")},
+        | {name: column(0.3) for name in ("new", "old_logp", "ref_logp", "author_logp")},
         sequence={
             "group_ids": torch.tensor([0, 0, 5, 5, 2, 2, 9, 9]),
             "advantages": torch.randn(8, generator=generator, dtype=torch.float64),
