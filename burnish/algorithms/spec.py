@@ -316,6 +316,11 @@ def _check_distillation(a: Algorithm) -> None:
         raise ValueError(
             f"kl.context={context} is made from the rows of a step's own draws, and replayed groups have none: set algorithm.replay=null"
         )
+    if kl.reference.name == "teachers" and a.replay is not None:
+        raise ValueError(
+            "kl.reference=teachers reads a column of the rows of a step's own draws, and replayed groups have none: set algorithm.replay=null, "
+            "or use one teacher"
+        )
     if kl.advantage.coef > 0 and a.advantage.name == "none":
         raise ValueError(
             f"kl.advantage changes the advantages, which loss {a.loss.name} does not read: set algorithm.kl.advantage.coef=0"

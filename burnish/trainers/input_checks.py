@@ -58,16 +58,11 @@ class RowCache:
 
 
 def check_players(config: TrainConfig, roles: Sequence[str]) -> None:
-    """Refuse a greedy baseline and values of prompts for a game of several players, and an algorithm that compares roles where there are none."""
+    """Refuse a greedy baseline and values of prompts for a game of several players."""
     if roles and (valued := ", ".join(config.algorithm.needs("prompt_values"))):
         raise UserError(
             f"{valued} estimates one value of each prompt, but environment {config.environment.name} has the players {' and '.join(roles)}, "
             "whose values differ: use grpo or rloo"
-        )
-    if not roles and (needs_roles := ", ".join(config.algorithm.needs("roles"))):
-        raise UserError(
-            f"{needs_roles} has a baseline for each role, but environment {config.environment.name} has no roles: use one with several, such "
-            "as absolute_zero, kuhn_poker or tic_tac_toe_self_play, or another advantage, such as reinforce_plus_plus"
         )
     if roles and (needs_greedy := ", ".join(config.algorithm.needs("greedy"))):
         raise UserError(
@@ -91,7 +86,8 @@ def check_roles(config: TrainConfig, players: Sequence[str]) -> None:
     if config.algorithm.needs("roles") and not players:
         raise UserError(
             f"advantage {advantage.name} has a baseline for each role, but environment {name} has no roles: use a game of several players "
-            "(tic_tac_toe_self_play, kuhn_poker, propose_sum, or your own class with `roles`), or reinforce, whose baseline may be ema"
+            "(tic_tac_toe_self_play, kuhn_poker, propose_sum, absolute_zero, or your own class with `roles`), or another advantage, such as "
+            "reinforce_plus_plus"
         )
     roles = list(dict.fromkeys(map(role_name, players)))
     for role in getattr(advantage, "episode_roles", ()):
