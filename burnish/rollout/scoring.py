@@ -96,6 +96,17 @@ class RolloutBatch:
         )
 
     @property
+    def groups_per_draw(self) -> int:
+        """Return the largest number of groups of one draw: those of the roles that played in a game, and 1 otherwise.
+
+        An environment may have more roles than a game has: each game of Absolute Zero is of one type of tasks out of three.
+        """
+        groups: dict[tuple[str, int], set[str]] = {}
+        for t in self.trajectories:
+            groups.setdefault((t.prompt_id, t.visit), set()).add(t.group_id)
+        return max(map(len, groups.values()), default=1)
+
+    @property
     def failed(self) -> list[Trajectory]:
         """Return the trajectories without a reward, because scorer or environment failed. Neither loss nor group statistics use them."""
         return [t for t in self.grouped if t.reward is None]

@@ -35,7 +35,7 @@ from burnish.algorithms.terms.loss_terms import chord_weight
 from burnish.config.environment import max_written_tokens
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.trajectory import pack, role_name
+from burnish.core.trajectory import pack
 from burnish.rollout.runner import RolloutStopped
 from burnish.rollout.scoring import RolloutBatch, refuse_silent_agents
 from burnish.run.supervisor.liveness import StopOnInterrupt
@@ -106,14 +106,15 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
     max_tokens = max_written_tokens(settings.max_tokens, config.environment)
     rollouts: RolloutBatch | None = None
     shaped: Batch | None = None
-    most = settings.prompts * max(1, len({role_name(player) for player in context.roles}))
-    num_groups, num_wanted = 0, refill.enough * most
+    num_groups, num_wanted, most = 0, 0.0, settings.prompts
     for attempt in range(refill.rounds):
         new = context.source.next(step, plan, context.run.display.phase, attempt)
         rollouts = new if rollouts is None else rollouts.joined(new)
         usable = rollouts.usable
         if not usable:
             continue
+        most = settings.prompts * rollouts.groups_per_draw
+        num_wanted = refill.enough * most
         packed = with_answer_probability(context, pack(usable, config.seed), usable, rollouts.draws)
         prompts = {(draw.prompt.row.id, draw.visit): draw.prompt for draw in rollouts.draws}
         for add_columns in context.add_columns:

@@ -93,6 +93,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
     return SimpleNamespace(
         config=config,
         roles=(),
+        add_columns=(),
         run=SimpleNamespace(display=display),
         state=initial_state(chosen),
         pipeline=AlgorithmPipeline(chosen, num_updates=1),
@@ -233,6 +234,20 @@ def test_enough_is_a_share_of_the_prompts() -> None:
     made = job({**DYNAMIC, "refill": {"rounds": 3, "enough": 0.5}}, [], FIRST, SECOND, prompts=4)
     collect_rollouts(made, 7)
     assert len(made.source.asked) == 1
+
+
+def test_the_groups_that_are_wanted_are_those_of_the_roles_that_played() -> None:
+    """An environment may have six roles, of which two play in each game: two groups a prompt are all that there can be."""
+    games = [t for k in range(2) for t in group(f"g{k}", "stop", (1, 0, 0, 1))]
+    for index, t in enumerate(games):
+        t.metadata["role"] = ("propose", "propose", "solve#1", "solve#2")[index % 4]
+    made = job(DYNAMIC, [], RolloutBatch([], games, 0.0, 0.0), prompts=2)
+    made.roles = ("propose", "solve#1", "solve#2", "other", "more#1", "more#2")
+    sampled, batch = collect_rollouts(made, 7)
+    assert sampled.groups_per_draw == 2
+    assert len(made.source.asked) == 1
+    assert batch is not None
+    assert len(set(batch.sequence["group_ids"].tolist())) == 4
 
 
 def test_each_round_draws_a_multiple_of_the_prompts() -> None:
