@@ -1,4 +1,4 @@
-"""`with_answer_probability` measures how likely the policy finds the known answer before each turn, for the shaper information_gain.
+"""`AnswerProbability` measures how likely the policy finds the known answer before each turn, for the shaper information_gain.
 
 The context in which turn k begins is everything before it, tool results included. Behind it come `before`, which begins a final answer,
 and the tokens of the known answer. p = exp(mean log-prob of these tokens), by the trainer's model and without gradient. IGPO (2510.14967).
@@ -20,28 +20,34 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import contiguous_sum, offsets_from_lengths
 from burnish.core.trajectory import Trajectory
-from burnish.data.prompt_stream import PromptSample
-from burnish.trainers.context import TrainContext
+from burnish.models.tokenizer import Tokenizer
+from burnish.trainers.teacher_columns import Prompts
+from burnish.training.interfaces import AnyLearner
 
 
-def with_answer_probability(
-    context: TrainContext, batch: Batch, trajectories: Sequence[Trajectory], draws: Sequence[PromptSample]
-) -> Batch:
-    """The batch with the ragged column `answer_probability`, if the algorithm shapes rewards by it."""
-    shapers = [s for s in context.config.algorithm.shaping if isinstance(s, InformationGainShaper)]
-    if not shapers:
-        return batch
-    learner, encode = context.learner, context.policy.tokenizer.encode
-    rows = {(draw.prompt.row.id, draw.visit): draw.prompt.row for draw in draws}
-    answers = [encode(answer_of(rows[t.prompt_id, t.visit].answer, t.prompt_id)) for t in trajectories]
-    if learner.device.type == "cuda" and not context.source.overlaps:
-        context.engine.sleep()  # frees the KV cache for the learner; the next request wakes the engine
+class AnswerProbability:
+    """Adds the ragged column `answer_probability`. `before_pass` is called before the learner computes."""
 
-    def logprobs(asked: Batch) -> Tensor:
-        return learner.outputs(asked.to(learner.device), frozenset())["logp"].to(batch.tokens.device)
+    def __init__(
+        self,
+        shaper: InformationGainShaper,
+        tokenizer: Tokenizer,
+        learner: AnyLearner,
+        before_pass: Callable[[], None],
+    ) -> None:
+        self.encode, self.learner, self.before_pass = tokenizer.encode, learner, before_pass
+        self.before = tokenizer.encode(shaper.before)
 
-    owners = batch.sequence["trajectory_ids"].tolist()
-    return answer_probability(batch, [answers[k] for k in owners], encode(shapers[0].before), logprobs)
+    def __call__(self, batch: Batch, trajectories: Sequence[Trajectory], prompts: Prompts) -> Batch:
+        rows = [prompts[t.prompt_id, t.visit].row for t in trajectories]
+        answers = [self.encode(answer_of(row.answer, row.id)) for row in rows]
+        self.before_pass()
+        owners = batch.sequence["trajectory_ids"].tolist()
+        return answer_probability(batch, [answers[k] for k in owners], self.before, self._logprobs)
+
+    def _logprobs(self, asked: Batch) -> Tensor:
+        logp = self.learner.outputs(asked.to(self.learner.device), frozenset())["logp"]
+        return logp.to(asked.tokens.device)
 
 
 def answer_of(answer: Any, row: str) -> str:

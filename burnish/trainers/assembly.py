@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
+from burnish.algorithms.shaping.spec import InformationGainShaper
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.data import Template
 from burnish.config.errors import UserError, did_you_mean
@@ -64,6 +65,7 @@ from burnish.run.durable_files import START_OVER_HINT, atomic_directory, atomic_
 from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
+from burnish.trainers.answer_probability import AnswerProbability
 from burnish.trainers.context import ImitationBatch, StepResult, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
 from burnish.trainers.input_checks import (
@@ -248,11 +250,15 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
     if built.process is not None and config.algorithm.process is not None:
         process = ProcessRewards(built.process, config.algorithm.process)
 
+    def free_cache() -> None:
+        """Free the KV cache for passes of the learner's models; the next request wakes the engine."""
+        if built.learner.device.type == "cuda" and not source.overlaps:
+            built.engine.sleep()
+
     def process_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         if process is None:
             return {}
-        if built.learner.device.type == "cuda" and not source.overlaps:
-            built.engine.sleep()  # frees the KV cache for the process reward model
+        free_cache()
         return process.held_out_metrics(rollouts)
 
     validate_modes = build_validation(
@@ -284,7 +290,14 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         memory_check=parts.memory_check,
         environments=parts.runner.host,
         roles=parts.runner.roles,
-        add_columns=parts.add_columns,
+        add_columns=[
+            *(
+                AnswerProbability(shaper, policy.tokenizer, built.learner, free_cache)
+                for shaper in config.algorithm.shaping
+                if isinstance(shaper, InformationGainShaper)
+            ),
+            *parts.add_columns,
+        ],
     )
 
 

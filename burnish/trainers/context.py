@@ -79,7 +79,7 @@ class TrainContext:
     roles: tuple[str, ...] = ()
     """Players of a game of several: each prompt gives one group of samples for each role."""
     add_columns: Sequence[AddColumns] = ()
-    """Add the columns that need the rows of a step's prompts: those of teachers."""
+    """Add the columns that need the rows of a step's prompts: those of teachers, and how likely known answers are."""
 
     @property
     def learners(self) -> list[AnyLearner]:

@@ -40,7 +40,6 @@ from burnish.rollout.runner import RolloutStopped
 from burnish.rollout.scoring import RolloutBatch, refuse_silent_agents
 from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
-from burnish.trainers.answer_probability import with_answer_probability
 from burnish.trainers.assembly import rollout_plan
 from burnish.trainers.context import StepResult, TrainContext
 from burnish.trainers.minibatches import in_whole_batch, mini_batches, scaled_loss
@@ -115,7 +114,7 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
             continue
         most = settings.prompts * rollouts.groups_per_draw
         num_wanted = refill.enough * most
-        packed = with_answer_probability(context, pack(usable, config.seed), usable, rollouts.draws)
+        packed = pack(usable, config.seed)
         prompts = {(draw.prompt.row.id, draw.visit): draw.prompt for draw in rollouts.draws}
         for add_columns in context.add_columns:
             packed = add_columns(packed, usable, prompts)
