@@ -27,6 +27,7 @@ from burnish.algorithms.losses.spec import (
     PREFERENCE_LOSS_RECORDS,
     RATIO_RECORDS,
     DivergenceLoss,
+    ImitationLoss,
     PairLoss,
     PpoClip,
     SurrogateLoss,
@@ -154,6 +155,11 @@ class Algorithm(Record):
         """Whether the loss compares whole distributions of policy and reference, which needs both models' hidden states."""
         in_loss = self.kl.loss.estimator == "full" and self.kl.loss.coef > 0
         return in_loss or (isinstance(self.loss, DivergenceLoss) and self.loss.support != "sampled")
+
+    @property
+    def own_temperature(self) -> float | None:
+        """Temperature of the learner's log-probs if the loss sets one (SSD); None if it is that of the samples."""
+        return self.loss.temperature if isinstance(self.loss, ImitationLoss) else None
 
     def needs(self, what: str) -> list[str]:
         """The choices that need `what` from the rest of the system; a correction that only measures needs nothing."""

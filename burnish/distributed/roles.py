@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from burnish.algorithms.losses.spec import DivergenceLoss, ImitationLoss
+from burnish.algorithms.losses.spec import DivergenceLoss
 from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
@@ -249,7 +249,7 @@ def policy_updates(config: TrainConfig) -> int:
 
 def learning_temperature(config: TrainConfig) -> float:
     """Temperature of the learner's log-probs: that of the samples, unless the loss sets its own (SSD)."""
-    own = config.algorithm.loss.temperature if isinstance(config.algorithm.loss, ImitationLoss) else None
+    own = config.algorithm.own_temperature
     return config.rollout.temperature if own is None else own
 
 

@@ -186,7 +186,7 @@ def build_inputs(
         rewards.check((prompt.row for prompt in held_out), "data.validation.answer_key=")
     shown, missing = build_demonstrations(config, policy, stream, base)
     notes = [note for note in (stream.report(), missing) if note is not None] + template_notes
-    is_meant = getattr(config.algorithm.loss, "temperature", None) is not None
+    is_meant = config.algorithm.own_temperature is not None
     notes += [TRUNCATED_SAMPLING_NOTE] if not is_meant and (config.rollout.top_p < 1 or config.rollout.top_k) else []
     notes += config_notes(config)
     imitated, left_out = list[Example](), 0

@@ -152,6 +152,8 @@ class AlgorithmPipeline:
         advantages = _advantage_step(algorithm, base, part_weights or {})
         self.preparation = preparation_steps(algorithm, num_updates, self.loss, advantages, has_demonstrations)
         self.sample_filters = sample_filter_steps(filters, replays=algorithm.replay is not None)
+        self.compares_with_engine = algorithm.own_temperature is None
+        """Whether the learner's log-probs are of the distribution that was sampled from, not of a temperature of the loss (SSD)."""
         self.has_trainer_logp = needs_old_logp(algorithm, num_updates) and algorithm.correction.name != "bypass"
         """Whether `old_logp` holds the trainer's log-probs before the first update."""
 
@@ -221,8 +223,10 @@ class AlgorithmPipeline:
         """Report the gap between sampler and trainer, in the prepared batch `whole` and in the trimmed `batch`.
 
         `version` is that of the trainer's weights. The report is empty for `bypass` with several updates per batch: the trainer's
-        log-probs before the first update are then unknown.
+        log-probs before the first update are then unknown. It is also empty for a loss with a temperature of its own: the gap is meant.
         """
+        if not self.compares_with_engine:
+            return GapReport()
         if not self.has_trainer_logp and len(updates) != 1:
             return GapReport()
         logp = None if self.has_trainer_logp else updates[0].logp

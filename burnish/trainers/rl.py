@@ -196,7 +196,7 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
             result.metrics["chord_mu"] = mu
         is_first = not result.updates  # its forward pass sees the policy before any update
         update = learner.update(mini, loss, pipeline.lr_scale(step), imitation, columns=is_first)
-        if is_first and update.logp is not None:
+        if is_first and update.logp is not None and pipeline.compares_with_engine:
             result.metrics |= surprise_metrics(mini, update.logp, update.entropy) | replay_drift(mini, update.logp)
         if is_first and update.entropy is not None:
             known = torch.where(mini.loss_mask, update.entropy, torch.nan)

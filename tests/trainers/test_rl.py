@@ -125,6 +125,18 @@ def test_kl_in_the_reward_is_among_the_metrics() -> None:
     assert notes == []
 
 
+def test_a_loss_with_its_own_temperature_reports_no_gap_to_the_engine() -> None:
+    """SSD learns at another temperature than it samples at; a gap between them is no fault of the engine."""
+    algorithm = {"ratio": "none", "clip": "none", "advantage": "none", "loss": {"name": "nll", "temperature": 1.0}}
+    sampled, learned = step_of(job(algorithm, [], rollouts("stop")))
+    values = step_metrics.training_metrics(sampled, learned, step_s=2.0)
+    assert values["actor/updates"] == 1
+    assert [name for name in values if name.startswith("mismatch/")] == []
+    other = {**algorithm, "advantage": "grpo", "loss": {"name": "rec", "weight": "advantage", "temperature": 2.0}}
+    _, learned = step_of(job(other, [], rollouts("stop")))  # the temperature of an exponential weight, not of log-probs
+    assert "mean" in {name.rpartition("/")[2] for name in learned.mismatch.metrics}
+
+
 @pytest.mark.parametrize(("shaping", "is_logged"), [([], False), (["signed"], True)])
 def test_the_shaped_reward_is_logged_where_something_shapes(
     tmp_path: Path, shaping: list[str], is_logged: bool
