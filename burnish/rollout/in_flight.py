@@ -184,7 +184,7 @@ class InFlightTrajectories:
         is_opening = len(path.nodes) == 1 and not active.num_partial
         tokens = path.opening if is_opening else tuple(active.context())
         game = active.game
-        opponent = None if game is None or active.role == game.seat else game.version
+        opponent = None if game is None or active.role == game.player else game.version
         return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, may_continue, opponent)
 
     def _record(self, active: RunningTrajectory, completion: Completion) -> None:
@@ -487,7 +487,7 @@ class InFlightTrajectories:
         found = list[Trajectory]()
         for index, role in enumerate(roles):
             path = active.paths.get(role)
-            if active.game is not None and role != active.game.seat:
+            if active.game is not None and role != active.game.player:
                 continue  # an opponent's tokens are not trained
             if error is None and (path is None or not path.turns):
                 continue  # the game ended before this role had a turn

@@ -38,7 +38,7 @@ METRICS = "opponents/"
 class OpponentGame(NamedTuple):
     """How a draw is played against a snapshot."""
 
-    seat: str
+    player: str
     """The player that the policy is. A snapshot plays all others."""
     version: int
     """The step after which the policy had the snapshot's weights."""
@@ -148,10 +148,10 @@ class OpponentPool:
     def game_of(self, draw: PromptSample) -> OpponentGame | None:
         """How a draw is played; None for self-play. All samples of a draw are played alike, so that they can be compared."""
         key = fold(self.seed, "opponent of a draw", draw.prompt.row.id, draw.visit)
-        against, seat, which = (uniform_from_key(fold(key, k)) for k in range(3))
+        against, player, which = (uniform_from_key(fold(key, k)) for k in range(3))
         if against >= self.options.share:
             return None
-        return OpponentGame(self.roles[int(seat * len(self.roles))], self.playing[int(which * len(self.playing))])
+        return OpponentGame(self.roles[int(player * len(self.roles))], self.playing[int(which * len(self.playing))])
 
     def after_step(self, version: int) -> None:
         """Save the weights if they join the pool, and delete snapshots that neither this step nor a checkpoint needs."""

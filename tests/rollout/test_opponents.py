@@ -40,7 +40,7 @@ def test_snapshots_are_picked_as_the_option_says() -> None:
     assert chosen_versions(Opponents(at_once=3), 4, 0) == [0]  # fewer than wanted are there
 
 
-def test_a_share_of_the_draws_is_played_against_a_snapshot_from_every_seat() -> None:
+def test_a_share_of_the_draws_is_played_against_a_snapshot_as_every_player() -> None:
     none = cast(Any, None)
     pool = OpponentPool(Opponents(share=0.25), ("X", "O"), 3, none, [], none, list)
     pool.playing = [0, 10]

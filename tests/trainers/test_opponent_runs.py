@@ -118,7 +118,7 @@ def test_only_the_policys_own_conversation_is_trained(spied: tuple[Path, list[tu
             draws.setdefault(f"{t.prompt_id}#{t.visit}", set()).add((t.role, t.metadata.get("opponent")))
         for (
             players
-        ) in draws.values():  # all samples of a draw are self-play, or the policy has one seat against one snapshot
+        ) in draws.values():  # all samples of a draw are self-play, or the policy is one player against one snapshot
             assert len(players) == 1 or {opponent for _, opponent in players} == {None}
         assert rows[step]["opponents/games"] == len(against)
         if against:
