@@ -40,19 +40,24 @@ LEAN_TAGS = ("lean", "lean4")
 FILE_NAME = "proof.lean"
 ALLOWED_AXIOMS = frozenset({"propext", "Classical.choice", "Quot.sound"})
 FORBIDDEN_WORDS = r"""
-sorry\w* admit axioms? native_decide unsafe partial opaque implemented_by extern csimp ofReduceBool ofReduceNat trustCompiler
+sorry\w* admit stop axioms? native_decide unsafe\w* partial opaque implemented_by extern csimp ofReduceBool ofReduceNat trustCompiler
 theorem lemma def abbrev example instance inductive structure class namespace section end mutual open export import universes? variables?
 attribute deriving private protected public noncomputable nonrec module meta \w*initialize declare_\w+ register_\w+ syntax\w* macro\w* elab\w*
 notation\w* infix[lr]? prefix postfix local scoped set_option run_\w+ by_elab eval_expr \w*simproc\w* alias irreducible_def unseal seal
-include omit IO Lean Elab Meta
+include omit coinductive unif_hint binder_predicate grind_pattern init_quot proof_wanted
 """
 """Patterns of words. A proof with such a word is refused: they begin a command, reach the elaborator, or trust something unproved."""
-_WORDS = "|".join(re.split(r"\s+", FORBIDDEN_WORDS.strip()))
-_FORBIDDEN = re.compile(rf"(?<![\w.'!?])(?:{_WORDS})(?![\w'!?])|(?<![\w.])Lean\.|#[a-z]|@\[|«")
-_STATEMENT = re.compile(r"^[ \t]*(?:theorem|lemma)[ \t]+([^\s:({\[]+)", re.MULTILINE)
+_COMMAND = re.compile("|".join(FORBIDDEN_WORDS.split()))
+_INTERNAL = re.compile(r"IO|Lean|Elab|Meta|ofReduceBool|ofReduceNat|trustCompiler|sorry\w*|unsafe\w*")
+"""Refused in any part of a dotted name: `_root_.Lean.Elab` is `Lean.Elab`."""
+_TOKEN = re.compile(
+    r"(?P<word>[A-Za-z_][A-Za-z0-9_]*)(?P<rest>['!?]?)|(?P<number>0[xX][0-9a-fA-F]+|[0-9]+(?:[eE][+-]?[0-9]+)?)(?P<joined>[A-Za-z_]?)|#[a-z]|@\[|«"
+)
+_STATEMENT = re.compile(r"^[ \t]*(?:theorem|lemma)[ \t]+([^\s:({\[.]+(?:\.[^\s:({\[.]+)*)", re.MULTILINE)
 _UNPROVED = re.compile(r"\s*:=\s*(?:by)?\s*(?:sorry)?\s*$")
-_AXIOMS = re.compile(r"'([^']*)' depends on axioms: \[([^\]]*)\]")
-_NO_AXIOMS = re.compile(r"'([^']*)' does not depend on any axioms")
+_AXIOMS = re.compile(r"'(\S*)' depends on axioms: \[([^\]]*)\]")  # a name may end with '
+_NO_AXIOMS = re.compile(r"'(\S*)' does not depend on any axioms")
+_COMMENT, _IN_COMMENT = re.compile(r"/-|--[^\n]*"), re.compile(r"/-|-/")
 MAX_MESSAGE_CHARS = 600
 PREFIX_TIMEOUT_S = 60.0
 
@@ -97,22 +102,39 @@ def extract_lean_proof(completion: str, expected: LeanStatement) -> str:
     body = body.removeprefix(":=").strip()
     if not body:
         raise RefusedProof("there is no proof")
-    cheat = _FORBIDDEN.search(body)
-    if cheat is not None:
-        raise RefusedProof(f"a proof may not contain {cheat[0]!r}")
+    if (cheat := forbidden_part(body)) is not None:
+        raise RefusedProof(f"a proof may not contain {cheat!r}")
     return body
+
+
+def forbidden_part(proof: str) -> str | None:
+    """The first part of a proof that is not allowed, or None.
+
+    Lean needs no space before a keyword: `5macro`, `..macro`, `'a'macro` and the bullet `.run_tac` are two tokens each. So a word is only taken
+    for part of a longer name after ASCII letters, or after the dot of such a name (`h.end`). A name that ends with ' ! or ? is no keyword.
+    """
+    name_end = -1
+    """Where the dot of a dotted name would be."""
+    for token in _TOKEN.finditer(proof):
+        if (word := token["word"]) is None:
+            if token["number"] is None or token["joined"]:
+                return token[0]
+            continue
+        is_first = not (token.start() == name_end + 1 and proof[name_end] == ".")
+        if _INTERNAL.fullmatch(word) or (is_first and not token["rest"] and _COMMAND.fullmatch(word)):
+            return word
+        name_end = token.end()
+    return None
 
 
 def _without_comments(text: str) -> str:
     """The text without Lean's comments, nested ones included. One that is not closed goes to the end."""
-    kept, depth, at = [], 0, 0
-    for found in re.finditer(r"/-|-/|--[^\n]*", text):
-        if found.start() < at or (depth and found[0].startswith("--")) or (depth == 0 and found[0] == "-/"):
-            continue
+    kept, depth, at, search_from = list[str](), 0, 0, 0
+    while (found := (_IN_COMMENT if depth else _COMMENT).search(text, search_from)) is not None:
         if depth == 0:
             kept.append(text[at : found.start()] + " ")
         depth += {"/-": 1, "-/": -1}.get(found[0], 0)
-        at = found.end() if depth == 0 else at
+        at = search_from = found.end()
     return "".join(kept) + (text[at:] if depth == 0 else "")
 
 

@@ -79,6 +79,15 @@ def test_a_proof_is_taken_alone_and_put_behind_the_statement_of_the_row(completi
         ('by trivial\nnotation3 "q" => True', "may not contain 'notation3'"),
         ("by run_tac Lean.Elab.admitGoal (← getMainGoal)", "may not contain 'run_tac'"),
         ("by exact Lean.ofReduceBool _ _ rfl", "may not contain 'Lean'"),
+        ("by exact _root_.Lean.ofReduceBool _ _ rfl", "may not contain 'Lean'"),
+        ("by\n  .run_tac foo", "may not contain 'run_tac'"),  # `.` is a bullet
+        ("by\n  .set_option debug.skipKernelTC true in trivial", "may not contain 'set_option'"),
+        ('id ..macro "x" : term => `(y)', "may not contain 'macro'"),
+        ('f 5macro "x" : term => `(y)', "may not contain '5m'"),
+        ('f 0xamacro "x" : term => `(y)', "may not contain '0xam'"),
+        ('f 1.macro "x" : term => `(y)', "may not contain 'macro'"),
+        ("f 'a'macro \"x\" : term => `(y)", "may not contain 'macro'"),
+        ('x⁻¹macro "x" : term => `(y)', "may not contain 'macro'"),
         ("by set_option maxRecDepth 9 in trivial", "may not contain 'set_option'"),
         ("by trivial\n@[simp] theorem", "may not contain '@['"),
         ("«theorem»", "may not contain '«'"),
@@ -98,8 +107,11 @@ def test_a_proof_that_may_cheat_is_refused_before_lean_runs(completion: str, rea
 
 
 def test_names_that_only_look_like_forbidden_words_are_allowed_and_a_stray_mark_drops_nothing() -> None:
-    proof = "by\n  rw [abs_def, eval_add, Nat.sub_def, h.end', theorem_of_x]\n  exact x -/ y"
+    proof = (
+        "by\n  rw [abs_def, eval_add, Nat.sub_def, h.end', open', s.prefix, theorem_of_x]\n  exact x -/ y 0x1F 1e5 h.2"
+    )
     assert extract_lean_proof(proof, EXPECTED) == proof
+    assert extract_lean_proof("by /- a -- b -/ simp -- /- c\n  rfl", EXPECTED) == "by   simp  \n  rfl"
 
 
 def message(line: int, severity: str, text: str) -> str:
@@ -131,6 +143,13 @@ THREE = "'swap' depends on axioms: [propext,\n Classical.choice,\n Quot.sound]"
 def test_only_leans_own_messages_at_the_right_line_accept_a_proof(output: str, is_right: bool, reason: str) -> None:
     found, said = lean_verdict(RunResult("ended", 0, output, "", []), "swap", 9)
     assert (found, reason in said) == (is_right, True), said
+
+
+def test_theorems_with_a_prime_or_universes_in_their_name_can_be_proved() -> None:
+    assert parse_statement("theorem swap'.{u} (x : Type u) : x = x").name == "swap'"
+    output = message(9, "information", NONE.replace("'swap'", "'Foo.swap''"))
+    assert lean_verdict(RunResult("ended", 0, output, "", []), "swap'", 9)[0] is True
+    assert lean_verdict(RunResult("ended", 0, output, "", []), "swap", 9)[0] is False
 
 
 def test_a_limit_or_a_bad_exit_is_no_proof() -> None:
