@@ -355,11 +355,16 @@ def write_pairs(
 
 
 def _paired(source: Path, options: PairingOptions, prompts: Path | None, report: ProgressReport) -> KeptRows:
-    samples = [sample for sample in read_samples_of(source) if sample.accuracy is not None]
+    read = read_samples_of(source)
+    samples = [sample for sample in read if sample.accuracy is not None]
     asked = prompts_of(samples, source, prompts)
     report(f"pairing {len(samples):,} completions")
     found = pairs_of(samples, options)
     kept = KeptRows([])
+    for sample in read:
+        if sample.accuracy is None:
+            kept.drop("completions that were not judged", sample.where)
+    _drop_unpaired(samples, {chosen.prompt_id for chosen, _ in found}, kept)
     for chosen, rejected in found:
         record = {"prompt": asked[chosen.prompt_id], "chosen": chosen.completion, "rejected": rejected.completion}
         kept.records.append({**record, "id": chosen.prompt_id, "tokens": [chosen.length, rejected.length]})
@@ -371,6 +376,18 @@ def _paired(source: Path, options: PairingOptions, prompts: Path | None, report:
         "rejected": {"wrong and longer": kinds["wrong"], "right and much longer": kinds["right"]},
     }
     return kept
+
+
+def _drop_unpaired(samples: Sequence[ScoredSample], paired: set[str], kept: KeptRows) -> None:
+    """Count the prompts that gave no pair, with the reason."""
+    by_prompt: dict[str, list[ScoredSample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt_id, []).append(sample)
+    for prompt_id, own in by_prompt.items():
+        if prompt_id not in paired:
+            has_right = any(is_right(sample) and sample.is_whole for sample in own)
+            reason = "a completion to reject" if has_right else "a right completion that ended"
+            kept.drop(f"prompts without {reason}", own[0].where)
 
 
 def pairs_of(samples: Sequence[ScoredSample], options: PairingOptions) -> list[tuple[ScoredSample, ScoredSample]]:

@@ -193,6 +193,18 @@ def test_what_was_cut_off_is_never_chosen_and_equal_texts_are_no_pair() -> None:
     assert pairs_of([sample(0, 10, 0.0)], PairingOptions()) == []
 
 
+def test_a_source_without_pairs_says_why_no_prompt_gave_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "rows.jsonl", ROWS)
+    write(
+        tmp_path / "c.jsonl", [line(0, 0, "wrong", 0.0, 9), line(0, 1, "?", None, 9), line(1, 0, "right alone", 1.0, 9)]
+    )
+    command = ["data", "pairs", str(tmp_path / "c.jsonl"), str(tmp_path / "pairs.jsonl")]
+    assert main([*command, "--prompts", str(tmp_path / "rows.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert "1 completions that were not judged" in said
+    assert "1 prompts without a right completion that ended; 1 prompts without a completion to reject" in said
+
+
 def test_pairs_are_read_as_preferences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "21>", "answer": "12"}\n')
     texts = [("12", 1.0, 3), ("1122", 0.0, 5), ("21", 0.0, 3), ("12", None, 9)]
