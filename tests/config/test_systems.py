@@ -11,7 +11,7 @@ from burnish.algorithms.presets import PRESETS
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.recipe_names import recipe_names
-from burnish.config.systems import SYSTEMS, SYSTEMS_PAGE, TABLE, find_system, made_of, normal_name, systems_page
+from burnish.config.systems import SYSTEMS, SYSTEMS_PAGE, find_system, made_of, normal_name, systems_page
 
 TASKS = {
     "sort_digits",
@@ -30,7 +30,7 @@ ISSUE = """DeepSeek-R1, DeepSeek-R1-Zero, TinyZero, SimpleRL, open-r1, X-R1, Log
 Skywork-OR1, DeepScaleR, POLARIS, DeepMath, STILL-3, SkyThought, QwQ, theLMbook, T1, Kimi k1.5, PF-PPO, L1, Demystify, LIMR, Tina, PRIME, SPO,
 Clip-Cov, KL-Cov, LUFFY, PACS, RL-PLUS, Code-R1, CodeForces-style stdin/stdout, CoT-RM, Bae et al., Vision-SR1, Search-R1, ReSearch, ReTool, ToRL,
 DeepRetrieval, DeepResearcher, RL-Factory, verl-tool, rStar2-Agent, MemAgent, Table-R1, RAGEN, verl-agent, GiGPO, OpenManus-RL, Agent Lightning, VAGEN,
-Easy-R1, GUI-R1, VTool-R1, RACRO, SimpleVLA-RL, LLaSA-TTS"""
+Easy-R1, GUI-R1, VTool-R1, RACRO, SimpleVLA-RL, LLaSA-TTS, verl-agent/GiGPO, Kimina-Prover, RM-R1, Absolute Zero, SPIRAL"""
 
 
 def test_the_page_is_the_one_that_the_table_and_the_recipes_give() -> None:
@@ -40,7 +40,7 @@ def test_the_page_is_the_one_that_the_table_and_the_recipes_give() -> None:
 
 
 def test_every_recipe_of_the_table_exists_and_every_recipe_is_of_a_system_a_preset_or_a_task() -> None:
-    named = {recipe for system in TABLE for recipe in system.recipes}
+    named = {recipe for system in SYSTEMS for recipe in system.recipes}
     assert named <= set(recipe_names())
     assert set(recipe_names()) - named - set(PRESETS) == TASKS
     links = set(re.findall(r"\(\.\./recipes/(\w+)\.yaml\)", SYSTEMS_PAGE.read_text(encoding="utf-8")))
@@ -51,7 +51,7 @@ def test_every_system_is_found_by_its_names_without_case_and_punctuation() -> No
     assert [find_system(name.strip()).name for name in ISSUE.replace("\n", " ").split(",")]
     assert find_system("search r1") == find_system("SEARCH_R1") == find_system("Search-R1")
     assert find_system("r1").recipes[0] == "r1"
-    names = [normal_name(text) for system in TABLE for text in (system.name, *system.aliases)]
+    names = [normal_name(text) for system in SYSTEMS for text in (system.name, *system.aliases)]
     assert len(set(names)) == len(names)
     with pytest.raises(UserError, match="no system 'tiny zeros' here; did you mean 'TinyZero'"):
         find_system("tiny zeros")
