@@ -12,6 +12,7 @@ import re
 from typing import Literal
 
 from burnish.data.tasks.task import Dice
+from burnish.environments.absolute_zero import learnability
 from burnish.environments.base import Answer, End, Episode, Observation
 from burnish.environments.games.text_game import (
     Format,
@@ -29,11 +30,6 @@ PROPOSER = "proposer"
 SOLVERS = tuple(f"solver#{k}" for k in range(1, NUM_SOLVERS + 1))
 INVALID_REWARD = -0.5
 MIN_NUMBERS, MAX_NUMBERS, MAX_DIGITS = 2, 4, 3
-
-
-def learnability(accuracy: float) -> float:
-    """What a proposed task is worth whose solvers have this accuracy."""
-    return 1 - accuracy if 0 < accuracy < 1 else 0.0
 
 
 class ProposeSum(TextGame):
@@ -71,7 +67,7 @@ class ProposeSum(TextGame):
 
     def is_valid(self, text: str) -> bool:
         """Whether a proposal has the form that was asked for: no leading zeros, no other characters."""
-        number = rf"[1-9]\d{{{self.num_digits - 1}}}"
+        number = rf"[1-9][0-9]{{{self.num_digits - 1}}}"
         return re.fullmatch(rf"{number}(\+{number}){{{self.num_numbers - 1}}}", text) is not None
 
     def right_result(self) -> int:

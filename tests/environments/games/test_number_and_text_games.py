@@ -296,6 +296,7 @@ def test_a_proposed_sum_pays_the_proposer_for_what_some_solvers_get_wrong() -> N
     proposal = game.best_answer()
     assert game.is_valid(proposal)
     assert not game.is_valid("0" + proposal)
+    assert not game.is_valid(proposal[:-1] + "\u0663")  # an Arabic digit
     right = str(sum(map(int, proposal.split("+"))))
     for num_right, worth in ((0, 0.0), (1, 0.75), (2, 0.5), (4, 0.0)):
         end = end_of(proposal, *([right] * num_right + ["0"] * (4 - num_right)))
