@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from burnish.algorithms.presets import PRESETS
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load
@@ -62,6 +63,11 @@ def test_the_list_has_a_line_for_each_recipe_under_its_command(capsys: pytest.Ca
         assert [line for line in lines if line.split()[:1] == [recipe.name] and line.endswith(recipe.summary)]
     assert main(["recipes", "grpo"]) == 0
     assert capsys.readouterr().out.endswith((ROOT / "recipes" / "grpo.yaml").read_text())
+
+
+def test_readme_and_status_count_the_algorithms() -> None:
+    assert f"prints all {len(PRESETS)}\n" in (ROOT / "README.md").read_text()
+    assert f"The {len(PRESETS)} algorithms" in (ROOT / "docs/status.md").read_text()
 
 
 def test_a_wheel_has_the_recipes_and_runs_them_from_another_folder(tmp_path: Path) -> None:
