@@ -20,16 +20,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.data.row import VERL_MODEL_STYLE, Row
+from burnish.data.tasks.proofs import theorem_of_row
 from burnish.rewards.code_reward import check_sandbox, parse_tests
 from burnish.rewards.judge_endpoint import JudgeBackend
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.lean_reward import parse_statement
 from burnish.rewards.llm_judge import Judge
+from burnish.rewards.pair_verdicts import check_verdict
 from burnish.rewards.reward_parts import (
     JUDGE,
     MODEL,
@@ -70,6 +72,13 @@ SHOWN_CHARS = 400
 """How much of a completion an error shows."""
 ANSWER_PARAMETER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
 """The parameter for the expected answer in each convention that passes it even where a row has none."""
+ANSWER_CHECKS: dict[str, Callable[[Any], object]] = {
+    "code": parse_tests,
+    "lean": parse_statement,
+    "proof": theorem_of_row,
+    "rm_r1": check_verdict,
+}
+"""What raises ValueError for a row's answer that a verifier cannot use."""
 
 
 class ScoringPool(Protocol):
@@ -270,12 +279,11 @@ class Rewards:
                 answer_key,
             )
             verifiers = {row.extra["verifier"] if name == "row" else name for name in names}
-            for verifier, parse in (("code", parse_tests), ("lean", parse_statement)):
-                if verifier not in verifiers:
-                    continue
+            if verifiers & {"code", "lean"}:
                 self._check_sandbox()
+            for verifier in verifiers & ANSWER_CHECKS.keys():
                 try:
-                    parse(row.answer)
+                    ANSWER_CHECKS[verifier](row.answer)
                 except ValueError as error:
                     raise UserError(f"row {row.id!r} of {row.data_source!r}: {error}") from error
 

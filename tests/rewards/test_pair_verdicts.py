@@ -13,6 +13,7 @@ from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.data.files import read_records
 from burnish.data.pair_questions import PAIR_TEMPLATE, fill_pair_template, verdict_of
+from burnish.data.row import Row
 from burnish.data.tasks.registry import make_demonstrations, make_preferences, make_task
 from burnish.rewards.pair_verdicts import rm_r1
 from burnish.rewards.score_types import ScoreRequest
@@ -146,3 +147,11 @@ def test_the_small_task_asks_each_pair_twice_and_its_pairs_are_those_of_the_rewa
         halves[letter] += 1
         assert f"{solution}:{letter}" in row["prompt"]
     assert min(halves.values()) > 60
+
+
+@pytest.mark.parametrize(
+    ("part", "answer", "reason"), [("rm_r1", "C", "neither A nor B"), ("proof", "p ->", "cannot be read")]
+)
+def test_an_answer_that_cannot_be_used_is_found_before_anything_is_sampled(part: str, answer: str, reason: str) -> None:
+    with Rewards(Reward(parts=[part], workers=1), None) as rewards, pytest.raises(UserError, match=reason):
+        rewards.check([Row("r/0", "q", "r", answer, {})])

@@ -82,12 +82,17 @@ def extract_proof(completion: str) -> str:
     return blocks[max(0, last)]
 
 
+def theorem_of_row(answer: Any) -> Theorem:
+    """The theorem that is the answer of a row; ValueError if it cannot be read."""
+    try:
+        return parse_theorem(str(answer))
+    except ProofError as error:
+        raise ValueError(f"the theorem {str(answer)!r} of the row cannot be read: {error}") from None
+
+
 def checked_answer(completion: str, theorem: str) -> tuple[bool, str]:
     """Whether a completion proves a theorem, and the checker's message. A theorem that cannot be read raises ValueError."""
-    try:
-        expected = parse_theorem(theorem)
-    except ProofError as error:
-        raise ValueError(f"the theorem {theorem!r} of the row cannot be read: {error}") from None
+    expected = theorem_of_row(theorem)
     try:
         check_proof(expected, extract_proof(completion))
     except ProofError as error:
