@@ -173,7 +173,18 @@ def test_values_are_compared_as_python_literals(left: str, right: str, expected:
 
 
 @pytest.mark.parametrize(
-    "text", ["import os.path", "from random import seed", "import math, sys", "__import__('os')", "y = id(3)"]
+    "text",
+    [
+        "import os.path",
+        "from random import seed",
+        "import math, sys",
+        "__import__('os')",
+        "y = id(3)",
+        "import secrets",
+        "from builtins import id as i",
+        "open('/dev/urandom')",
+        "__builtins__['id']",
+    ],
 )
 def test_programs_with_forbidden_names_are_refused_before_they_run(text: str) -> None:
     assert "forbidden" in str(program_problem(f"{text}\ndef f(x):\n    return x"))

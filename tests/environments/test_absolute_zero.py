@@ -85,7 +85,7 @@ INVALID = {
     "out of time": proposal("def f(x):\n    while x:\n        pass"),
     "returns nothing": proposal("def f(x):\n    pass"),
     "no literal": proposal("def f(x):\n    return f"),
-    "different outputs": proposal("import uuid\ndef f(x):\n    return str(uuid.uuid4())"),
+    "different outputs": proposal("def f(x):\n    return str(eval('__imp' + 'ort__')('uuid').uuid4())"),
     "address in memory": proposal("def f(x):\n    return str(x.__add__)"),
     "an output has": proposal("def f(x):\n    return 'a' * 1000"),
     "an input has": proposal(IDENTITY, "'" + 600 * "a" + "'"),

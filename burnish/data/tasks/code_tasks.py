@@ -42,10 +42,18 @@ FORBIDDEN_MODULES = [
     "sys",
     "shutil",
     "importlib",
+    "builtins",
+    "posix",
+    "secrets",
+    "tempfile",
+    "uuid",
 ]
-"""The modules that figure 8 of the paper forbids, with os, sys and shutil as a whole and importlib, which would load any of them."""
-FORBIDDEN_NAMES = ("__import__", "id", "hash")
-"""Builtins that load any module, or whose values depend on the process."""
+"""The modules that figure 8 of the paper forbids, with os, sys and shutil as a whole, modules that would load any of them, and other sources of chance.
+
+A coin toss passes the two runs of a proposal half of the time, so chance must be refused before.
+"""
+FORBIDDEN_NAMES = ("__import__", "__builtins__", "open", "id", "hash")
+"""Builtins that load any module, read /dev/urandom, or whose values depend on the process."""
 _FORM = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _TAGS = ("</think>", "<answer>", "</answer>")
 _BLOCK = re.compile(r"^```(\w+)[ \t]*\n(.*?)\n?^```[ \t]*$", re.DOTALL | re.MULTILINE)
