@@ -91,7 +91,7 @@ INVALID = {
     "an input has": proposal(IDENTITY, "'" + 600 * "a" + "'"),
     "an input is no literal": proposal(IDENTITY, "open('/etc/passwd')"),
     "the program has": proposal(IDENTITY + "#" * 2000),
-    "spoilt": proposal("import posix\ndef f(x):\n    posix.write(1, b'[')\n    return x"),
+    "spoilt": proposal("def f(x):\n    eval('__imp' + 'ort__')('posix').write(1, b'[')\n    return x"),
 }
 
 
