@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.data import Data, Reward, Source, Template
 from burnish.config.environment import (
+    ABSOLUTE_ZERO,
     GAME_TURNS,
     SINGLE_TURN,
     Environment,
@@ -35,6 +36,8 @@ from burnish.data.published_datasets import BENCHMARKS, benchmark_source
 from burnish.rewards.verifiers import VERIFIERS
 
 TASK_PREFIX = "task:"
+USUAL_TURNS = {**GAME_TURNS, ABSOLUTE_ZERO: 1}
+"""Turns of environments that tasks of the same name need. A held-out row of absolute_zero is one task to solve."""
 TASK_LIMIT = 1000
 """Number of problems of a generated task, which is endless, if no limit is given."""
 
@@ -125,16 +128,16 @@ def load_settings(
 
 
 def usual_game(data: str, flags: dict[str, Any], overrides: Sequence[str], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of a game's task and its usual turns, where command and run leave them open; {} for anything else."""
+    """Return the environment of a game or another task that needs one, and its turns, where command and run leave them open; else {}."""
     task = data.removeprefix(TASK_PREFIX) if data.startswith(TASK_PREFIX) else None
     given = {key: value for key, value in flags.items() if value is not None}
     of_run = _from_run(run, task, data in BENCHMARKS).get("environment", {})
     name = _given_environment(given, overrides)
     if name is None and "environment" not in _keys(overrides):
-        name = of_run.get("name") or (task if task in GAME_TURNS else None)
-    if name not in GAME_TURNS or name == of_run.get("name"):
+        name = of_run.get("name") or (task if task in USUAL_TURNS else None)
+    if name not in USUAL_TURNS or name == of_run.get("name"):
         return {}
-    keys = {"environment.name": name, "environment.max_turns": GAME_TURNS[name]}
+    keys = {"environment.name": name, "environment.max_turns": USUAL_TURNS[name]}
     return {key: value for key, value in keys.items() if key not in given and key not in _keys(overrides)}
 
 

@@ -53,6 +53,8 @@ def test_a_file_needs_a_reward_and_the_error_lists_them() -> None:
 
 def test_a_game_of_several_turns_says_how_many() -> None:
     assert made("task:guess_number", None, "environment={name: guess_number, max_turns: 2}").environment.max_turns == 2
+    own = made("task:absolute_zero", None).environment
+    assert (own.name, own.max_turns) == ("absolute_zero", 1)
     with pytest.raises(UserError, match=r"max_turns=1 ends it after the first answer: set environment.max_turns"):
         made("task:guess_number", None, "environment=guess_number")
 
