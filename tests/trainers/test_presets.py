@@ -30,6 +30,8 @@ FIRST = {
     "advantage": "advantages",
     "aggregation": "weights",
     "loss": "loss",
+    "kl.advantage": "advantages",
+    "kl.context": "loss",
     "kl.loss": "loss",
     "entropy": "loss",
     "auxiliary": "loss",
@@ -50,6 +52,8 @@ def expected_difference(algorithm: Algorithm) -> str | None:
     found = [stage for path, stage in FIRST.items() if slot(algorithm, path) != slot(algorithm_of("grpo"), path)]
     if algorithm.ratio.name == "seq_prod":  # its value is 1 too, its slope the sum of the tokens' and not their mean
         found.append("gradient")
+    if algorithm.auxiliary.chord is not None:  # the weight of the policy loss is what demonstrations leave
+        found.append("weights")
     return min(found, key=STAGES.index, default=None)
 
 
@@ -127,7 +131,12 @@ def test_every_slot_of_a_preset_matters(name: str) -> None:
             # Ratio, clip and loss go together; some losses, rewards of single tokens and edges of trees go with some advantages.
             chosen = algorithm.loss.advantages is not None or any(s.dense for s in algorithm.shaping)
             chosen = chosen or any("tree" in f.needs for f in algorithm.filters)
-            assert part in ("ratio", "clip", "loss") or (chosen and part in ("policy", "advantage"))
+            is_divergence = (
+                algorithm.loss.name == "divergence"
+            )  # it has no advantage, and with kl.loss the KL would count twice
+            chosen = chosen or is_divergence
+            fits = ("policy", "advantage", "kl") if is_divergence else ("policy", "advantage")
+            assert part in ("ratio", "clip", "loss") or (chosen and part in fits)
             continue
         late = part == "kl" and (algorithm.kl.loss, algorithm.kl.reward) == (grpo.kl.loss, grpo.kl.reward)
         found = run(changed, kind, STEPS if late else STEPS[:1]).updates

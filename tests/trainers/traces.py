@@ -23,13 +23,13 @@ from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLER
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
+from burnish.algorithms.losses.spec import DivergenceLoss
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.environment import Environment
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Optimizer
-from burnish.config.records import slot_options
 from burnish.config.rollout import Rollout
 from burnish.config.schema import Training
 from burnish.core.batch import Batch, Ragged
@@ -38,6 +38,7 @@ from burnish.core.trajectory import role_key
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
+from burnish.models.kernels.logprob import Divergence
 from burnish.rollout.scoring import RolloutBatch
 from burnish.trainers import rl
 from burnish.trainers.pipeline import AlgorithmPipeline
@@ -124,6 +125,7 @@ def rollouts(kind: str) -> Batch:
             "demonstration": number % 3 == 1,
             "role_ids": torch.tensor([role_key("solver" if k % 9 > 2 else "proposer") for k in range(num)]),
             "episode_ids": number // 2,
+            "teacher_ids": torch.zeros_like(number),
         },
         ragged={"border_values": Ragged(rand(2 * num), torch.arange(0, 2 * num + 1, 2))},
     )
@@ -204,8 +206,15 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
     slot, reference, critic = algorithm.kl.reference, None, None
     if slot.has_weights:
         # The policy has left the weights it started from.
-        start = learner.model if slot.name == "iterate" and slot.every == 1 else model_of(1)
-        reference = make_reference(slot.name, start, 1000, 1.0, **slot_options(slot))
+        is_policy = slot.name == "policy" or (slot.name == "iterate" and slot.every == 1)
+        start = learner.model if is_policy else model_of(1)
+        options = slot.model_dump(exclude={"name", "url", "served_model"})
+        options |= {"paths": {"start": None}} if slot.name == "teachers" else {}
+        reference = make_reference(slot.name, start, 1000, 1.0, **options)
+        if isinstance(algorithm.loss, DivergenceLoss) and algorithm.loss.support != "sampled":
+            loss = algorithm.loss
+            reference.divergence = Divergence(loss.alpha, loss.support, loss.top, loss.rest)
+            learner.reference = reference.distribution
     if algorithm.critic is not None:
         optimizer = Optimizer(lr=0.01, clip_norm=1e9)
         critic = Critic(ValueModel(model_of(0)), optimizer, 100, 1000, algorithm.critic.clip)
@@ -231,10 +240,18 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         critic=critic,
         process=process,
         learners=[learner],
-        imitation=functools.partial(imitated, algorithm.auxiliary.sft) if algorithm.auxiliary.sft > 0 else None,
+        imitation=functools.partial(imitated, algorithm.auxiliary.sft or 1.0) if algorithm.auxiliary.imitates else None,
         source=SimpleNamespace(after_step=lambda *step: None, load=lambda version: None, pending_draws=list),
         stream=SimpleNamespace(observe=lambda trajectories: None, state=dict),
     )
+
+
+def in_context(batch: Batch) -> Batch:
+    """The rollouts with a longer prompt for the teacher. One sample in four has none."""
+    num = batch.num_sequences
+    prompts = Ragged(torch.arange(3 * num) % 4, torch.arange(0, 3 * num + 1, 3))
+    taught = torch.arange(num) % 4 != 0
+    return replace(batch, ragged={**batch.ragged, "teacher_prompt": prompts}).with_sequence(taught=taught)
 
 
 def imitated(coef: float, number: int) -> Batch:
@@ -250,7 +267,8 @@ def run(algorithm: Algorithm, kind: str, steps: tuple[int, ...] = STEPS) -> Trac
         job = job_of(algorithm, trace)
         trace.called |= {("ratio", job.pipeline.loss.ratio), ("loss", job.pipeline.loss.loss)}
         for step in steps:
-            shaped = job.pipeline.shape(rollouts(kind), step, MAX_TOKENS)
+            batch = rollouts(kind) if algorithm.kl.context.name == "prompt" else in_context(rollouts(kind))
+            shaped = job.pipeline.shape(batch, step, MAX_TOKENS)
             learned = rl.learn(job, step, job.pipeline.select(shaped, PROMPTS))
             rl.after_step(job, step, RolloutBatch([], [], 0.0, 0.0), learned)
     assert len(trace.updates) == len(steps) * EPOCHS

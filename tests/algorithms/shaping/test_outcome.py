@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from burnish.algorithms.shaping import spec as records
 from burnish.config.errors import UserError
-from burnish.core.batch import Batch
+from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from tests.algorithms.functions_with_defaults import SHAPERS, signed_reward, stop_properly, t1_penalty
 
@@ -75,6 +76,8 @@ def test_signed_rewards_come_from_the_accuracy_alone() -> None:
 
 def test_every_shaper_says_whether_it_is_dense_and_changes_nothing_it_was_given() -> None:
     batch = ended([LOOP, PLAIN], [1.0, 0.0], budget=[3.0, 3.0])
+    probability = Ragged(torch.tensor([0.2, 0.3], dtype=torch.float64), torch.tensor([0, 1, 2]))
+    batch = replace(batch, ragged={**batch.ragged, "answer_probability": probability})
     before = {name: column.clone() for name, column in {**batch.token, **batch.sequence}.items()}
     required: dict[str, dict[str, Any]] = {
         "soft_overlong": {"max_tokens": 8, "cache": 4},
