@@ -140,6 +140,8 @@ def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
         yield "training.compile", "set it to false"
     if config.algorithm.kl.loss.estimator == "full":
         yield "algorithm.kl.loss.estimator=full", "use k3+ or k2, whose gradients are unbiased"
+    elif config.algorithm.compares_vocabulary:
+        yield "algorithm.loss=divergence over the vocabulary", "set algorithm.loss.support=sampled"
     rollout = config.rollout
     if rollout.engine == "native":
         yield "rollout.engine=native", "use auto, vllm or sglang"

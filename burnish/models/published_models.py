@@ -58,8 +58,9 @@ _SHAPES: dict[tuple[str, int], tuple[str, ...]] = {
         *(f"meta-llama/Llama-3.2-{size}" for size in ("1B", "1B-Instruct", "3B", "3B-Instruct")),
         "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
     ),
-    ("llama", 8 * K): tuple(
-        f"HuggingFaceTB/SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "360M-Instruct")
+    ("llama", 8 * K): (
+        *(f"meta-llama/Meta-Llama-3-{size}" for size in ("8B", "8B-Instruct", "70B", "70B-Instruct")),
+        *(f"HuggingFaceTB/SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "360M-Instruct")),
     ),
     ("llama", 4 * K): tuple(f"deepseek-ai/deepseek-math-7b-{kind}" for kind in ("base", "instruct", "rl")),
     ("mistral", 32 * K): ("mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-Instruct-v0.3"),

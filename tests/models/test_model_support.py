@@ -51,6 +51,9 @@ def test_a_family_without_a_native_decoder_has_no_reward_model_adapters_or_exact
     found = problems(TrainConfig, asked)
     assert [text.split(" ")[1] for text in found] == ["model.lora", "training.compile", "rollout.exact"]
     assert problems(TrainConfig, {**RL, "model": moe}) == []
+    taught = {"preset": "sdft", "kl": {"context": {"column": "answer"}}}
+    (text,) = problems(TrainConfig, {**RL, "model": moe, "algorithm": taught})
+    assert "set algorithm.loss.support=sampled" in text
     assert problems(TrainConfig, {**asked, "model": {"path": "Qwen/Qwen2.5-7B", "lora": {"rank": 4}}}) == []
 
 
