@@ -20,13 +20,13 @@ from burnish.algorithms.advantages.spec import (
 from burnish.algorithms.correction.spec import CORRECTION_RECORDS, BypassCorrection, CorrectionSlot, NoCorrection
 from burnish.algorithms.curriculum.spec import CURRICULUM_RECORDS, CurriculumSlot, NoCurriculum
 from burnish.algorithms.filters.spec import FILTER_RECORDS, Refill
+from burnish.algorithms.losses.distillation_spec import DivergenceLoss, GoldLoss
 from burnish.algorithms.losses.off_policy_spec import GammaClip, OpmdLoss, SecondMomentClip
 from burnish.algorithms.losses.spec import (
     CLIP_RECORDS,
     LOSS_RECORDS,
     PREFERENCE_LOSS_RECORDS,
     RATIO_RECORDS,
-    DivergenceLoss,
     ImitationLoss,
     PairLoss,
     PpoClip,
@@ -154,7 +154,8 @@ class Algorithm(Record):
     def compares_vocabulary(self) -> bool:
         """Whether the loss compares whole distributions of policy and reference, which needs both models' hidden states."""
         in_loss = self.kl.loss.estimator == "full" and self.kl.loss.coef > 0
-        return in_loss or (isinstance(self.loss, DivergenceLoss) and self.loss.support != "sampled")
+        in_distillation = isinstance(self.loss, DivergenceLoss) and self.loss.support != "sampled"
+        return in_loss or in_distillation or isinstance(self.loss, GoldLoss)
 
     @property
     def own_temperature(self) -> float | None:
@@ -318,6 +319,7 @@ def _check_distillation(a: Algorithm) -> None:
             "kl.reference=policy with the policy's own prompt is the policy itself, and the KL is 0: set algorithm.kl.context to "
             "demonstration or success, or use another reference"
         )
+    _check_gold(a)
     if context != "prompt" and a.replay is not None:
         raise ValueError(
             f"kl.context={context} is made from the rows of a step's own draws, and replayed groups have none: set algorithm.replay=null"
@@ -334,6 +336,38 @@ def _check_distillation(a: Algorithm) -> None:
     for name, term in (("loss", kl.loss), ("reward", kl.reward), ("advantage", kl.advantage)):
         if term.clamp is not None and term.coef == 0:
             raise ValueError(f"kl.{name}.clamp has no effect: kl.{name}.coef is 0")
+
+
+def _check_gold(a: Algorithm) -> None:
+    """Checks that nothing beside groups of aligned tokens is in the loss, and that their teacher can be asked for them."""
+    if not isinstance(a.loss, GoldLoss):
+        return
+    if a.kl.reference.name != "teacher":
+        raise ValueError(
+            f"loss gold learns from one teacher with a tokenizer of its own, but kl.reference is {a.kl.reference.name}: set "
+            "algorithm.kl.reference={name: teacher, path: <a model directory>}"
+        )
+    if a.replay is not None:
+        raise ValueError(
+            "loss gold aligns the answers of a step's own draws, and replayed groups have none: set algorithm.replay=null"
+        )
+    for key, is_set in (
+        ("kl.loss.coef", a.kl.loss.coef > 0),
+        ("kl.reward.coef", a.kl.reward.coef > 0),
+        ("kl.advantage.coef", a.kl.advantage.coef > 0),
+    ):
+        if is_set:
+            raise ValueError(
+                f"algorithm.{key} compares single tokens with the reference, whose tokens are others with loss gold: set it to 0"
+            )
+    if a.entropy.coef > 0 or a.entropy.top_share is not None or a.entropy.adaptive is not None:
+        raise ValueError(
+            "algorithm.entropy is of single tokens, and loss gold counts groups of tokens: set algorithm.entropy={}"
+        )
+    if a.correction.acts:
+        raise ValueError(
+            f"correction {a.correction.name} weights single tokens, and the loss of gold is that of groups: set algorithm.correction=none"
+        )
 
 
 def _check_rollout_reference(a: Algorithm) -> None:

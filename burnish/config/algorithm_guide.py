@@ -177,6 +177,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "values from answers that branch", ("algorithm=spo_tree",), ("spo_tree",)),
     Remedy(SPARSE_REWARD, "a teacher judges every token", ("algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"), ("on_policy_distillation",)),
     Remedy(SPARSE_REWARD, "a teacher for each kind of row judges every token", ("algorithm=mopd", "algorithm.kl.reference.paths={math: teacher, code: teacher}"), ("mopd",)),
+    Remedy(SPARSE_REWARD, "a teacher with another tokenizer judges groups of tokens", ("algorithm=gold", "algorithm.kl.reference.path=teacher"), ("gold",)),
     Remedy(SPARSE_REWARD, "a teacher in addition to the verifier", ("algorithm=kdrl", "algorithm.kl.reference.path=teacher"), ("kdrl",)),
     Remedy(SPARSE_REWARD, "the policy itself, shown a success of the group, judges every token", ("algorithm=sdpo",), ("sdpo",)),
     Remedy(DRIFTED_PREFIX, "early tokens count more", ("algorithm=iw_opd", "algorithm.kl.reference.path=teacher"), ("iw_opd",)),

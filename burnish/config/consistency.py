@@ -65,7 +65,9 @@ def check_distillation_fits(config: TrainConfig) -> None:
     if getattr(teacher, "url", None) is not None:
         if algorithm.compares_vocabulary:
             raise ValueError(
-                "a server returns the log-probs of sampled tokens, not distributions: use loss.support=sampled, kl.loss.estimator=k2 or a path"
+                "loss gold needs the teacher's hidden states in the learner's process: load it from a path instead of a url"
+                if algorithm.loss.name == "gold"
+                else "a server returns the log-probs of sampled tokens, not distributions: use loss.support=sampled, kl.loss.estimator=k2 or a path"
             )
         if config.rollout.temperature != 1:
             raise ValueError(
@@ -85,7 +87,7 @@ def check_distillation_fits(config: TrainConfig) -> None:
     is_teacher = isinstance(teacher, TeacherReference | TeachersReference)
     is_own = context.name == "prompt" and (is_teacher or teacher.name == "frozen") and not any(paths)
     if (
-        algorithm.loss.name in ("divergence", "teacher_surrogate")
+        algorithm.loss.name in ("divergence", "teacher_surrogate", "gold")
         and is_own
         and getattr(algorithm.loss, "weight", 1) == 1
     ):
@@ -119,7 +121,10 @@ def check_distillation_fits(config: TrainConfig) -> None:
 def _check_teacher_context(config: TrainConfig) -> None:
     """Refuse a teacher's context that cannot be made from the rows of this run."""
     context = config.algorithm.kl.context
-    if context.name == "prompt":
+    what = f"kl.context={context.name}"
+    if config.algorithm.loss.name == "gold":
+        what = "loss gold"
+    elif context.name == "prompt":
         return
     if isinstance(context, DemonstrationContext) and context.column is None:
         raise ValueError(
@@ -128,12 +133,10 @@ def _check_teacher_context(config: TrainConfig) -> None:
         )
     if config.data.template.prerendered:
         raise ValueError(
-            f"kl.context={context.name} adds text to the prompt, and a prerendered prompt does not show where: set data.prerendered=false"
+            f"{what} renders prompts anew for the teacher, which a prerendered prompt does not allow: set data.prerendered=false"
         )
     if config.data.budget is not None:
-        raise ValueError(
-            f"kl.context={context.name} renders prompts anew, without the length that data.budget asks for: remove one"
-        )
+        raise ValueError(f"{what} renders prompts anew, without the length that data.budget asks for: remove one")
 
 
 STYLE_REWARDS = ("format", "think_format", "language")

@@ -272,6 +272,10 @@ def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:
         raise ValueError(
             "several teachers and algorithm.kl.context read columns that are not sent to workers: set placement=local, or use one teacher"
         )
+    if algorithm.loss.name == "gold":
+        raise ValueError(
+            "loss gold reads columns that are not sent to workers: set placement=local, or use a teacher with the policy's tokenizer"
+        )
     if REFERENCE in placement.roles and not reference.has_weights:
         raise ValueError(f"placement.roles.reference has no effect: algorithm.kl.reference is {reference.name}")
     if CRITIC in placement.roles and algorithm.critic is None:

@@ -361,6 +361,9 @@ def _algorithm_edits(tree: Tree) -> Iterator[Edit]:
         "path"
     ):  # no teacher has the tiny model's tokenizer: learn from the outcome instead
         yield "algorithm.kl.reference.path", None
+        if tree["algorithm"]["loss"]["name"] == "gold":  # the tiny model teaches itself, with the answer in its prompt
+            context = {"name": "demonstration", "column": "answer", "text": "{context}"}
+            yield "algorithm.kl.context", context
         if "outcome" in tree["algorithm"]["advantage"]:
             yield "algorithm.advantage.outcome", 1.0
     if tree["algorithm"]["kl"]["reference"].get("url"):

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from burnish.algorithms.losses.spec import DivergenceLoss
+from burnish.algorithms.losses.distillation_spec import DivergenceLoss, GoldLoss
 from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
+from burnish.config.records import slot_options
 from burnish.config.rollout import Opponents, Rollout, Vllm, gpu_refusal
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
@@ -42,6 +43,7 @@ from burnish.models.cached_forward import exact_logprobs
 from burnish.models.compiled_layers import compile_layers
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
+from burnish.models.kernels.aligned_groups import GroupComparison
 from burnish.models.kernels.logprob import Divergence
 from burnish.models.lora.peft_files import is_adapter
 from burnish.models.policy import (
@@ -53,12 +55,14 @@ from burnish.models.policy import (
     load_policy,
     outline_policy,
 )
+from burnish.models.token_alignment import Spelling, shared_vocabulary
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.reward_parts import JUDGE, MODEL, RewardModelOptions
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.validation import sampling_options
+from burnish.training.aligned_teacher import AlignedTeacher
 from burnish.training.auxiliary_models import Critic, ProcessRewardModel, trainable_copy
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
@@ -290,12 +294,18 @@ def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> 
 def _check_one_teacher(config: TrainConfig, policy: AnyPolicy, what: str, directory: Path) -> None:
     if is_adapter(directory):
         raise UserError(f"{what} is a PEFT adapter: merge it into its base first (burnish export)")
+    arch = read_config(directory)
+    if isinstance(config.algorithm.loss, GoldLoss):
+        Spelling(Tokenizer.load(directory), what)
+        Spelling(policy.tokenizer, "the policy's tokenizer")
+        if reason := why_not_native(arch):
+            raise UserError(f"{what}: loss gold needs the native decoder ({reason}): use another teacher")
+        return
     if difference := Tokenizer.load(directory).difference_to(policy.tokenizer):
         raise UserError(
             f"{what} has another tokenizer than the policy, whose tokens it is to judge one by one: {difference}; use a teacher of "
-            "the same family, or its answers as data.demonstrations"
+            "the same family, algorithm=gold, or its answers as data.demonstrations"
         )
-    arch = read_config(directory)
     if not config.algorithm.compares_vocabulary:
         return
     if reason := why_not_native(arch):
@@ -327,12 +337,25 @@ def build_reference(
             name: None if path is None else str(find_directory(path, base)) for name, path in options["paths"].items()
         }
     budget, temperature = config.training.token_budget, learning_temperature(config)
+    if isinstance(config.algorithm.loss, GoldLoss):
+        comparison = _group_comparison(config.algorithm.loss, policy, options["path"])
+        return AlignedTeacher(policy.module, budget, temperature, comparison, ranks, options["path"])
     reference = make_reference(slot.name, policy.module, budget, temperature, ranks, **options)
     reference.top = config.algorithm.kl.loss.top
     loss = config.algorithm.loss
     if isinstance(loss, DivergenceLoss) and loss.support != "sampled":
         reference.divergence = Divergence(loss.alpha, loss.support, loss.top, loss.rest)
     return reference
+
+
+def _group_comparison(loss: GoldLoss, policy: PolicyModel, path: str | None) -> GroupComparison:
+    """How groups are compared with a teacher, and the tokens that both vocabularies have."""
+    assert policy.arch is not None, "the config refuses any other model"
+    rows = policy.arch.vocab_size if path is None else int(read_config(Path(path))["vocab_size"])
+    student = Spelling(policy.tokenizer, "the policy's tokenizer")
+    teacher = student if path is None else Spelling(Tokenizer.load(path), f"algorithm.kl.reference.path={path}")
+    vocabulary = shared_vocabulary(student, teacher, policy.arch.vocab_size, rows)
+    return GroupComparison(vocabulary, **slot_options(loss))
 
 
 def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Critic | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.models.architecture import Architecture
+from burnish.models.kernels.aligned_groups import AlignedGroups, head_aligned
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.divergence import head_comparison
 from burnish.models.kernels.elementwise import RMSNorm, geglu, inverse_frequencies, rotate, rotation_table, swiglu
@@ -247,13 +248,20 @@ class Decoder(nn.Module):
         tokens: Tensor,
         offsets: Tensor,
         wanted: Tensor,
-        reference: Distribution | Distributions,
+        reference: Distribution | Distributions | AlignedGroups,
         temperature: float = 1.0,
         shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropies and the KL (or `reference.divergence`) to a reference's distributions at the `wanted` positions."""
+        """Log-probs, entropies and the KL (or `reference.divergence`) to a reference's distributions at the `wanted` positions.
+
+        With aligned groups, the loss of each group at its last token.
+        """
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
-        found = head_comparison(hidden, self.head_weight, shard.select_wanted(tokens[wanted]), reference, temperature)
+        states = hidden, self.head_weight, shard.select_wanted(tokens[wanted])
+        if isinstance(reference, AlignedGroups):
+            found = head_aligned(*states, reference, temperature)
+        else:
+            found = head_comparison(*states, reference, temperature)
         logp, entropy, kl = map(shard.gather_wanted, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl

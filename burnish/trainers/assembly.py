@@ -65,6 +65,7 @@ from burnish.run.durable_files import START_OVER_HINT, atomic_directory, atomic_
 from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.run import Run
 from burnish.trainers import sft, step_metrics
+from burnish.trainers.aligned_answers import aligned_columns
 from burnish.trainers.answer_probability import AnswerProbability
 from burnish.trainers.context import ImitationBatch, StepResult, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
@@ -196,6 +197,7 @@ def build_inputs(
         imitated, left_out = load_examples(sources, policy.tokenizer, template, most, "filter", base, config.seed)
         notes += [f"{left_out} data.demonstrations are longer than {most} tokens"] if left_out else []
     columns = teacher_columns(config, policy.tokenizer, policy.max_positions, stream.rows())
+    columns += aligned_columns(config, policy, base)
     return RunInputs(pipeline, stream, held_out, longest, shown, imitated, notes, columns)
 
 

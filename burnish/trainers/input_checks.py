@@ -228,8 +228,11 @@ def check_reader_positions(
     process, turns = config.algorithm.process, config.environment.max_turns
     reference = config.algorithm.kl.reference
     several = getattr(reference, "paths", {})
+    counts_anew = (
+        config.algorithm.loss.name == "gold"
+    )  # it has tokens of its own, and rows that do not fit are not taught
     readers = [
-        ("algorithm.kl.reference.path", getattr(reference, "path", None), []),
+        ("algorithm.kl.reference.path", None if counts_anew else getattr(reference, "path", None), []),
         *((f"algorithm.kl.reference.paths.{name}", path, []) for name, path in several.items()),
         ("algorithm.process.path", None if process is None else process.path, held_out),
     ]

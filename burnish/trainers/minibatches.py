@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences, sampled_loss_mask
+from burnish.algorithms.aligned_columns import group_ends
+from burnish.algorithms.batch_columns import ALIGNED, ANSWER_COLUMN, first_sequences, sampled_loss_mask
 from burnish.algorithms.correction.spec import BypassCorrection
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
 from burnish.algorithms.losses.off_policy_spec import SecondMomentClip
@@ -57,12 +58,16 @@ def _parts(batch: Batch, num: int) -> list[Tensor]:
 
 
 def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
-    """Return the mini-batch with the weights of its policy loss, and of the NLL term on its correct answers if there is one."""
+    """Return the mini-batch with the weights of its policy loss, and of the NLL term on its correct answers if there is one.
+
+    A group of aligned tokens (loss gold) counts as one token.
+    """
     aggregation = algorithm.aggregation
     if isinstance(algorithm.clip, SecondMomentClip):
         mini = with_second_moment_mask(mini, algorithm.clip)
     others = {name: column for name, column in mini.token.items() if name != "weight"}
-    weights = sequence_aggregation_weights(mini, aggregation.name, aggregation.horizon or horizon)
+    counted = mini.with_token(loss_mask=group_ends(mini)) if ALIGNED in mini.token else mini
+    weights = sequence_aggregation_weights(counted, aggregation.name, aggregation.horizon or horizon)
     mini = with_answer_ids(replace(mini, token=others).with_sequence(weight=weights))
     if algorithm.auxiliary.positive_nll > 0:
         mini = mini.with_token(nll_weight=positive_nll_weights(mini, algorithm.auxiliary.positive_nll))

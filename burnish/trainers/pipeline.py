@@ -29,6 +29,7 @@ from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.advantages.returns import AdvantagesAndReturns
 from burnish.algorithms.advantages.roles import AdvantagesAndBaselines
 from burnish.algorithms.batch_columns import (
+    ALIGNED,
     ANSWER_COLUMN,
     TAUGHT,
     TEACHER_PROMPT,
@@ -284,7 +285,7 @@ def preparation_steps(
     elif needs_reference:
         reuses_old = needs_old and not bypasses
         steps.append(Step("reference_logprobs", partial(reference_logprobs, reuses_old=reuses_old)))
-    if algorithm.kl.context.name != "prompt":
+    if algorithm.kl.context.name != "prompt" or algorithm.loss.name == "gold":
         steps.append(Step("taught", log_taught))
     if replays:
         steps.append(Step("replay_anchor", anchor_replayed_on_behaviour))
@@ -439,6 +440,8 @@ def reference_logprobs(batch: Batch, context: StepContext, reuses_old: bool) -> 
 def log_taught(batch: Batch, context: StepContext) -> Batch:
     """Metric `taught`: the share of samples whose teacher has something to show."""
     context.metrics["taught"] = float(batch.sequence[TAUGHT].double().mean())
+    if ALIGNED in batch.token:  # the share of tokens that have a partner in the teacher's tokens
+        context.metrics["aligned"] = float((batch.token[ALIGNED][batch.action_mask] >= 0).double().mean())
     return batch
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from burnish.algorithms.batch_columns import TAUGHT, TEACHER_IDS, TEACHER_PROMPT
+from burnish.algorithms.losses.distillation_spec import GoldLoss
 from burnish.algorithms.terms.spec import ContextRecord, DemonstrationContext, SuccessContext, TeachersReference
 from burnish.config.data import Template
 from burnish.config.errors import UserError, did_you_mean
@@ -48,11 +49,11 @@ def teacher_columns(
         for row in rows:
             _teacher_index(row, reference.column, names)
         made.append(TeacherOfRow(reference.column, names))
-    if isinstance(context, ContextRecord):
-        if isinstance(context, DemonstrationContext):
-            assert context.column is not None, "checked with the config"
-            for row in rows:
-                demonstration_of(row, context.column)
+    if isinstance(context, DemonstrationContext):
+        assert context.column is not None, "checked with the config"
+        for row in rows:
+            demonstration_of(row, context.column)
+    if isinstance(context, ContextRecord) and not isinstance(config.algorithm.loss, GoldLoss):
         made.append(TeacherPrompts(context, tokenizer, config.data.template, max_positions))
     return made
 
@@ -125,9 +126,9 @@ class TeacherPrompts:
     def __call__(self, batch: Batch, trajectories: Sequence[Trajectory], prompts: Prompts) -> Batch:
         rendered: dict[tuple[str, int, str], list[int]] = {}
         tokens, is_taught = list[list[int]](), list[bool]()
-        for t, shown in zip(trajectories, self._texts(trajectories, prompts), strict=True):
+        for t, shown in zip(trajectories, self.texts(trajectories, prompts), strict=True):
             prompt = prompts[t.prompt_id, t.visit]
-            num_prompt = self._prompt_length(t, prompt)
+            num_prompt = prompt_length(t, prompt, "algorithm.kl.context")
             own = list(prompt.tokens)
             if shown is not None:
                 key = t.prompt_id, t.visit, shown
@@ -145,10 +146,14 @@ class TeacherPrompts:
         column = Ragged(values, offsets_from_lengths(lengths))
         batch = replace(batch, ragged={**batch.ragged, TEACHER_PROMPT: column})
         batch = batch.with_sequence(**{TAUGHT: torch.tensor(is_taught)})
+        return self.skipped(batch)
+
+    def skipped(self, batch: Batch) -> Batch:
+        """The batch without the first `skip` tokens of each answer in the loss."""
         skip = getattr(self.context, "skip", 0)
         return batch if skip == 0 else batch.with_token(loss_mask=batch.loss_mask & _after_actions(batch, skip))
 
-    def _texts(self, trajectories: Sequence[Trajectory], prompts: Prompts) -> list[str | None]:
+    def texts(self, trajectories: Sequence[Trajectory], prompts: Prompts) -> list[str | None]:
         """What the teacher of each trajectory is shown; None for nothing."""
         context = self.context
         if isinstance(context, DemonstrationContext):
@@ -192,18 +197,18 @@ class TeacherPrompts:
         bare = template.model_copy(update={"system": None})
         return render(replace(row, prompt=[lead, *messages]), self.tokenizer, bare)
 
-    @staticmethod
-    def _prompt_length(trajectory: Trajectory, prompt: Prompt) -> int:
-        """Tokens before the answer, which must be exactly those of the row's prompt."""
-        if len(trajectory.sequences) == 1:
-            (sequence,) = trajectory.sequences
-            num = len(prompt.tokens)
-            if sequence.tokens[:num].tolist() == list(prompt.tokens) and not sequence.action_mask[:num].any():
-                return num
-        raise UserError(
-            f"{trajectory.id}: algorithm.kl.context replaces the prompt of the row, but the environment wrote another one or rewrote the "
-            "context: use environment=single_turn, or one that begins with the row's prompt and keeps its history"
-        )
+
+def prompt_length(trajectory: Trajectory, prompt: Prompt, what: str) -> int:
+    """Tokens before the answer, which must be exactly those of the row's prompt. `what` replaces them for the teacher."""
+    if len(trajectory.sequences) == 1:
+        (sequence,) = trajectory.sequences
+        num = len(prompt.tokens)
+        if sequence.tokens[:num].tolist() == list(prompt.tokens) and not sequence.action_mask[:num].any():
+            return num
+    raise UserError(
+        f"{trajectory.id}: {what} replaces the prompt of the row, but the environment wrote another one or rewrote the "
+        "context: use environment=single_turn, or one that begins with the row's prompt and keeps its history"
+    )
 
 
 def _after_actions(batch: Batch, skip: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from burnish.core.batch import Batch
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
+from burnish.models.kernels.aligned_groups import AlignedGroups
 from burnish.models.kernels.logprob import Distribution, Distributions
 from burnish.training.packing import (
     ATTENTION_COST,
@@ -101,7 +102,8 @@ class MicroBatch:
         return not self.positions.numel()
 
 
-ReferenceFn = Callable[[MicroBatch], Distribution | Distributions]
+ReferenceStates = Distribution | Distributions | AlignedGroups
+ReferenceFn = Callable[[MicroBatch], ReferenceStates]
 """Returns the reference's distributions at the wanted tokens of a micro-batch."""
 
 

@@ -37,7 +37,7 @@ from burnish.models.lora.adapters import adapter_weights, adapters_disabled, swa
 from burnish.models.policy import load_policy
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Content
-from burnish.training.forward import MicroBatch, Packing, batch_outputs, token_positions
+from burnish.training.forward import MicroBatch, Packing, ReferenceStates, batch_outputs, token_positions
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 from burnish.training.sharded_checkpoint import distribute_like, load_tensors_into, tensor_contents
 from burnish.training.teacher_context import in_teacher_context
@@ -93,7 +93,7 @@ class Reference:
         with self._weights() as model:
             return batch_outputs(model, batch, frozenset(), packing, self.temperature, ranks=self.ranks)["logp"]
 
-    def distribution(self, micro_batch: MicroBatch) -> Distribution | Distributions:
+    def distribution(self, micro_batch: MicroBatch) -> ReferenceStates:
         """The reference's distributions at the wanted tokens of a micro-batch, for a KL over the whole vocabulary.
 
         With the column `teacher_prompt`, those behind the teacher's prompts.

@@ -52,7 +52,7 @@ from tests.algorithms.test_records_and_functions import (
 from tests.trainers.traces import flat, model_of
 
 MAX_TOKENS = 12
-NO_TURNS = {"spo_chain", "spo_tree", "dpo", "ipo", "simpo", "orpo", "kto", "online_dpo", "sdpo", "sdft", "opsd"}
+NO_TURNS = {"spo_chain", "spo_tree", "dpo", "ipo", "simpo", "orpo", "kto", "online_dpo", "sdpo", "sdft", "opsd", "gold"}
 """Presets whose rollouts are segments, trees or pairs, or single answers behind the teacher's own prompt."""
 
 

@@ -23,6 +23,7 @@ BARE_DIVERGENCE = [
     "algorithm.ratio=none",
     "algorithm.clip=none",
 ]
+GOLD = ["algorithm=gold", "algorithm.kl.reference.path=x"]
 TAUGHT = ["algorithm=on_policy_distillation", "algorithm.kl.reference.path=teacher"]
 SHOWN = ["algorithm=luffy", "data.demonstrations_per_group=1", "data.demonstration_column=answer"]
 
@@ -110,6 +111,21 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         ),
         (["algorithm=iw_opd"], "would be its own teacher"),
         (["algorithm=sdft"], "set algorithm.kl.context.column"),
+        (["algorithm=gold"], "loss gold would hold the policy at the weights it started from"),
+        (["algorithm=gold", "algorithm.kl.reference=ema"], "learns from one teacher with a tokenizer of its own"),
+        (["algorithm=gold", "algorithm.kl.reference.url='http://a'"], "load it from a path instead of a url"),
+        ([*GOLD, "algorithm.replay={}"], "replayed groups have none"),
+        ([*GOLD, "algorithm.kl.loss.coef=1"], "kl.loss.coef compares single tokens"),
+        ([*GOLD, "algorithm.entropy.coef=0.1"], "loss gold counts groups of tokens"),
+        (
+            [*GOLD, "algorithm.correction={name: decoupled, weights: sequence}"],
+            "correction decoupled weights single tokens",
+        ),
+        ([*GOLD, "algorithm.advantage=grpo"], "goes with advantage none"),
+        ([*GOLD, "algorithm.loss={name: gold, compare: sorted, alpha: 0}"], "alpha belongs to compare hybrid"),
+        ([*GOLD, "algorithm.loss={matched_weight: 0, unmatched_weight: 0}"], "so there is no loss"),
+        ([*GOLD, "data.template.prerendered=true"], "loss gold renders prompts anew for the teacher"),
+        ([*GOLD, "placement=ray"], "loss gold reads columns that are not sent to workers"),
         (["algorithm=opsd"], "set algorithm.kl.context.column"),
         (["algorithm=sdpo", "rollout.n=1"], "success compares samples of one prompt"),
         (["algorithm=chord"], "auxiliary.chord imitates data.demonstrations, but there are none"),

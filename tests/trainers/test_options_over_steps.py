@@ -6,6 +6,7 @@ and the weights it ends with.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
+from tests.made_tokenizers import merging
 from tests.trainers.tiny import TINY, run_of
 
 PPO = ["algorithm=ppo", "algorithm.kl={reward: {coef: 0}, reference: none}"]
@@ -61,6 +63,7 @@ OWN_TEACHER = [
     "rollout.n=4",
 ]
 SUCCESSES = ["algorithm={preset: sdpo, kl: {context: {text: '{context}', threshold: 0.5}}}", "rollout.prompts=8"]
+GOLD = ["algorithm=gold", "model.path=RESPELLED", "algorithm.kl.reference.path=WARM"]
 CORRECTED = [
     "environment={name: multi_turn_correction, max_turns: 2, workers: 1, options: {verifier: task, prompt: '>'}}",
     "algorithm.advantage=rebn",
@@ -81,6 +84,11 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
     "DivergenceLoss.support": (OWN_TEACHER, "algorithm.loss.support=teacher"),
     "DivergenceLoss.top": (OWN_TEACHER, "algorithm.loss.top=2"),
     "DivergenceLoss.rest": (OWN_TEACHER, "algorithm.loss.rest=tail"),
+    "GoldLoss.alpha": (GOLD, "algorithm.loss.alpha=0"),
+    "GoldLoss.merge": (GOLD, "algorithm.loss.merge=bayesian"),
+    "GoldLoss.compare": (GOLD, "algorithm.loss.compare=sorted"),
+    "GoldLoss.matched_weight": (GOLD, "algorithm.loss.matched_weight=0.2"),
+    "GoldLoss.unmatched_weight": (GOLD, "algorithm.loss.unmatched_weight=2"),
     "Kl.context": (KL, "algorithm.kl.context={name: demonstration, column: answer, text: '{context}'}"),
     "DemonstrationContext.place": (OWN_TEACHER, "algorithm.kl.context.place=system"),
     "DemonstrationContext.text": (OWN_TEACHER, "algorithm.kl.context.text='{context}>'"),
@@ -147,8 +155,18 @@ OVER_STEPS: dict[str, tuple[list[str], str]] = {
 Outcome = tuple[list[dict[str, Any]], dict[str, list[float]]]
 
 
+def respelled(warm: Path) -> Path:
+    """The same weights with another tokenizer, which has pairs of digits in place of some digits."""
+    folder = warm.parent / "respelled"
+    if not folder.exists():
+        shutil.copytree(warm, folder)
+        merging("01234>", ("0", "1"), ("1", "2"), ("2", "3"), ("3", "4"), ("0", "2")).save(folder)
+    return folder
+
+
 def finished(folder: Path, warm: Path, overrides: list[str]) -> Outcome:
     """What a run logged at every step, without times, and the weights it ended with."""
+    overrides = [o.replace("RESPELLED", str(respelled(warm))).replace("WARM", str(warm)) for o in overrides]
     folder = run_of(folder, TINY, ["model.new=null", f"model.path={warm}", *overrides])
     rows = [
         {k: v for k, v in row.items() if not k.startswith(MACHINE_PREFIXES)}

@@ -94,7 +94,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return distance > 1e-7
 
 
-ELSEWHERE = ("mopd", "sdpo", "sdft", "opsd", "chord")
+ELSEWHERE = ("mopd", "sdpo", "sdft", "opsd", "gold", "chord")
 """Presets that need teachers, contexts or demonstrations, which these rollouts have not: `test_distillation_toys.py`, `test_distillation_losses.py`."""
 
 
@@ -199,7 +199,8 @@ def test_every_function_is_called_by_a_preset_or_by_one_of_the_others() -> None:
     every |= {
         (slot, record.model_fields["name"].default) for slot in ("ratio", "loss") for record in SLOT_RECORDS[slot]
     }
-    taught = {("loss", "divergence"), ("loss", "teacher_surrogate"), ("reference", "policy"), ("reference", "teachers")}
+    taught = {("loss", name) for name in ("divergence", "teacher_surrogate", "gold")}
+    taught |= {("reference", "policy"), ("reference", "teachers")}
     every -= taught  # of the presets in ELSEWHERE
     assert every - by_presets - by_others == set()
     assert {name for _, name in every - by_presets} == OTHERS.keys() - {"token-sum", "prompt-mean", "seq_prod"}

@@ -51,6 +51,25 @@ def divergence(
     return per_token, {"divergence": gap}
 
 
+def gold(
+    view: LossView,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    alpha: float,
+    merge: Literal["observed", "bayesian"],
+    compare: Literal["hybrid", "sorted"],
+    matched_weight: float | None,
+    unmatched_weight: float | None,
+) -> TokenLoss:
+    """[M] the loss of each group of tokens that spell the same in both tokenizers, at the group's last token. GOLD (TRL).
+
+    The learner computes it with these options (`models/kernels/aligned_groups.py`). The weights count groups in place of tokens.
+    """
+    assert view.kl is not None, "the learner gives what the loss needs"
+    return view.kl, {}
+
+
 def teacher_surrogate(
     view: LossView, anchor: Tensor, advantages: Tensor, *, fall: float | None, anchor_coef: float
 ) -> TokenLoss:

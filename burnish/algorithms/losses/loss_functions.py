@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from burnish.algorithms.losses.distillation_losses import divergence, teacher_surrogate
+from burnish.algorithms.losses.distillation_losses import divergence, gold, teacher_surrogate
 from burnish.algorithms.losses.loss_view import LossView, TokenLoss
 from burnish.algorithms.losses.preference_losses import PREFERENCE_LOSSES
 from burnish.algorithms.losses.ratios_and_clips import log_ratio, token_ratio
@@ -203,6 +203,7 @@ LOSSES: dict[str, Callable[..., TokenLoss] | None] = {
     "nll": nll,
     "divergence": divergence,
     "teacher_surrogate": teacher_surrogate,
+    "gold": gold,
     "rec": rec,
     "opmd": opmd_loss,
     "astar_sq": astar_sq,

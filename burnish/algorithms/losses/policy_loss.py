@@ -129,7 +129,9 @@ class PolicyLoss:
     @property
     def uses_divergence(self) -> bool:
         """Whether the loss is a divergence over the vocabulary, which takes the place of the KL among the outputs."""
-        return self.loss == "divergence" and self.loss_options.get("support", "full") != "sampled"
+        return self.loss == "gold" or (
+            self.loss == "divergence" and self.loss_options.get("support", "full") != "sampled"
+        )
 
     @property
     def reads_author_logp(self) -> bool:

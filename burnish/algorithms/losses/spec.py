@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, get_args
 from pydantic import Field, model_validator
 
 from burnish.algorithms.losses.base_spec import Clip, LossRecord, Scope
+from burnish.algorithms.losses.distillation_spec import DISTILLATION_LOSSES
 from burnish.algorithms.losses.off_policy_spec import OFF_POLICY_CLIPS, OFF_POLICY_LOSSES
 from burnish.config.records import Plugin, Slot, choice
 
@@ -349,64 +350,6 @@ class ImitationLoss(LossRecord):
     truncated one (SSD)."""
 
 
-class DivergenceLoss(LossRecord):
-    """Distillation: the divergence between policy and teacher (kl.reference) at every token of the policy's own answers."""
-
-    formula: ClassVar[str] = (
-        "L_t = D_t min(sg(r_t), cap), D = KL(Q||S) (alpha 0), KL(S||Q) (alpha 1) or alpha KL(Q||M) + (1-alpha) KL(S||M), "
-        "M = (1-alpha) S + alpha Q; sampled: D_t = sg(logp - teacher) logp; total (1-weight) PPO + weight L"
-    )
-    paper: ClassVar[str] = "GKD (2306.13649); SDPO (2601.20802); SDFT (2601.19897)"
-    needs: ClassVar[tuple[str, ...]] = ("reference",)
-    name: Literal["divergence"] = "divergence"
-    alpha: float = Field(1.0, ge=0, le=1)
-    """0: forward KL(teacher || policy), which covers what the teacher does. 1: reverse KL(policy || teacher), which seeks its mode. Between
-    them: generalised Jensen-Shannon."""
-    support: Literal["full", "student", "teacher", "sampled"] = "full"
-    """Tokens that are compared: the vocabulary, the likeliest `top` of the policy or of the teacher, or the sampled token alone."""
-    top: int | None = Field(None, ge=1)
-    """With support student or teacher: how many tokens."""
-    rest: Literal["renormalise", "tail", "raw"] = "renormalise"
-    """With `top`, the other tokens: renormalise divides both sides by the mass of the compared ones, tail makes one token of them, raw
-    leaves them out."""
-    cap: float | None = Field(None, gt=0)
-    """Weight each token by its ratio to the policy that sampled, at most this, without gradient; null does not weight."""
-    weight: float = Field(1.0, gt=0, le=1)
-    """Weight of the divergence; the rest is PPO's clipped loss of the advantages."""
-    clip: float = Field(0.2, gt=0, lt=1)
-    """With weight below 1: PPO's clip, 1 - clip .. 1 + clip."""
-
-    @model_validator(mode="after")
-    def _check_options_are_used(self) -> DivergenceLoss:
-        ranked = self.support in ("student", "teacher")
-        if ranked and self.top is None:
-            raise ValueError(f"support {self.support} compares the likeliest tokens: set top, for example 100")
-        if not ranked and (self.top is not None or self.rest != "renormalise"):
-            raise ValueError(f"top and rest belong to support student or teacher; with {self.support} they do nothing")
-        if self.support == "sampled" and self.alpha != 1:
-            raise ValueError("support sampled estimates KL(policy || teacher) from the sampled token: set alpha=1")
-        if self.weight == 1 and self.clip != DivergenceLoss.model_fields["clip"].default:
-            raise ValueError("clip belongs to the policy loss, which has no part in the loss with weight=1")
-        return self
-
-
-class TeacherSurrogateLoss(LossRecord):
-    """Policy gradient on the teacher's judgement of each token, which follows the policy through the updates of a batch."""
-
-    formula: ClassVar[str] = (
-        "L_t = -keep_t A_t exp(logp_t - rollout_t) + anchor_coef (logp_t - rollout_t)^2, A_t = sg(teacher_t - logp_t), "
-        "keep: p - p_rollout >= -fall"
-    )
-    paper: ClassVar[str] = "OPSD (prime-rl); squared anchor: Kimi K2.5"
-    needs: ClassVar[tuple[str, ...]] = ("reference",)
-    advantages: ClassVar[tuple[str, ...]] = ("none",)
-    name: Literal["teacher_surrogate"] = "teacher_surrogate"
-    fall: float | None = Field(0.2, ge=0)
-    """Tokens whose probability fell by more than this since they were sampled keep only the anchor; null keeps all."""
-    anchor_coef: float = Field(1e-3, ge=0)
-    """Weight of the squared log-ratio to the policy that sampled, on all tokens."""
-
-
 class PairLoss(LossRecord):
     """A loss on a chosen and a rejected answer to each prompt."""
 
@@ -505,8 +448,7 @@ LOSS_RECORDS: tuple[type[Slot], ...] = (
     BceLoss,
     MixedLoss,
     ImitationLoss,
-    DivergenceLoss,
-    TeacherSurrogateLoss,
+    *DISTILLATION_LOSSES,
     *OFF_POLICY_LOSSES,
     *PREFERENCE_LOSS_RECORDS,
 )

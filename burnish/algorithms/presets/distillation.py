@@ -84,6 +84,20 @@ DISTILLATION: dict[str, Preset] = {
         },
         note="the demonstrations: algorithm.kl.context.column. The teacher has the policy's weights at the start of each step",
     ),
+    "gold": Preset(
+        "GOLD",
+        "General on-policy logit distillation, 2025 (TRL); ULD (2402.12030)",
+        "the best teacher is of another family: groups of tokens that spell the same in both tokenizers are compared",
+        {
+            **BARE,
+            "advantage": "none",
+            "loss": "gold",
+            "aggregation": TOKEN_MEAN,
+            "kl": {"reference": "teacher"},
+        },
+        note="the teacher: algorithm.kl.reference.path. It reads the prompt in its own chat template and tokens; a group counts as one token "
+        "in the mean",
+    ),
     "ssd": Preset(
         "SSD",
         "Simple self-distillation, 2026 (2604.01193)",
