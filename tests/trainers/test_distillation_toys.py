@@ -6,6 +6,7 @@ The task maps one of four digits to another one, so a policy that guesses is rig
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.run.metrics import read_metrics
+from tests.made_tokenizers import merging
 from tests.trainers.tiny import run_of
 
 TEXT = """
@@ -50,11 +52,12 @@ def write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
     return path
 
 
-def model(folder: Path, rows: Iterable[dict[str, str]]) -> Path:
+def model(folder: Path, rows: Iterable[dict[str, str]], *overrides: str) -> Path:
     """A model that has imitated these rows."""
     folder.mkdir()
     warm = WARM.replace("ROWS", str(write(folder / "seen.jsonl", rows)))
-    return run_of(folder / "run", TEXT + warm, ["training.steps=1", "training.optimizer.lr=1.0e-12"]) / "warm_start"
+    still = ["training.steps=1", "training.optimizer.lr=1.0e-12"]
+    return run_of(folder / "run", TEXT + warm, [*still, *overrides]) / "warm_start"
 
 
 def accuracies(folder: Path, student: Path, rows: Path, *overrides: str) -> list[float]:
@@ -122,6 +125,41 @@ def test_a_row_that_names_no_teacher_is_refused_before_the_run(school: dict[str,
         UserError, match=r"kind is 'down', and algorithm\.kl\.reference\.paths has no teacher of that name"
     ):
         accuracies(tmp_path / "run", school["student"], school["rows"], "algorithm=mopd", one)
+
+
+# --- a teacher with another tokenizer ---------------------------------------------------------------------------------------
+
+
+def test_a_teacher_with_another_tokenizer_teaches(tmp_path: Path) -> None:
+    """The student has one token for `>>`, with which every answer ends. The teacher spells it as two."""
+
+    def spelled(k: int, answer: int) -> dict[str, str]:
+        text = f"{answer % len(DIGITS)}>>"
+        return {"prompt": f"{k}>", "completion": text, "answer": text}
+
+    right = [spelled(k, k + 1) for k in DIGITS]
+    teacher = model(tmp_path / "teacher", right)
+    empty = tmp_path / "empty"
+    shutil.copytree(teacher, empty)
+    merging("012345678>", (">", ">")).save(empty)
+    rows = write(tmp_path / "rows.jsonl", right)
+    own = ["model.new=null", f"model.path={empty}", f"data.train=[{{path: '{rows}', answer_key: answer}}]"]
+    guessed = [spelled(k, answer) for k in DIGITS for answer in DIGITS]
+    student = model(tmp_path / "student", guessed, *own, "reward.parts=exact")
+    found = accuracies(
+        tmp_path / "run",
+        student,
+        rows,
+        "algorithm=gold",
+        f"algorithm.kl.reference.path={teacher}",
+        "rollout.max_tokens=4",
+        *QUICK,
+    )
+    assert found[0] < 0.4
+    assert sum(found[-3:]) / 3 > 0.85
+    logged = [one for one in read_metrics(tmp_path / "run" / "it" / "metrics.jsonl") if "actor/aligned" in one]
+    assert min(one["actor/aligned"] for one in logged) > 0.9
+    assert min(one["actor/taught"] for one in logged) == 1
 
 
 # --- the policy with more to read -----------------------------------------------------------------------------------------
