@@ -224,7 +224,8 @@ def test_nothing_of_a_recipe_s_algorithm_is_dropped(path: Path) -> None:
         assert all(choices(before) == choices(after) for before, after in algorithms)
         return
     full, shrunk = load(TrainConfig, path).config, load_shrunk(TrainConfig, path)[0].config
-    assert choices(shrunk.algorithm) == choices(full.algorithm)
+    shown = [("kl.context", "demonstration")] if path.stem == "gold" else []  # the tiny model is its own teacher
+    assert [one for one in choices(shrunk.algorithm) if one not in shown] == choices(full.algorithm)
     for section in ("kl", "critic", "auxiliary", "entropy", "refill"):
         before, after = getattr(full.algorithm, section), getattr(shrunk.algorithm, section)
         assert (before is None) == (after is None), section
