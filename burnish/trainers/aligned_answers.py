@@ -23,7 +23,7 @@ from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_pool import Prompt
-from burnish.data.template import render
+from burnish.data.template import render, template_kind
 from burnish.models.architecture import max_positions_of
 from burnish.models.policy import AnyPolicy, find_directory
 from burnish.models.token_alignment import Alignment, Spelling, align
@@ -60,8 +60,8 @@ class AlignedAnswers:
     ) -> None:
         self.student = Spelling(student, "the policy's tokenizer")
         self.teacher = Spelling(teacher, "the teacher's tokenizer")
-        self.template, self.max_positions = template, max_positions
-        self.contexts = None if context is None else TeacherPrompts(context, teacher, template, max_positions)
+        self.template, self.max_positions = teacher_template(template, teacher), max_positions
+        self.contexts = None if context is None else TeacherPrompts(context, teacher, self.template, max_positions)
 
     def __call__(self, batch: Batch, trajectories: Sequence[Trajectory], prompts: Prompts) -> Batch:
         rendered: dict[tuple[str, int, str | None], list[int]] = {}
@@ -103,6 +103,17 @@ class AlignedAnswers:
         if self.contexts is not None and text is not None:
             return self.contexts.render(prompt.row, text)
         return render(prompt.row, self.teacher.tokenizer, self.template)
+
+
+def teacher_template(template: Template, teacher: Tokenizer) -> Template:
+    """The template of the run, without variables that only the policy's chat template has."""
+    known = {name: value for name, value in template.kwargs.items() if teacher.chat_template_mentions(name)}
+    template = template.model_copy(update={"kwargs": known})
+    try:
+        template_kind(teacher, template)
+    except UserError as error:
+        raise UserError(f"data.template does not fit the teacher of loss gold: {error}") from error
+    return template
 
 
 def _answer_start(trajectory: Trajectory, prompt: Prompt) -> int:

@@ -87,6 +87,12 @@ def test_the_teacher_reads_its_own_prompt_and_tokens() -> None:
     assert read_by(chat, CHAT)[0] == "[user:3>][answer:/17<|end|>"
     shown = columns(CHAT, context=DemonstrationContext(text="={context}", column="shown"))
     assert read_by(shown, CHAT)[0] == "[user:3>=b][answer:/17<|end|>"
+    only_the_policys = Template(kwargs={"enable_thinking": False})
+    assert AlignedAnswers(STUDENT, CHAT, only_the_policys, None).template.kwargs == {}
+    with pytest.raises(
+        UserError, match=r"does not fit the teacher of loss gold: template\.system is for chat templates"
+    ):
+        AlignedAnswers(STUDENT, TEACHER, Template(system="be brief"), None)
     assert columns(max_positions=4).sequence[TAUGHT].tolist() == [True, True, False, False, False, False]
 
 
