@@ -116,6 +116,7 @@ SPARSE_REWARD = "one reward at the end says little about single tokens"
 ROLES = "a batch mixes roles or types of tasks whose rewards have different scales"
 NO_DATA = "there are no tasks to train on"
 SEVERAL_ROLES = "one policy plays several roles that are not equally easy"
+UNKNOWN_WORLD = "an agent's rewards are rare, and it does not know what its tools or users will say"
 NO_VERIFIER = "there is neither a verifier nor a teacher"
 DRIFTED_PREFIX = "a teacher judges late tokens behind a prefix it would not have written"
 FORGETTING = "imitating demonstrations makes the policy forget what it could do"
@@ -197,6 +198,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations in addition to the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations by a schedule, and most where the policy is undecided", ("algorithm=chord", "data.demonstrations.path=demonstrations.jsonl"), ("chord",)),
+    Remedy(UNKNOWN_WORLD, "predict what the environment says, beside the policy loss", ("algorithm.auxiliary.observations={tool: 0.1}", "environment={name: torl, max_turns: 3, tools: [{name: python}]}"), ("echo",)),
     Remedy(NO_VERIFIER, "imitate one's own samples of a sharper distribution", ("algorithm=ssd", "rollout.temperature=0.7"), ("ssd",)),
     Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
     Remedy(VARIANCE, "leave a sample's own reward out of its baseline", ("algorithm.advantage=rloo",), ("rloo",)),

@@ -212,6 +212,7 @@ def check_algorithm_fits(config: TrainConfig) -> None:
         )
     check_demonstrations_fit(config)
     check_distillation_fits(config)
+    check_observations_fit(config)
     check_step_rewards_fit(config)
     if stage_starts and stage_starts[-1] > config.training.steps:
         raise ValueError(
@@ -244,6 +245,20 @@ def check_branching_fits(config: TrainConfig, name: str) -> None:
             f"{name} compares answers continued from the same tokens, but rollout.source=async loads new weights in the middle of them: "
             "use sync or ahead"
         )
+
+
+def check_observations_fit(config: TrainConfig) -> None:
+    """Refuse the NLL of observations in a run whose model never reads one."""
+    if config.algorithm.auxiliary.observations is None:
+        return
+    what = "algorithm.auxiliary.observations learns what an environment says after an answer"
+    if config.environment.name == "single_turn":
+        raise ValueError(
+            f"{what}, and single_turn says nothing: set environment to tools, a game or an environment of your own, or "
+            "algorithm.auxiliary.observations=null"
+        )
+    if config.environment.max_turns == 1:
+        raise ValueError(f"{what}, and environment.max_turns=1 ends an episode with the first: set it to 2 or more")
 
 
 def check_step_rewards_fit(config: TrainConfig) -> None:

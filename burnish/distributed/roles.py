@@ -378,7 +378,8 @@ def build_runner(config: TrainConfig, policy: PolicyModel, engine: Engine, base:
         paged.num_contexts = max(stage.n * stage.prompts for stage in config.rollout.all_stages())
     make_workers = ray_environment_workers(config.environment) if isinstance(config.placement, RayPlacement) else None
     environment, template = config.environment, config.data.template
-    return build_environment_driver(environment, policy, engine, config.seed, base, template, make_workers)
+    marks = config.algorithm.auxiliary.observations is not None
+    return build_environment_driver(environment, policy, engine, config.seed, base, template, make_workers, marks)
 
 
 def ray_environment_workers(environment: Environment) -> Callable[[], ObjectWorkers]:
@@ -405,8 +406,12 @@ def build_environment_driver(
     base: Path | None = None,
     template: Template | None = None,
     make_workers: Callable[[], ObjectWorkers] | None = None,
+    marks_bodies: bool = False,
 ) -> RolloutRunner:
-    """The driver of an environment; a trajectory is limited by the model's positions and by `environment.max_tokens`."""
+    """The driver of an environment; a trajectory is limited by the model's positions and by `environment.max_tokens`.
+
+    With `marks_bodies` trajectories say which tokens are the bodies of messages of the environment.
+    """
     factory, host = environment_of(environment, policy.tokenizer, base, make_workers)
     return RolloutRunner(
         engine,
@@ -417,17 +422,19 @@ def build_environment_driver(
         policy.max_positions,
         environment.max_tokens,
         host=host,
-        renderer=environment_renderer(environment, policy.tokenizer, template or Template())
+        renderer=environment_renderer(environment, policy.tokenizer, template or Template(), marks_bodies)
         if host is not None
         else None,
         retries=environment.retries,
-        endpoint=recording_endpoint(environment, policy.tokenizer, template or Template()),
+        endpoint=recording_endpoint(environment, policy.tokenizer, template or Template(), marks_bodies),
         trained_calls=environment.agent_option(TRAIN_CALLS),
         credit=environment.agent_option(CREDIT),
     )
 
 
-def recording_endpoint(environment: Environment, tokenizer: Tokenizer, template: Template) -> RecordingEndpoint | None:
+def recording_endpoint(
+    environment: Environment, tokenizer: Tokenizer, template: Template, marks_bodies: bool = False
+) -> RecordingEndpoint | None:
     """The endpoint that agents call; None for environments that do not call the model themselves."""
     if environment.name != AGENT:
         return None
@@ -441,7 +448,7 @@ def recording_endpoint(environment: Environment, tokenizer: Tokenizer, template:
         if name != "auto":
             raise
         written = None  # the chat template names no format: calls with tools are refused with the reason
-    return RecordingEndpoint(SessionRenderer(tokenizer, template, environment.history, written))
+    return RecordingEndpoint(SessionRenderer(tokenizer, template, environment.history, written, marks_bodies))
 
 
 def check_process_reward_model(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from burnish.data.row import Message
 
@@ -65,6 +65,29 @@ class Answer:
     """Index of the turn, from 0."""
 
 
+class Body(NamedTuple):
+    """The part of an observation that is what a tool or a user said, without markup around it."""
+
+    role: str
+    """Who said it: tool, user or system."""
+    start: int
+    """Its first character in the content of the message, or in the text."""
+    end: int
+    message: int = 0
+    """Index of the message."""
+
+
+def filled(form: str, result: str, role: str = "tool", message: int = 0, at: int = 0) -> tuple[str, list[Body]]:
+    """Return a form with its `{result}` filled in, and the bodies in it. `at` is where the form begins in its message."""
+    pieces = form.split("{result}")
+    bodies, start = list[Body](), at
+    for piece in pieces[:-1]:
+        start += len(piece)
+        bodies.append(Body(role, start, start + len(result), message))
+        start += len(result)
+    return result.join(pieces), bodies
+
+
 @dataclass(frozen=True)
 class Observation:
     """What the model reads next. Give `messages`, or `text`, or at the start neither (the model then reads the row's prompt)."""
@@ -86,6 +109,9 @@ class Observation:
     """`messages` are a conversation of their own: the model does not see earlier turns (MemAgent). The trajectory gets another root."""
     role: str | None = None
     """Who answers next, in a game of several players. Each role has a conversation and a trajectory of its own."""
+    bodies: tuple[Body, ...] | None = None
+    """Which characters are what a tool or a user said (`algorithm.auxiliary.observations`). None: the contents of messages, with their roles;
+    of a text what is between its tags, as said by a tool."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to add to the episode's metrics."""
     events: tuple[Event, ...] = ()

@@ -20,17 +20,21 @@ import copy
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Message, Row
 from burnish.data.template import as_messages, render_text, template_kind, tokenize_rendered, with_system
+from burnish.environments.base import Body
 from burnish.environments.chat_shapes import ANSWER, SYSTEM, TOOL, USER, Shape, Shaper, compressed, stand_in
 from burnish.environments.chat_traits import Parse, answer_message, as_user, find_traits
 from burnish.environments.chat_transitions import THINK_END, Renderings, Tools, Transition, TransitionTable
+from burnish.environments.observed_tokens import mark_bodies, observed_tokens, text_bodies
 from burnish.models.tokenizer import Tokenizer
 
 History = Literal["as_template", "keep"]
@@ -53,6 +57,8 @@ class Extension:
 
     tokens: tuple[int, ...]
     is_branch: bool = False
+    observed: np.ndarray | None = field(default=None, compare=False)
+    """[n] which tokens are bodies of messages, by the number of the role, if the renderer marks them. In a branch only those of the new messages."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,11 @@ class ChatRenderer:
         template: Template | None = None,
         history: History = "as_template",
         parse: Parse | None = None,
+        marks_bodies: bool = False,
     ) -> None:
+        """`marks_bodies`: extensions say which tokens are the bodies of messages."""
         self.tokenizer, self.template, self.history, self.parse = tokenizer, template or Template(), history, parse
+        self.marks_bodies = marks_bodies
         self.is_chat = template_kind(tokenizer, self.template) == "chat"
         self.num_turns = self.num_rewrites = 0
         """Turns of all conversations, and how many of them the template would rewrite."""
@@ -294,17 +303,25 @@ class Conversation:
         return other
 
     def extend(
-        self, completion: Sequence[int], messages: Sequence[Message], answer: Message | None = None
+        self,
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        answer: Message | None = None,
+        bodies: Sequence[Body] | None = None,
     ) -> Extension:
         """Return what follows an answer: these messages and the opening of the assistant's next turn.
 
-        The completion holds its end token if one was sampled. `answer` is its message, if the caller has parsed it.
+        The completion holds its end token if one was sampled. `answer` is its message, if the caller has parsed it. `bodies` says what
+        is no markup in the messages; by default all of each content is a body.
         """
         renderer = self._renderer
         renderer.num_turns += 1
+        marked = mark_bodies(messages, bodies) if renderer.marks_bodies else None
         if self._table is None:
-            text = "\n".join(str(message["content"]) for message in messages)
-            return Extension(tuple(renderer.tokenizer.encode(renderer.tokenizer.literal(text))))
+            literal = renderer.tokenizer.literal
+            text, shown = ("\n".join(literal(str(m["content"])) for m in one) for one in (messages, marked or ()))
+            tokens = tuple(renderer.tokenizer.encode(text))
+            return Extension(tokens, observed=self._observed(tokens, text, shown))
         said = (*self._unfinished, *completion)
         self._unfinished = ()
         if renderer.ignores_answers:
@@ -323,6 +340,7 @@ class Conversation:
                 renderer.traits.fitted(_without_tools(messages), {"role": "assistant"}),
             )
             transition, shapes = self._transition(answer, new)
+            marked = None if marked is None else _without_tools(marked)
         self._answers[len(self._messages)] = said
         self._messages += [UNREAD if answer is None else answer, *new]
         self._num_messages = len(self._messages)
@@ -331,19 +349,44 @@ class Conversation:
             self.num_rewrites += 1
             renderer.num_rewrites += 1
             if renderer.history == "as_template":
-                return Extension(self._rendered(), is_branch=True)
+                tokens = self._rendered()
+                return Extension(tokens, True, self._observed_after(tokens, transition, new, marked, answer))
         text = transition.text_after(new, self._system)
-        return Extension(renderer.tokens_after(completion, text, transition.has_end_token))
+        tokens = renderer.tokens_after(completion, text, transition.has_end_token)
+        return Extension(tokens, False, self._observed_after(tokens, transition, new, marked, answer))
 
-    def append_text(self, completion: Sequence[int], text: str) -> Extension:
-        """Return the tokens of a text inside the assistant's turn, as `<information>` of Search-R1 is.
+    def _observed_after(
+        self,
+        tokens: tuple[int, ...],
+        transition: Transition,
+        new: Sequence[Message],
+        marked: Sequence[Message] | None,
+        answer: Message | None,
+    ) -> np.ndarray | None:
+        """Return the marks of new messages in tokens that end with what the template writes for them behind an answer."""
+        if not marked or transition.answer is None:
+            return None
+        fitted = self._renderer.traits.fitted(marked, answer or {"role": "assistant"})
+        text, shown = (transition.text_after(one, self._system) for one in (new, fitted))
+        return self._observed(tokens, text, shown)
+
+    def _observed(self, tokens: tuple[int, ...], text: str, marked: str) -> np.ndarray | None:
+        renderer = self._renderer
+        return observed_tokens(tokens, text, marked, renderer.tokenizer) if renderer.marks_bodies and marked else None
+
+    def append_text(self, completion: Sequence[int], text: str, bodies: Sequence[Body] | None = None) -> Extension:
+        """Return the tokens of a text inside the assistant's turn, as `<information>` of Search-R1 is. `bodies` says what is no markup in it.
 
         A stop string normally ends such an answer, so that no end token was sampled. If one was, it stays where it is, and the text
         follows it: the path holds what was sampled.
         """
-        tokens = tuple(self._renderer.tokenizer.encode(self._renderer.tokenizer.literal(text)))
+        literal = self._renderer.tokenizer.literal
+        tokens, marked = tuple(self._renderer.tokenizer.encode(literal(text))), ""
         self._unfinished = (*self._unfinished, *completion, *tokens)
-        return Extension(tokens)
+        if self._renderer.marks_bodies:
+            given = text_bodies(text) if bodies is None else bodies
+            marked = mark_bodies([{"role": "tool", "content": text}], given)[0]["content"]
+        return Extension(tokens, observed=self._observed(tokens, literal(text), literal(marked)))
 
     def _own_messages(self) -> None:
         """Copy what is shared with a fork that has grown."""

@@ -88,10 +88,12 @@ def environment_of(
     return None, EnvironmentHost(environment_kind(config, tokenizer, base), make_workers or local_workers(config))
 
 
-def environment_renderer(config: EnvironmentConfig, tokenizer: Tokenizer, template: Template) -> ChatRenderer:
+def environment_renderer(
+    config: EnvironmentConfig, tokenizer: Tokenizer, template: Template, marks_bodies: bool = False
+) -> ChatRenderer:
     """Return what turns messages into tokens for an environment."""
     if config.name != TOOLS:
-        return ChatRenderer(tokenizer, template, config.history)
+        return ChatRenderer(tokenizer, template, config.history, marks_bodies=marks_bodies)
     written = call_format(config.call_format if config.call_format != "auto" else detect_format(tokenizer))
 
     def parse(text: str) -> tuple[str, str | None, Sequence[Any]] | None:
@@ -99,7 +101,7 @@ def environment_renderer(config: EnvironmentConfig, tokenizer: Tokenizer, templa
         is_readable = all(isinstance(call, ParsedCall) for call in found.calls)
         return (found.content, found.reasoning, found.calls) if is_readable else None
 
-    return ChatRenderer(tokenizer, template, config.history, parse)
+    return ChatRenderer(tokenizer, template, config.history, parse, marks_bodies)
 
 
 def local_workers(config: EnvironmentConfig) -> MakeObjectWorkers:

@@ -31,7 +31,7 @@ RECORDS: dict[str, type[Any]] = {
     r.__name__: r for r in (Episode, AgentTask, Answer, Observation, End, Event, ToolResult)
 }
 _FIELDS = {record: tuple(f.name for f in fields(record)) for record in RECORDS.values()}
-_TUPLE_FIELDS = {"messages", "tools", "stop", "events"}
+_TUPLE_FIELDS = {"messages", "tools", "stop", "events", "bodies"}
 """Fields of records that are tuples; JSON has lists."""
 
 _RETURNED = (Observation, End, Event, ToolResult)
@@ -59,6 +59,13 @@ def _are(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
+def _are_bodies(value: Any) -> bool:
+    return _are(list)(value) and all(
+        len(body) == 4 and isinstance(body[0], str) and all(isinstance(number, int) for number in body[1:])
+        for body in value
+    )
+
+
 def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
 
@@ -74,6 +81,7 @@ FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
     "answer": ("a text or None", _or_none(_is_text)),
     "call_rewards": ("a dictionary of numbers, or None", _or_none(_are_numbers)),
+    "bodies": ("a tuple of `Body`, or None", _or_none(_are_bodies)),
     "metrics": ("a dictionary of numbers", _are_numbers),
     "state": ("a text or None", _or_none(_is_text)),
     "role": ("a text or None", _or_none(_is_text)),

@@ -86,7 +86,7 @@ def _add(nodes: list[TokenNode], node: Node, places: dict[int, int]) -> int:
     parent = places[node.parent.number]
     if not len(node.tokens):
         return parent
-    nodes.append(TokenNode(parent, node.tokens, node.logp, node.version))
+    nodes.append(TokenNode(parent, node.tokens, node.logp, node.version, observed=node.observed))
     return len(nodes) - 1
 
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.data.row import Message
+from burnish.environments.base import Body, filled
 from burnish.environments.chat_traits import answer_message
 from burnish.environments.dialogue import ChatRenderer, Conversation, History
+from burnish.environments.observed_tokens import default_bodies
 from burnish.environments.tools.call_formats import CallFormat, ParsedCall, render_tool_prompt
 from burnish.environments.tools.tool_environment import with_system_text
 from burnish.gateway.message_keys import CallRefused, normal_message
@@ -45,10 +47,11 @@ class SessionRenderer:
         template: Template | None = None,
         history: History = "keep",
         call_format: CallFormat | None = None,
+        marks_bodies: bool = False,
     ) -> None:
-        """Set up the renderer. Without a `call_format` answers are text, and calls with tools are refused."""
+        """Set up the renderer. Without a `call_format` answers are text, and calls with tools are refused. `marks_bodies`: see `ChatRenderer`."""
         self.tokenizer, self.template, self.history = tokenizer, template or Template(), history
-        self.call_format = call_format
+        self.call_format, self.marks_bodies = call_format, marks_bodies
         self._renderers: dict[str, ChatRenderer] = {}
         self._lists_tools = tokenizer.has_chat_template and tokenizer.chat_template_mentions("tools")
         self._shown_ids = tokenizer.special_ids(call_format.control_tokens if call_format is not None else ())
@@ -67,12 +70,12 @@ class SessionRenderer:
 
     def _made(self, variables: Mapping[str, Any]) -> ChatRenderer:
         if not variables:
-            return ChatRenderer(self.tokenizer, self.template, self.history)
+            return ChatRenderer(self.tokenizer, self.template, self.history, marks_bodies=self.marks_bodies)
         if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
             raise CallRefused(f"chat_template_kwargs.{reserved[0]} cannot be set", param="chat_template_kwargs")
         template = self.template.model_copy(update={"kwargs": {**self.template.kwargs, **variables}})
         try:
-            return ChatRenderer(self.tokenizer, template, self.history)
+            return ChatRenderer(self.tokenizer, template, self.history, marks_bodies=self.marks_bodies)
         except UserError as error:
             words = str(error).replace("template.kwargs", "chat_template_kwargs")
             raise CallRefused(words, param="chat_template_kwargs") from error
@@ -87,15 +90,21 @@ class SessionRenderer:
 
     def as_read(self, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools | None) -> list[Message]:
         """Return messages with the results of tools as the model's format has them, if the template has no role for them."""
+        return self.read_bodies(renderer, messages, tools)[0]
+
+    def read_bodies(
+        self, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[list[Message], list[Body] | None]:
+        """Return messages as `as_read` does, and the bodies in them; None if each content is one."""
         if not tools or self.call_format is None or not renderer.is_chat or renderer.traits.has_tool_role:
-            return list(messages)
-        form = self.call_format.result_text
-        return [
-            {"role": "user", "content": form.replace("{result}", message["content"])}
-            if message["role"] == "tool"
-            else message
-            for message in messages
-        ]
+            return list(messages), None
+        found = list(messages)
+        bodies = [body for body in default_bodies(messages) if body.role != "tool"]
+        for index, message in enumerate(messages):
+            if message["role"] == "tool":
+                text, inside = filled(self.call_format.result_text, message["content"], message=index)
+                found[index], bodies = {"role": "user", "content": text}, bodies + inside
+        return found, bodies
 
     def _with_tools(self, messages: list[Message], tools: Tools | None) -> tuple[list[Message], list[Any] | None]:
         if not tools:

@@ -23,6 +23,8 @@ class Node:
     tokens: np.ndarray  # int64
     logp: np.ndarray | None = None  # float32
     version: np.ndarray | None = None  # int32
+    observed: np.ndarray | None = None  # int8
+    """Only of a node that was read: which of its tokens are the body of a message, by the number of its role."""
     children: list[Node] = field(default_factory=list)
 
     @property
@@ -35,6 +37,21 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    def mark(self, observed: np.ndarray) -> None:
+        """Mark the bodies of messages among the tokens that end with this node. A token that is marked already keeps its mark."""
+        end = len(observed)
+        for node in self.path():
+            start = end - len(node.tokens)
+            if node.is_sampled or end <= 0:
+                return
+            own = observed[max(start, 0) : end]
+            if own.any():
+                marks = np.zeros(len(node.tokens), dtype=np.int8) if node.observed is None else node.observed.copy()
+                tail = marks[len(marks) - len(own) :]
+                tail[tail == 0] = own[tail == 0]
+                node.observed = marks
+            end = start
 
 
 class NodeTree:
@@ -93,6 +110,8 @@ class NodeTree:
         self.nodes.append(upper)
         node.parent.children[node.parent.children.index(node)] = upper
         node.parent, node.tokens = upper, node.tokens[size:]
+        if node.observed is not None:
+            upper.observed, node.observed = node.observed[:size], node.observed[size:]
         return upper
 
     def _add(self, node: Node) -> Node:

@@ -188,10 +188,9 @@ class SessionTree:
         new = _with_known_ids(new, messages[start - 1], before.message)
         conversation = self._conversation_of(before.call).fork()
         num_rewrites = conversation.num_rewrites
+        read, bodies = self.renderer.read_bodies(renderer, new, tools)
         try:
-            found = conversation.extend(
-                before.node.tokens.tolist(), self.renderer.as_read(renderer, new, tools), before.for_template
-            )
+            found = conversation.extend(before.node.tokens.tolist(), read, before.for_template, bodies)
         except UserError as error:
             raise CallRefused(
                 f"the chat template does not take these messages behind the last answer: {error}"
@@ -201,6 +200,8 @@ class SessionTree:
             end, context = self.tree.insert(self.tree.root, found.tokens), found.tokens
         else:
             end, context = self.tree.insert(before.node, found.tokens), self._context_behind(before, found.tokens)
+        if found.observed is not None:
+            end.mark(found.observed)
         call = self._call(self._continuing(before), end, context, link=before)
         call.extends, call.conversation = before, conversation
         return call

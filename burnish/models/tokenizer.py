@@ -95,7 +95,7 @@ class ControlTokens:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a marked text: only unmarked names become control tokens."""
-        tokens: list[int] = self._unmarking.encode(text, add_special_tokens=False).ids
+        tokens: list[int] = self.unmarking.encode(text, add_special_tokens=False).ids
         if sum(token in self.ids for token in tokens) != len(self._pattern.findall(text)):
             found = self._pattern.search(unmarked(text))
             raise UserError(
@@ -105,7 +105,7 @@ class ControlTokens:
         return tokens
 
     @cached_property
-    def _unmarking(self) -> Any:
+    def unmarking(self) -> Any:
         """A copy of the tokenizer that removes marks after it has looked for control tokens."""
         from tokenizers import Tokenizer
 
@@ -268,6 +268,20 @@ class Tokenizer:
         else:
             tokens = self._inner.encode(text, add_special_tokens=False)
         return self._prefix + tokens if special else tokens
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text as `encode` gives them, and the first and last character (exclusive) of each token in the text.
+
+        The marks of `literal` count as characters. Raises for a tokenizer without tokenizer.json, which does not know.
+        """
+        backend = self._control.unmarking if is_marked(text) else getattr(self._inner, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(
+                f"a {type(self._inner).__name__} does not tell which characters a token stands for, which algorithm.auxiliary.observations "
+                "needs: save the tokenizer with a tokenizer.json"
+            )
+        found = backend.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
     def encode_prerendered(self, text: str) -> list[int]:
         """Token ids of a prompt that the user has rendered: control tokens are parsed, and BOS is added if it is missing."""

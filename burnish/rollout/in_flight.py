@@ -391,16 +391,17 @@ class InFlightTrajectories:
             messages = seen.messages
             path.conversation = _rendered(lambda: renderer.open(messages, None))
             tokens, is_branch, length = path.conversation.tokens, True, len(path.conversation.tokens)
+            observed = None  # a first prompt
         else:
             conversation = path.conversation
             assert conversation is not None, "it was opened with the first prompt"
             completion = path.nodes[path.path[-1]].tokens.tolist()
             if seen.text is not None:
                 text = seen.text
-                extension = _rendered(lambda: conversation.append_text(completion, text))
+                extension = _rendered(lambda: conversation.append_text(completion, text, seen.bodies))
             else:
-                extension = _rendered(lambda: conversation.extend(completion, seen.messages or ()))
-            tokens, is_branch = extension.tokens, extension.is_branch
+                extension = _rendered(lambda: conversation.extend(completion, seen.messages or (), bodies=seen.bodies))
+            tokens, is_branch, observed = extension.tokens, extension.is_branch, extension.observed
             length = len(tokens) if is_branch else path.length + len(tokens)
         if runner.longest is not None and length + active.sampling.max_tokens > runner.longest:
             return self._cut(active, "length")  # the role that answered last is still the current one
@@ -412,9 +413,9 @@ class InFlightTrajectories:
         elif seen.new_conversation:
             path.restart(tokens)
         elif is_branch:
-            path.branch(tokens)
+            path.branch(tokens, observed)
         else:
-            path.append(tokens)
+            path.append(tokens, observed)
         self.paused.append(active)
         return []
 

@@ -76,10 +76,11 @@ class TokenPath:
         other.conversation = self.conversation
         return other
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the model did not write, behind the path."""
+    def append(self, tokens: Sequence[int], observed: np.ndarray | None = None) -> None:
+        """Add tokens that the model did not write, behind the path. `observed` marks the bodies of messages among them."""
         if len(tokens):
-            self._add(TokenNode(self.path[-1] if self.path else -1, np.array(tokens, dtype=np.int64)))
+            parent = self.path[-1] if self.path else -1
+            self._add(TokenNode(parent, np.array(tokens, dtype=np.int64), observed=observed))
 
     def append_turn(self, turn: PartialTurn) -> int:
         """Add a complete turn of the model behind the path. Returns the index of its last sampled node."""
@@ -96,7 +97,7 @@ class TokenPath:
         self._add(node)
         return len(self.nodes) - 1
 
-    def branch(self, tokens: Sequence[int]) -> None:
+    def branch(self, tokens: Sequence[int], observed: np.ndarray | None = None) -> None:
         """Continue with a context that does not continue the path: fork behind the nodes that both begin with."""
         context, shared, at = np.array(tokens, dtype=np.int64), 0, 0
         for index in self.path:
@@ -105,7 +106,7 @@ class TokenPath:
                 break
             shared, at = shared + 1, at + len(node)
         self.path, self.length = self.path[:shared], at
-        self.append(context[at:])  # type: ignore[arg-type]  # an array is a sequence of tokens
+        self.append(context[at:], None if observed is None else observed[at:])  # type: ignore[arg-type]  # an array is a sequence of tokens
 
     def restart(self, tokens: Sequence[int]) -> None:
         """Continue with a conversation of its own: another root."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
+from burnish.core.observations import marks_to_arrays, restore_marks
 from burnish.core.trajectory import (
     EVENTS,
     MAIN_TURN,
@@ -377,7 +378,7 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         "trained": np.array([node.is_trained for node in nodes], dtype=bool),
         "nodes": np.array([len(t.nodes) for t in trajectories], dtype=np.int64),
         "records": _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories]),
-    }
+    } | marks_to_arrays(nodes)
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
@@ -397,6 +398,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
         if is_sampled:
             own = slice(at_sampled, at_sampled := at_sampled + length)
             nodes[-1].logp, nodes[-1].version = logp[own], versions[own]
+    restore_marks(nodes, arrays)
     result, at = [], 0
     for record, count in zip(_from_bytes(arrays["records"]), arrays["nodes"].tolist(), strict=True):
         record["turns"] = [TurnSpan(*span) for span in record["turns"]]

@@ -70,6 +70,7 @@ from burnish.trainers.answer_probability import AnswerProbability
 from burnish.trainers.context import ImitationBatch, StepResult, TrainContext, Validate
 from burnish.trainers.episode_rows import record_new_events
 from burnish.trainers.input_checks import (
+    check_observations_are_told,
     check_opponents,
     check_players,
     check_positions,
@@ -169,6 +170,7 @@ def build_inputs(
     check_roles(config, players)
     check_opponents(config, players)
     check_success_is_told(config, base)
+    check_observations_are_told(config, host is None)
     check_void_turns_are_told(config, host is not None and host.kind.tells_void_turns)
     template_notes = check_template_for_turns(config.environment, policy.tokenizer, config.data.template, base)
     curriculum = config.algorithm.curriculum

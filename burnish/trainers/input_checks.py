@@ -123,6 +123,16 @@ def check_void_turns_are_told(config: TrainConfig, is_told: bool) -> None:
         )
 
 
+def check_observations_are_told(config: TrainConfig, is_on_tokens: bool) -> None:
+    """Refuse the NLL of observations if the environment gives tokens, which do not say what is the body of a message."""
+    if config.algorithm.auxiliary.observations is not None and is_on_tokens:
+        raise UserError(
+            f"algorithm.auxiliary.observations must know which tokens are what the environment said, but environment {config.environment.name} "
+            "works on tokens: use an environment on messages (burnish.environments.base.Environment), or set "
+            "algorithm.auxiliary.observations=null"
+        )
+
+
 def read_checked_rows(config: TrainConfig, base: Path | None, rewards: Rewards) -> RowCache:
     """Read all rows of files and plug-ins. Raises for a row that the run could not score or would read only in part."""
     found = RowCache()

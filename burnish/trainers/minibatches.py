@@ -23,6 +23,7 @@ from burnish.algorithms.losses.ratios_and_clips import SECOND_MOMENT_KEPT, secon
 from burnish.algorithms.losses.spec import SCOPES, scope_of
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import positive_nll_weights, sequence_aggregation_weights
+from burnish.algorithms.terms.observations import OBSERVATION_WEIGHT, role_weights, with_observation_weights
 from burnish.config.plugins import check_options, load_plugin
 from burnish.config.records import Plugin, Slot, slot_options
 from burnish.core.batch import Batch
@@ -58,7 +59,7 @@ def _parts(batch: Batch, num: int) -> list[Tensor]:
 
 
 def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
-    """Return the mini-batch with the weights of its policy loss, and of the NLL term on its correct answers if there is one.
+    """Return the mini-batch with the weights of its policy loss, and of the NLL terms on correct answers and observations if there are any.
 
     A group of aligned tokens (loss gold) counts as one token.
     """
@@ -71,6 +72,8 @@ def with_loss_weights(mini: Batch, algorithm: Algorithm, horizon: int) -> Batch:
     mini = with_answer_ids(replace(mini, token=others).with_sequence(weight=weights))
     if algorithm.auxiliary.positive_nll > 0:
         mini = mini.with_token(nll_weight=positive_nll_weights(mini, algorithm.auxiliary.positive_nll))
+    if algorithm.auxiliary.observations is not None:
+        mini = with_observation_weights(mini, role_weights(algorithm.auxiliary.observations))
     return mini
 
 
@@ -89,7 +92,7 @@ def with_second_moment_mask(mini: Batch, clip: SecondMomentClip) -> Batch:
 
 def scaled_loss(mini: Batch, factor: float) -> Batch:
     """The mini-batch with all weights of its loss multiplied by a factor."""
-    names = ("weight", "nll_weight")
+    names = ("weight", "nll_weight", OBSERVATION_WEIGHT)
     token = {name: mini.token[name] * factor for name in names if name in mini.token}
     sequence = {name: mini.sequence[name] * factor for name in names if name in mini.sequence}
     return mini.with_token(**token).with_sequence(**sequence)
@@ -145,4 +148,5 @@ def build_policy_loss(algorithm: Algorithm, base: Path | None) -> PolicyLoss:
         kl_is_corrected=algorithm.kl.loss.is_corrected,
         entropy_coef=algorithm.entropy.coef,
         entropy_top=algorithm.entropy.top_share,
+        observes=algorithm.auxiliary.observations is not None,
     )

@@ -43,6 +43,14 @@ from burnish.training.forward import (
     zero_loss,
 )
 from burnish.training.meter import Meter, memory_metrics, metered, model_flops
+from burnish.training.observed_outputs import (
+    LOSS_MASK,
+    WANTED_MASK,
+    SplitOutputs,
+    add_observed_slopes,
+    observation_stats,
+    with_wanted_mask,
+)
 from burnish.training.optimizers.base_optimizer import BaseOptimizer, num_shards
 from burnish.training.optimizers.update_rules import lr_factor, make_optimizer
 from burnish.training.parallel.ranks import SOLO, Ranks
@@ -139,6 +147,7 @@ class Learner:
             return Update({}, nothing, "no token is left in the loss")
         self.optimizer.zero_grad()
         total, sums, seen = self._accumulate(batch, loss)
+        observed = observation_stats(sums, num_tokens)
         logp, entropy = (_main_output(seen), seen.get("entropy")) if columns else (None, None)
         second = 0.0 if also is None else self._accumulate(*also)[0]
         lr = lr_scale * self.config.lr * self._schedule()
@@ -148,7 +157,7 @@ class Learner:
         with self.meter("optimizer"):
             norm = self.optimizer.clip(self.config.clip_norm)
         stats = {"loss": total + second, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
-        stats |= blocks
+        stats |= blocks | observed
         if also is not None:
             stats["second_loss"] = second
         if not math.isfinite(norm):
@@ -162,35 +171,45 @@ class Learner:
     def _accumulate(self, batch: Batch, loss: Loss) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         """Accumulate the gradients of a mini-batch. Returns its loss and metric sums, and [N] outputs at this rank's tokens."""
         needs, scope = loss.needs & DIFFERENTIABLE_OUTPUTS, loss.scope
+        batch, mask = with_wanted_mask(batch, loss)
         if scope == "sequence" and has_split_answers(batch, self.ranks):
             scope = "groups"  # the sequences of an answer must be in one view, and a group has all of them
-        whole_groups = scope == "groups" and groups_fit_budget(batch, self.packing, "loss_mask", self.ranks)
+        whole_groups = scope == "groups" and groups_fit_budget(batch, self.packing, mask, self.ranks)
         if scope in ("token", "sequence") or whole_groups:
-            total, sums, outputs = self._one_pass(batch, loss, needs, whole_groups)
+            total, sums, outputs = self._one_pass(batch, loss, needs, whole_groups, mask)
             with self.meter("communication"):
                 sums = self.ranks.sum_over_ranks(sums | {"": total})
             return sums.pop(""), sums, outputs
-        outputs = self.outputs(batch, needs, "loss_mask")
+        outputs = self.outputs(batch, needs, mask)
         with self.meter("communication"):
             whole = self.ranks.gather_batch(batch, outputs)
         total, sums, slopes = loss_derivatives(whole.batch, loss, whole.outputs)
-        self.backward(batch, {name: slope[whole.own_tokens] for name, slope in slopes.items()})
+        if mask == WANTED_MASK:
+            observed, more = add_observed_slopes(whole.batch, whole.outputs, slopes)
+            total, sums = total + observed, sums | more
+        self.backward(batch, {name: slope[whole.own_tokens] for name, slope in slopes.items()}, mask)
+        if mask == WANTED_MASK:
+            outputs = {name: output.masked_fill(~batch.loss_mask, 0) for name, output in outputs.items()}
         return total, sums, outputs
 
     def _one_pass(
-        self, batch: Batch, loss: Loss, needs: Needs, whole_groups: bool = False
+        self, batch: Batch, loss: Loss, needs: Needs, whole_groups: bool = False, mask: str = LOSS_MASK
     ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
-        for micro_batch in micro_batches_of(batch, self.packing, "loss_mask", self.ranks, whole_groups):
+        for micro_batch in micro_batches_of(batch, self.packing, mask, self.ranks, whole_groups):
             with self.meter("forward"):
-                outputs = forward(self.model, micro_batch, needs, self.temperature, self.reference)
+                found = forward(self.model, micro_batch, needs, self.temperature, self.reference)
+                split = SplitOutputs(micro_batch, found, mask)
+                outputs = split.outputs
                 value, amounts = (
                     (zero_loss(outputs), {})
                     if micro_batch.is_padding
                     else loss(loss_view(micro_batch.batch, **outputs, joins_answers=loss.scope != "token"))
                 )
+                if (term := split.term()) is not None:
+                    value, amounts = value + term[0], amounts | term[1]
             with self.meter("backward"):
                 value.backward()
                 self.optimizer.accumulate_gradients()
@@ -201,14 +220,17 @@ class Learner:
             for name, output in outputs.items():
                 if name not in seen:
                     seen[name] = output.new_zeros(batch.num_tokens)
-                seen[name][micro_batch.positions] = output.detach()
+                seen[name][split.positions] = output.detach()
         return float(total), {name: float(amount) for name, amount in sums.items()}, seen
 
-    def backward(self, batch: Batch, slopes: Mapping[str, Tensor]) -> None:
-        """Accumulate gradients of sum_t slope_t output_t: the second pass of a loss with known derivatives; [N] columns."""
+    def backward(self, batch: Batch, slopes: Mapping[str, Tensor], mask: str = LOSS_MASK) -> None:
+        """Accumulate gradients of sum_t slope_t output_t: the second pass of a loss with known derivatives; [N] columns.
+
+        `mask` is the column of the tokens that have derivatives.
+        """
         # An entropy that only metrics use has slope 0, and is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
-        for micro_batch in micro_batches_of(batch, self.packing, "loss_mask", self.ranks):
+        for micro_batch in micro_batches_of(batch, self.packing, mask, self.ranks):
             with self.meter("forward"):
                 outputs = forward(self.model, micro_batch, frozenset(names), self.temperature, self.reference)
                 terms = [(outputs[name] * slopes[name][micro_batch.positions]).sum() for name in names]

@@ -38,6 +38,7 @@ from burnish.algorithms.terms.spec import (
     KlLoss,
     KlReward,
     KlTarget,
+    Observations,
 )
 from burnish.config.loading import algorithm_from_preset
 from burnish.config.model import Critic, ProcessModel
@@ -141,6 +142,7 @@ def make_batch() -> Batch:
             "author_logp": old + numbers(0.5),
             "behaviour_logp": old + numbers(0.5),
             "identity": torch.arange(size),
+            "observed": torch.where(mask, 0, (~mask).cumsum(0) % 3 + 1).to(torch.int8),
         },
         sequence={
             "group_ids": torch.tensor([0, 0, 1, 1, 1, 2, 3, 3]),
@@ -259,7 +261,9 @@ def seen_by_the_learner(algorithm: Algorithm, batch: Batch | None = None, max_to
     loss, _ = pipeline.loss(view)
     gradients = torch.autograd.grad(loss, [logp, entropy], allow_unused=True, materialize_grads=True)
     parts = [loss.detach().reshape(1), *gradients, view.column("weight"), view.column("advantages")]
-    parts += [mini.token[k].double() for k in ("identity", "returns", "nll_weight") if k in mini.token]
+    parts += [
+        mini.token[k].double() for k in ("identity", "returns", "nll_weight", "observation_weight") if k in mini.token
+    ]
     return [round(x, 9) for part in parts for x in part.tolist()]
 
 
@@ -581,6 +585,10 @@ MOVES: dict[str, list[Move]] = {
     "Entropy.coef": [({}, "entropy.coef", [0.1])],
     "Entropy.top_share": [({}, "entropy.top_share", [0.3])],
     "Auxiliary.positive_nll": [({}, "auxiliary.positive_nll", [0.1])],
+    "Auxiliary.observations": [({}, "auxiliary.observations", [{}])],
+    "Observations.tool": [({"auxiliary": {"observations": {"user": 0.2}}}, "auxiliary.observations.tool", [0.0, 0.5])],
+    "Observations.user": [({"auxiliary": {"observations": {}}}, "auxiliary.observations.user", [0.1])],
+    "Observations.system": [({"auxiliary": {"observations": {}}}, "auxiliary.observations.system", [0.1])],
     "Refill.short": [({"filters": ["difficulty_band"], "refill": {"rounds": 2}}, "refill.short", ["fill"])],
 }
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
@@ -704,6 +712,7 @@ def all_options() -> list[tuple[str, type[Record], str]]:
         EntropyTarget,
         Auxiliary,
         Chord,
+        Observations,
         Refill,
         Critic,
     ]

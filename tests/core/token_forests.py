@@ -26,6 +26,9 @@ def nodes(draw: st.DrawFn, max_size: int = 8) -> list[TokenNode]:
             node.logp = column(st.floats(-50, 0, width=32), np.float32)
             node.version = column(st.integers(-1, 1000), np.int32)
             node.is_trained = draw(st.booleans())
+        elif draw(st.booleans()):
+            marks = column(st.integers(0, 3), np.int8)
+            node.observed = marks if marks.any() else None
         found.append(node)
     return found
 

@@ -323,6 +323,24 @@ def test_a_shared_answer_is_trained_once_and_rewards_are_of_their_turns() -> Non
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3"])
+def test_what_follows_an_answer_is_marked_once_with_its_role(name: str) -> None:
+    """llama3 has no role for tools: their results are messages of the user, and yet what a tool said."""
+    session = Session(name)
+    format = call_format("hermes")
+    session.tree = SessionTree(SessionRenderer(session.tokenizer, None, "keep", format, marks_bodies=True))
+    _, message = session.call([user("1+1?")], hermes(1), TOOLS)
+    told = "No, 17 is too low."
+    for text in ("so?", "so it is?"):  # the second forks inside what the first has added
+        session.call([user("1+1?"), message, result(message, 0, told), user(text)], "two", TOOLS)
+    export = session.tree.export()
+    batch = pack([Trajectory("p", 0, 0, export.nodes, "stop", "", reward=1.0, turns=export.turns)])
+    marks = batch.token["observed"]
+    found = [session.tokenizer.decode(batch.tokens[marks == role].tolist()) for role in (1, 2)]
+    assert found[0] == told, "once, though two conversations read it"
+    assert found[1].replace(" ", "") in ("so?soitis?", "so?itis?")
+
+
 def test_a_reward_without_a_place_is_an_error() -> None:
     session = Session()
     prompt, _ = session.call([user("1+1?")], "two")

@@ -614,3 +614,40 @@ def test_a_new_conversation_is_another_root_of_the_same_trajectory(model: Decode
         assert len(t.sequences) == 3
         assert sum(s.num_actions for s in t.sequences) == t.num_actions
         assert t.completion == TOKENIZER.decode(t.nodes[-1].tokens.tolist())
+
+
+# --- marks of what was said ------------------------------------------------------------------------------------------------
+
+
+class Telling(Environment):
+    """Says a digit as a tool, then one as a user, then begins a conversation anew."""
+
+    takes_truncated = True
+
+    async def start(self, episode: Episode) -> Observation:
+        return Observation()
+
+    async def step(self, answer: Answer) -> Observation | End:
+        seen = [
+            Observation(text=">7"),
+            Observation(messages=({"role": "user", "content": "38"},), bodies=None),
+            Observation(messages=({"role": "user", "content": "56>"},), new_conversation=True),
+        ]
+        return End(1.0) if answer.turn == 3 else seen[answer.turn]
+
+
+def test_bodies_are_marked_and_first_prompts_are_not(model: Decoder) -> None:
+    runner = runner_of(DenseEngine(model), Telling)
+    assert runner.renderer is not None
+    plain, again = played(runner), runner_of(DenseEngine(model), Telling)
+    assert again.renderer is not None
+    again.renderer.marks_bodies = True
+    marked = played(again)
+    assert facts(plain) == facts(marked)
+    assert all(node.observed is None for t in plain.values() for node in t.nodes)
+    for t in marked.values():
+        told = {
+            role: TOKENIZER.decode([k for n in t.nodes if n.observed is not None for k in n.tokens[n.observed == role]])
+            for role in (1, 2)
+        }
+        assert told == {1: ">7", 2: "38"}

@@ -42,7 +42,7 @@ def same(a: Trajectory, b: Trajectory) -> None:
     marks = [[(node.parent, node.is_trained) for node in t.nodes] for t in (a, b)]
     assert marks[0] == marks[1]
     for one, other in zip(a.nodes, b.nodes, strict=True):
-        for name in ("tokens", "logp", "version"):
+        for name in ("tokens", "logp", "version", "observed"):
             left, right = getattr(one, name), getattr(other, name)
             assert (left is None) == (right is None)
             if left is not None:

@@ -94,8 +94,9 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return distance > 1e-7
 
 
-ELSEWHERE = ("mopd", "sdpo", "sdft", "opsd", "gold", "chord")
-"""Presets that need teachers, contexts or demonstrations, which these rollouts have not: `test_distillation_toys.py`, `test_distillation_losses.py`."""
+ELSEWHERE = ("mopd", "sdpo", "sdft", "opsd", "gold", "chord", "echo")
+"""Presets that need teachers, contexts, demonstrations or observations, which these rollouts have not: `test_distillation_toys.py`,
+`test_distillation_losses.py`, `test_observation_runs.py`."""
 
 
 @pytest.mark.parametrize("name", [n for n in [*PRESETS, *OTHERS] if n not in ELSEWHERE])

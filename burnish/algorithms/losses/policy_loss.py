@@ -42,7 +42,10 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Inputs besides log-probs: `entropy`, `kl` (the exact KL to the reference), `value` (a critic's values)."""
+        """Inputs besides log-probs: `entropy`, `kl` (the exact KL to the reference), `value` (a critic's values).
+
+        With `observations` the learner adds the NLL of observed tokens, if the mini-batch has weights for them (`terms/observations.py`).
+        """
 
     @property
     def scope(self) -> str:
@@ -116,10 +119,13 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     entropy_top: float | None = None
     """Keep the policy term only at this share of the tokens, those of highest entropy; denominators count all tokens (2506.01939)."""
+    observes: bool = False
+    """Whether the learner adds the NLL of what the environment said (ECHO)."""
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"entropy", "kl"}) if self.uses_full_kl or self.uses_divergence else frozenset({"entropy"})
+        found = {"entropy", "kl"} if self.uses_full_kl or self.uses_divergence else {"entropy"}
+        return frozenset(found | {"observations"} if self.observes else found)
 
     @property
     def uses_full_kl(self) -> bool:

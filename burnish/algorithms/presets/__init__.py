@@ -7,6 +7,7 @@ from typing import Any
 from burnish.algorithms.presets.critic_and_other_objectives import OTHER_OBJECTIVES, WITH_CRITIC
 from burnish.algorithms.presets.critic_free import CRITIC_FREE, Preset
 from burnish.algorithms.presets.distillation import DISTILLATION
+from burnish.algorithms.presets.observations import OBSERVATIONS
 from burnish.algorithms.presets.off_policy import OFF_POLICY
 from burnish.algorithms.presets.self_made_tasks import SELF_MADE_TASKS
 from burnish.algorithms.presets.turns_and_roles import TURNS_AND_ROLES
@@ -22,6 +23,7 @@ PRESETS: dict[str, Preset] = {
     **DISTILLATION,
     **TURNS_AND_ROLES,
     **SELF_MADE_TASKS,
+    **OBSERVATIONS,
 }
 
 

@@ -342,6 +342,23 @@ class Chord(Record):
         return self
 
 
+class Observations(Record):
+    """Weights of the NLL of what the environment said, by the role of the message (ECHO, prime-rl)."""
+
+    tool: float = Field(0.1, ge=0)
+    """Weight of results of tools, and of text inside the assistant's turn such as `<information>`."""
+    user: float = Field(0.0, ge=0)
+    """Weight of messages of the user after the first answer: a simulated user, a game."""
+    system: float = Field(0.0, ge=0)
+    """Weight of system messages after the first answer."""
+
+    @model_validator(mode="after")
+    def _check_a_role_counts(self) -> Observations:
+        if max(self.tool, self.user, self.system) == 0:
+            raise ValueError("observations with weight 0 for every role add nothing: set one, or observations=null")
+        return self
+
+
 class Auxiliary(Record):
     """Supervised terms added to the policy loss."""
 
@@ -351,6 +368,8 @@ class Auxiliary(Record):
     """Weight of the mean NLL of demonstrations."""
     chord: Chord | None = None
     """Demonstrations by CHORD's schedule and gate instead of a fixed weight."""
+    observations: Observations | None = None
+    """NLL of what the environment said after the first answer: sum of weight x NLL / number of such tokens in the mini-batch (ECHO)."""
 
     @property
     def imitates(self) -> bool:

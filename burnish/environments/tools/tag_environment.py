@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from burnish.config.errors import UserError, did_you_mean, unknown_name_error
-from burnish.environments.base import Answer, End, Environment, Episode, Observation, RunsIn
+from burnish.environments.base import Answer, End, Environment, Episode, Observation, RunsIn, filled
 from burnish.environments.tools.episode_tools import EpisodeTools, OnError, Outcome, RewardSource, ToolLimits
 from burnish.environments.tools.tool_handles import ToolHandle, tool_name
 
@@ -225,9 +225,11 @@ class TagEnvironment(Environment):
         text = last_line_of_error(outcome.text) if self.options.shows_last_line_of_errors else outcome.text
         metrics: Counter[str] = Counter({"tool_calls": 1, "tool_errors": 0})
         metrics.update(outcome.metrics)
+        shown, bodies = filled(self.options.observation, text)
         return Observation(
-            text=self.options.observation.replace("{result}", text),
+            text=shown,
             reward=outcome.reward,
+            bodies=tuple(bodies),
             metrics=dict(metrics),
             events=tuple(outcome.events),
         )

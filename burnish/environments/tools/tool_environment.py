@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from burnish.data.row import Message
-from burnish.environments.base import Answer, End, Environment, Episode, Event, Observation, RunsIn
+from burnish.environments.base import Answer, Body, End, Environment, Episode, Event, Observation, RunsIn, filled
 from burnish.environments.tools.call_formats import Call, CallFormat, MalformedCall, call_format, render_tool_prompt
 from burnish.environments.tools.episode_tools import (
     EpisodeTools,
@@ -82,8 +82,10 @@ class ToolEnvironment(Environment):
             metrics["void_turns"] += 1
         for outcome in outcomes:
             metrics.update(outcome.metrics)
+        messages, bodies = self._messages(calls, outcomes)
         return Observation(
-            messages=self._messages(calls, outcomes),
+            messages=messages,
+            bodies=bodies,
             reward=sum(outcome.reward for outcome in outcomes),
             metrics=dict(metrics),
             events=tuple(event for outcome in outcomes for event in outcome.events),
@@ -95,12 +97,18 @@ class ToolEnvironment(Environment):
             return failed("malformed", f"this is not a valid tool call: {call.problem}", event)
         return await self.tools.call(call.name, call.arguments, index)
 
-    def _messages(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> tuple[Message, ...]:
-        """The results for the model: a message for each call, or one message of the user with all of them."""
+    def _messages(
+        self, calls: Sequence[Call], outcomes: Sequence[Outcome]
+    ) -> tuple[tuple[Message, ...], tuple[Body, ...] | None]:
+        """The results for the model: a message for each call, or one message of the user with all of them. And their bodies."""
         if not self.tools_in_template:
             # One message, since templates without tools often demand that roles alternate.
-            texts = [self.format.result_text.replace("{result}", outcome.text) for outcome in outcomes]
-            return ({"role": "user", "content": "\n".join(texts)},)
+            content, bodies = "", list[Body]()
+            for index, outcome in enumerate(outcomes):
+                content += "\n" if index else ""
+                text, found = filled(self.format.result_text, outcome.text, at=len(content))
+                content, bodies = content + text, bodies + found
+            return ({"role": "user", "content": content},), tuple(bodies)
         messages: list[Message] = []
         for call, outcome in zip(calls, outcomes, strict=True):
             # Nine letters and digits: the template of Mistral refuses any other id.
@@ -113,7 +121,7 @@ class ToolEnvironment(Environment):
             if not isinstance(call, MalformedCall):
                 message["name"] = call.name
             messages.append(message)
-        return tuple(messages)
+        return tuple(messages), None
 
     async def end(self, reason: Literal["turns", "length"]) -> End:
         return End(reward=await self.tools.end())

@@ -59,6 +59,7 @@ def test_search_r1_plays_two_turns_with_search_and_one_without() -> None:
     assert start == Observation(stop=("</search>", "</answer>"))
     assert first.text == "\n\n<information>Doc 1</information>\n\n"
     assert first.messages is None
+    assert [first.text[start:end] for _, start, end, _ in first.bodies] == ["Doc 1"]
     assert first.metrics == {"tool_calls": 1, "tool_errors": 0}
     assert second.text == "\n\n<information>Doc 2</information>\n\n"
     assert end == End()

@@ -280,6 +280,8 @@ def test_without_tools_in_the_template_a_system_text_lists_them_and_the_user_bri
     assert '"name": "echo"' in start.messages[0]["content"]
     assert start.tools is None
     assert seen.messages == ({"role": "user", "content": "```tool_output\na {b}\n```\n```tool_output\nc\n```"},)
+    content = seen.messages[0]["content"]
+    assert [(role, content[start:end]) for role, start, end, _ in seen.bodies] == [("tool", "a {b}"), ("tool", "c")]
     kind = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "?"}]
     start = play(environment, episode=Episode("r", 1, kind))[0]
     assert start.messages[0]["content"].startswith("Be kind.\n\nYou can call these tools.")
