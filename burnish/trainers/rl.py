@@ -206,6 +206,14 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
             note(context, step, f"no update, {update.skipped}")
         elif context.reference is not None:
             context.reference.after_update(learner.model)
+    observes = step == 1 and config.algorithm.auxiliary.observations is not None
+    if observes and result.updates and not any("observation_nll" in update.stats for update in result.updates):
+        note(
+            context,
+            step,
+            "algorithm.auxiliary.observations selects no token of this step: no episode went on after its first answer, or the environment speaks "
+            "in a role of weight 0",
+        )
     result.mismatch = pipeline.mismatch(prepared, batch, result.updates, state.step)
     result.trainer_logp = pipeline.trainer_logp(batch, result.updates)
     return result

@@ -77,6 +77,12 @@ def test_a_run_that_died_before_scoring_goes_on_with_the_same_observations(tmp_p
     assert all("actor/observation_nll" in row for row in expected[0] if row["step"] > 0)
 
 
+def test_a_role_that_never_speaks_is_named(tmp_path: Path, warm: list[str]) -> None:
+    silent = [*warm, "training.steps=1", "algorithm.auxiliary.observations={tool: 0, user: 0.1}"]
+    run = run_of(tmp_path, TEXT, silent)
+    assert "selects no token of this step" in (run / "log.txt").read_text()
+
+
 def refusal(tmp_path: Path, *overrides: str) -> str:
     with pytest.raises(UserError) as error:
         run_of(tmp_path / "refused", TEXT, list(overrides))

@@ -20,7 +20,7 @@ from burnish.models.decoder import Decoder
 from burnish.trainers.minibatches import build_policy_loss, with_loss_weights
 from burnish.training.learner import Learner
 from tests.algorithms.conftest import NEW, OLD
-from tests.training.test_loss_scopes import assert_same, oracle
+from tests.training.test_loss_scopes import assert_same, oracle, over_ranks
 from tests.training.test_micro_batch_split import gradients_of, largest
 
 MakeModel = Callable[..., Decoder]
@@ -152,6 +152,9 @@ def test_the_gradient_is_that_of_both_parts_for_any_micro_batches(
     for budget in (1000, 14, 1):
         both = gradients_of(model, mini, loss, budget)
         assert_same(both, {key: policy[2][key] + observed[2][key] for key in both})
+    if name == "token":
+        ranks = [torch.arange(8)[k::3] for k in range(3)]
+        assert_same(over_ranks(model, mini, loss, ranks, 14), both)
     update = Learner(make_model(), Optimizer(), 10, 14, 0.8).update(mini, loss)
     assert update.stats["loss"] == pytest.approx(policy[0] + observed[0], abs=1e-10)
     assert update.stats["observation_loss"] == pytest.approx(observed[0], abs=1e-10)

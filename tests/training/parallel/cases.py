@@ -13,6 +13,7 @@ from burnish.algorithms.losses.loss_view import LossView
 from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
+from burnish.algorithms.terms.observations import OBSERVATION_WEIGHT
 from burnish.config.model import Lora, LoraBase, Optimizer
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
@@ -49,6 +50,8 @@ LOSSES: dict[str, Loss] = {
     "sft": NllLoss(),
     "dpo": PolicyLoss(ratio="none", clip="none", loss="dpo", scope="group"),
     "top entropies": PolicyLoss(scope="batch", entropy_top=0.4, **TERMS),
+    "observations": PolicyLoss(observes=True, **TERMS),
+    "observations of a batch": PolicyLoss(observes=True, scope="batch", entropy_top=0.4, **TERMS),
     "full kl": PolicyLoss(kl_estimator="full", kl_coef=0.2),
     "in order": InOrder(),
     "value": ValueLoss(0.2),
@@ -89,6 +92,8 @@ TWO: dict[str, Case] = {
     **{f"{kind}, grpo, float32": Case("grpo", {kind: 2}, "float32", steps=FEW) for kind in ("sequence", "tensor")},
     "fsdp, of a batch": Case("top entropies", steps=FEW),
     **{f"{kind}, a reference": Case("full kl", {kind: 2}, steps=FEW) for kind in ("shard", "sequence", "tensor")},
+    **{f"{kind}, observations": Case("observations", {kind: 2}, steps=FEW) for kind in ("shard", "sequence", "tensor")},
+    "fsdp, observations of a batch": Case("observations of a batch", steps=FEW),
     "fsdp, in order": Case("in order", steps=FEW),
     "fsdp, a critic": Case("value", steps=FEW),
     "fsdp, bfloat16": Case("grpo", dtype="bfloat16", steps=FEW),
@@ -197,7 +202,9 @@ def make_batch(case: Case, step: int, seed: int = 0) -> Batch:
             "chosen": torch.arange(s) % 2 == 0,
         },
     )
-    return batch.with_token(weight=aggregation_weights(batch, "token-mean"))
+    observed = torch.where(written | (batch.positions == 0), 0.0, 0.1)  # only a loss that observes reads it
+    weights = {"weight": aggregation_weights(batch, "token-mean"), OBSERVATION_WEIGHT: observed / (observed > 0).sum()}
+    return batch.with_token(**weights)
 
 
 def reference_of(case: Case, ranks: Ranks) -> ReferenceFn:
