@@ -1,79 +1,288 @@
-"""Seven algorithms on the built-in task from the same warm start: held-out accuracy during training.
+"""Every preset on toys that a CPU can learn, three seeds each: what a reader may expect of the table of algorithms, and what not.
 
-python bench/learning.py [--algorithms grpo ppo ...] [--steps 120] [--seed 0] [--chart docs/learning.svg]
+    python bench/learning.py [--presets grpo ppo ...] [--seeds 0 1 2] [--workers 2] [--budget SECONDS]
+    python bench/learning.py --choose            # the common learning rate, on seeds that are not reported
+    python bench/learning.py --report            # table, picture and page from the results there are
+
+All policies of a toy and a seed begin with the same weights, which are made once and kept in `--folder`. A finished (preset, seed) is kept in
+the results file; the same command continues where it ended. After `--budget` seconds no further run begins. Settings that differ between
+presets are in `learning_presets.py`, each with its reason, common ones in `learning.yaml`; the toys are in `learning_toys.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import tempfile
+import hashlib
+import io
+import json
+import multiprocessing
+import resource
+import shutil
 import time
+import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import save, table
-from svg_chart import svg_chart
+from common import RESULTS, machine, table
+from learning_presets import (
+    CHOICE_PRESETS,
+    CHOICE_RATES,
+    CHOICE_SEEDS,
+    LEARNING_RATE,
+    LEFT_OUT,
+    ROWS,
+    STARTS,
+    STEPS,
+    TOYS,
+    Row,
+)
+from learning_report import summaries, write_page, write_picture
 
+from burnish.algorithms.presets import PRESETS
+from burnish.config.loading import load
+from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
 from burnish.run.metrics import read_metrics
+from burnish.trainers import preference, sft
+from burnish.trainers.rl_run import checked_run, execute
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
+REPOSITORY = Path(__file__).parents[1]
+BASE = Path(__file__).with_suffix(".yaml")
 KEY = "validation/greedy/accuracy"
-CRITIC = ["algorithm.critic.optimizer.lr=1.0e-3"]
-# What the toy needs beside the preset: a critic that learns in 120 steps, no hunt for the last unsolved prompts, and for VAPO
-# an alpha for answers of 8 tokens, not of thousands: 0.05 makes its lambda 0 below 20 tokens (0.62 after 120 steps here).
-SETTINGS: dict[str, list[str]] = {
-    "grpo": ["algorithm.kl={loss: {coef: 0.001}, reference: frozen}", "algorithm.filters=[]"],
-    "ppo": CRITIC,
-    "rloo": [],
-    "dapo": ["algorithm.refill={rounds: 2}"],
-    "gspo": [],
-    "reinforce_plus_plus": [],
-    "vapo": [*CRITIC, "algorithm.critic.warmup_steps=10", "algorithm.advantage.length_adaptive=1.0"],
-}
+SEEDS = (0, 1, 2)
+OFFLINE_UPDATES = STEPS * 4
+STILL = ("training.steps=1", "training.optimizer.lr=1.0e-12", "training.mini_batches=1")
+"""One step too small to change the weights: it measures a model on the same held-out rows as all others."""
+
+
+class Job(NamedTuple):
+    """One run: a preset, a seed, and overrides of a search."""
+
+    preset: str
+    seed: int
+    more: tuple[str, ...] = ()
+
+
+# --- one run ------------------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, name: str, overrides: list[str]) -> list[list[float]]:
+    """A run of RL; returns held-out accuracy as [step, accuracy] pairs."""
+    places = [f"run.directory={folder}", f"run.name={name}", "model.device=cpu"]
+    loaded = load(TrainConfig, BASE, [*places, *overrides])
+    with redirect_stdout(io.StringIO()), checked_run(loaded.config, loaded.resolved, loaded.base, name) as (parts, run):
+        if not execute(parts, run):
+            raise RuntimeError(f"{folder / name}: the run stopped before its last step")
+        return [[row["step"], row[KEY]] for row in read_metrics(run.directory.metrics) if KEY in row]
+
+
+def from_model(path: Path) -> list[str]:
+    return ["model.new=null", f"model.path={path}", "warm_start=null"]
+
+
+def started(folder: Path, name: str, seed: int) -> Path:
+    """The directory of a warm start, made if it is not there."""
+    model, start = folder / f"start-{name}-{seed}", STARTS[name]
+    if not model.is_dir():
+        work = folder / f"start-{name}-{seed}-run"
+        shutil.rmtree(work, ignore_errors=True)  # of a process that ended before it was complete
+        data = start.data.replace("{seed}", str(seed))
+        overrides = [f"warm_start.data=[{data}]", f"warm_start.updates={start.updates}", "validation.limit=10"]
+        train(work, "run", [*STILL, *overrides, f"seed={seed}", "rollout.prompts=4"])
+        (work / "run" / "warm_start").rename(model)
+        shutil.rmtree(work)
+    return model
+
+
+def overrides_of(job: Job) -> list[str]:
+    """All overrides of a run of RL, in the order in which they count: a later one wins."""
+    row = ROWS[job.preset]
+    ordered = [f"algorithm={job.preset}", *TOYS[row.toy].overrides, *row.overrides, *job.more]
+    return list({text.partition("=")[0]: text for text in ordered}.values())
+
+
+def offline(row: Row, preset: str, folder: Path, seed: int, start: Path) -> Path:
+    """Train on a fixed data set; returns the directory of the model."""
+    optimizer = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "schedule": "linear", "final": 0.1}
+    sizes = {"updates": OFFLINE_UPDATES, "batch_size": 64, "max_tokens": 32, "optimizer": optimizer}
+    shown = {"task": "sort_digits", "options": {"num": 2000} | ({"clean": True} if row.command == "sft" else {})}
+    own = (
+        {"sft": {"data": shown, **sizes}}
+        if row.command == "sft"
+        else {"preference": {"loss": preset, "data": shown, **sizes}}
+    )
+    run = {"directory": str(folder), "name": "offline", "threads": 1, "save_every": 1000, "save": "wait"}
+    file = folder / "offline.yaml"
+    file.write_text(json.dumps({"seed": seed, "model": {"path": str(start), "device": "cpu"}, "run": run, **own}))
+    with redirect_stdout(io.StringIO()):
+        if row.command == "sft":
+            imitating = load(SftConfig, file, [])
+            outcome = sft.execute(imitating.config, imitating.resolved, imitating.base, "offline")
+        else:
+            preferring = load(PreferConfig, file, [])
+            outcome = preference.execute(preferring.config, preferring.resolved, preferring.base, "offline")
+    if outcome is None or not outcome.is_complete:
+        raise RuntimeError(f"{preset}: the run of `burnish {row.command}` is not complete")
+    return outcome.model
+
+
+def learn(job: Job, folder: Path) -> dict[str, Any]:
+    """One run from its warm start. A run that fails is a row too, with the error."""
+    row, before_s = ROWS[job.preset], cpu_seconds()
+    start = started(folder, TOYS[row.toy].start, job.seed)
+    teacher = started(folder, "right", job.seed) if any("{right}" in text for text in row.overrides) else None
+    start_s, wall = cpu_seconds() - before_s, time.perf_counter()
+    place = folder / f"{job.preset}-{job.seed}-{digest(job)}"
+    shutil.rmtree(place, ignore_errors=True)
+    found = {"preset": job.preset, "seed": job.seed, "toy": row.toy, "settings": digest(job), "more": list(job.more)}
+    try:
+        if row.command == "train":
+            own = [text.replace("{right}", str(teacher)) for text in overrides_of(job)]
+            curve = train(place, "run", [*own, *from_model(start), f"seed={job.seed}"])
+        else:
+            common = [*STILL, f"seed={job.seed}", "rollout.prompts=1", "algorithm=grpo"]
+            before = train(place, "before", [*common, *from_model(start)])
+            model = offline(row, job.preset, place, job.seed, start)
+            after = train(place, "after", [*common, *from_model(model)])
+            curve = [[0, before[0][1]], [OFFLINE_UPDATES, after[0][1]]]
+        found |= {"before": curve[0][1], "after": curve[-1][1], "curve": curve}
+    except Exception as error:  # noqa: BLE001 - one preset that fails must not end the others; the row and the page say so
+        found["error"] = f"{type(error).__name__}: {error}"[:600]
+        traceback.print_exc()
+    shutil.rmtree(place, ignore_errors=True)
+    times = {"cpu_s": round(cpu_seconds() - before_s - start_s, 2), "start_cpu_s": round(start_s, 2)}
+    return found | times | {"wall_s": round(time.perf_counter() - wall, 2)}
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it has waited for, such as reward workers."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def digest(job: Job) -> str:
+    """A run whose settings have changed since is made again."""
+    row = ROWS[job.preset]
+    text = json.dumps(
+        [BASE.read_text(encoding="utf-8"), overrides_of(job), row.command, STARTS[TOYS[row.toy].start].__dict__]
+    )
+    return hashlib.sha256(text.replace(str(REPOSITORY), "").encode()).hexdigest()[:12]
+
+
+# --- all runs -----------------------------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the file so that a process killed at any moment leaves the old one or the new one."""
+    order = {name: number for number, name in enumerate(PRESETS)}
+    rows.sort(key=lambda row: (order[row["preset"]], row["seed"], row["more"]))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def run_jobs(jobs: list[Job], path: Path, folder: Path, workers: int, budget_s: float) -> list[dict[str, Any]]:
+    """Run what is not in the results file yet, until the budget is spent. Returns all rows of the file."""
+    rows = read_rows(path)
+    done = {(row["preset"], row["seed"], row["settings"]) for row in rows if "error" not in row}
+    waiting = [job for job in jobs if (job.preset, job.seed, digest(job)) not in done]
+    print(f"{len(waiting)} of {len(jobs)} runs to do", flush=True)
+    deadline, running = time.monotonic() + budget_s, dict[Future[dict[str, Any]], Job]()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        while waiting or running:
+            while waiting and len(running) < workers and time.monotonic() < deadline:
+                job = next_job(waiting, list(running.values()), folder)
+                if job is None:
+                    break
+                waiting.remove(job)
+                running[pool.submit(learn, job, folder)] = job
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, made = running.pop(future), future.result()
+                key = job.preset, job.seed, list(job.more)
+                rows = [row for row in rows if (row["preset"], row["seed"], row["more"]) != key] + [made]
+                write_rows(path, rows)
+                print(
+                    table([made], ["preset", "seed", "before", "after", "cpu_s", "wall_s", "more", "error"]), flush=True
+                )
+    if waiting:
+        print(f"the budget is spent: {len(waiting)} runs are left for the same command")
+    return rows
+
+
+def next_job(waiting: list[Job], running: list[Job], folder: Path) -> Job | None:
+    """The first job whose warm starts are there, or are not being made by a running job."""
+    being_made = {name for job in running for name in starts_of(job) if not (folder / name).is_dir()}
+    return next((job for job in waiting if not being_made & starts_of(job)), None)
+
+
+def starts_of(job: Job) -> set[str]:
+    row = ROWS[job.preset]
+    names = {TOYS[row.toy].start} | ({"right"} if any("{right}" in text for text in row.overrides) else set())
+    return {f"start-{name}-{job.seed}" for name in names}
+
+
+def chosen_jobs() -> list[Job]:
+    return [
+        Job(preset, seed, (f"training.optimizer.lr={rate}",))
+        for preset in CHOICE_PRESETS
+        for seed in CHOICE_SEEDS
+        for rate in CHOICE_RATES
+    ]
+
+
+def choice_table(rows: list[dict[str, Any]]) -> str:
+    """Accuracy after training by learning rate, and its mean."""
+    lines = []
+    for rate in CHOICE_RATES:
+        found = [row for row in rows if row["more"] == [f"training.optimizer.lr={rate}"] and "after" in row]
+        line: dict[str, Any] = {"lr": f"{rate:g}", "runs": len(found)}
+        for preset in CHOICE_PRESETS:
+            own = [row["after"] for row in found if row["preset"] == preset]
+            line[preset] = sum(own) / len(own) if own else None
+        line["mean"] = sum(row["after"] for row in found) / len(found) if found else None
+        lines.append(line)
+    return table(lines, ["lr", "runs", *CHOICE_PRESETS, "mean"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mini-batches", type=int, default=2, help="updates a step, so that ratios and clips act")
-    parser.add_argument("--chart", type=Path, help="also draw the curves there")
-    parser.add_argument("--out", type=Path, help="where the rows go instead of bench/results/learning.json")
+    names = [name for name in PRESETS if name not in LEFT_OUT]
+    parser.add_argument("--presets", nargs="+", default=names, choices=names, metavar="PRESET")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--workers", type=int, default=2, help="runs side by side, each with one thread")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no further run begins")
+    parser.add_argument("--choose", action="store_true", help="compare learning rates on other seeds")
+    parser.add_argument("--report", action="store_true", help="run nothing; write table, picture and page")
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / "runs" / "learning", help="where warm starts are kept"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "learning.json", help="the rows, finished ones are kept")
+    parser.add_argument("--docs", type=Path, default=REPOSITORY / "docs", help="where learning.md and learning.svg go")
     args = parser.parse_args()
-    rows = [learn(name, args) for name in args.algorithms]
-    print(table(rows, ["system", "seed", "wall_s", "greedy_before", "greedy_after", "greedy_best"]))
-    print(f"saved {save('learning', rows, args.out)}")
-    if args.chart is not None:
-        args.chart.write_text(
-            svg_chart({row["system"]: row["curve"] for row in rows}, "Held-out accuracy (greedy) by step")
-        )
-        print(f"drawn {args.chart}")
-
-
-def learn(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of the command line, and its curve as [step, accuracy] pairs."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["train", str(RECIPE), f"algorithm={name}", *SETTINGS[name], f"seed={args.seed}"]
-        command += [f"training.steps={args.steps}", f"training.mini_batches={args.mini_batches}"]
-        command += ["validation.every=10", "validation.limit=500", f"run.directory={folder}", "run.name=run"]
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True, stdout=subprocess.DEVNULL)
-        wall_s = time.perf_counter() - started
-        curve = [[row["step"], row[KEY]] for row in read_metrics(Path(folder) / "run" / "metrics.jsonl") if KEY in row]
-    accuracies = [accuracy for _, accuracy in curve]
-    return {
-        "work": "sort_digits",
-        "system": name,
-        "seed": args.seed,
-        "wall_s": wall_s,
-        "greedy_before": accuracies[0],
-        "greedy_after": accuracies[-1],
-        "greedy_best": max(accuracies),
-        "curve": curve,
-    }
+    # Seed by seed, so that a budget that is too small leaves every preset with the same number of seeds.
+    jobs = [Job(preset, seed) for seed in args.seeds for preset in args.presets]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    chosen = args.out.with_name(f"{args.out.stem}-choice.json")
+    if args.choose:
+        print(choice_table(run_jobs(chosen_jobs(), chosen, args.folder.resolve(), args.workers, args.budget)))
+        return
+    rows = read_rows(args.out)
+    if not args.report:
+        rows = run_jobs(jobs, args.out, args.folder.resolve(), args.workers, args.budget)
+    current = [row for row in rows if row["settings"] == digest(Job(row["preset"], row["seed"]))]
+    found = summaries(current)
+    print(table(found, ["preset", "toy", "seeds", "before", "after", "low", "high", "steps_to_0.9", "cpu_s"]))
+    if args.docs.is_dir():
+        write_picture(args.docs / "learning.svg", found)
+        write_page(args.docs / "learning.md", found, choice_table(read_rows(chosen)) if chosen.is_file() else "")
+        print(f"written: {args.docs / 'learning.md'}, {args.docs / 'learning.svg'}; rows in {args.out}")
 
 
 if __name__ == "__main__":

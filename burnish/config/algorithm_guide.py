@@ -229,6 +229,7 @@ recipe or on the command line. `burnish algorithms` prints the table, `burnish a
     burnish train recipes/dapo.yaml --shrink
 
 runs all of its slots in seconds, with a tiny model on a built-in task. Its first lines say what was made smaller.
+[What each algorithm learns](learning.md) has the accuracy of the rows on toys, over several seeds.
 """
 DOCUMENTED_SECTIONS: tuple[tuple[str, type[Record]], ...] = (
     ("algorithm.aggregation", Aggregation),

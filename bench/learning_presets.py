@@ -1,0 +1,229 @@
+"""What each preset of `bench/learning.py` learns from, and the settings in which it differs from the others, each with its reason.
+
+Every preset runs with its own slots. What all share is in `learning.yaml`. A `Row` says which toy a preset needs and adds overrides where the published
+numbers cannot work on answers of eight tokens in forty steps; `why` is printed in the table of docs/learning.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from burnish.algorithms.presets import PRESETS
+
+TOYS_FILE = Path(__file__).with_name("learning_toys.py")
+SHARED: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("learning.yaml").read_text(encoding="utf-8"))
+STEPS, MINI_BATCHES = SHARED["training"]["steps"], SHARED["training"]["mini_batches"]
+PROMPTS, SAMPLES = SHARED["rollout"]["prompts"], SHARED["rollout"]["n"]
+LEARNING_RATE: float = SHARED["training"]["optimizer"]["lr"]
+"""Of all presets that do not say otherwise: chosen by `--choose` on seeds that are not reported."""
+CHOICE_RATES = (1e-4, 2e-4, 4e-4)
+CHOICE_SEEDS = (100,)
+CHOICE_PRESETS = ("grpo", "rloo", "ppo")
+"""One of each kind: a clipped ratio, no ratio, a critic."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A warm start: rows to imitate, made once for each seed."""
+
+    data: str
+    updates: int = 250
+
+
+def plugin(function: str, options: str) -> str:
+    return f"{{plugin: '{TOYS_FILE}:{function}', options: {{{options}, seed: {{seed}}}}}}"
+
+
+STARTS: dict[str, Start] = {
+    "flawed": Start("{task: sort_digits, options: {num: 2000}}"),
+    "right": Start("{task: sort_digits, options: {num: 4000, clean: true}}", updates=400),
+    "turns": Start(plugin("turns", "num: 1000"), updates=100),
+    "budgets": Start(plugin("with_budgets", "num: 2000, low: 5, high: 8")),
+    "copies": Start(plugin("with_copies", "num: 2000"), updates=500),
+    "proposals": Start(plugin("with_proposals", "num: 2000"), updates=400),
+}
+"""`right` is the teacher of the distillation rows; the others are policies."""
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What is learnt: the warm start of the policy, and the overrides that make the task."""
+
+    start: str
+    overrides: tuple[str, ...] = ()
+    title: str = ""
+
+
+def task(digits: int) -> tuple[str, ...]:
+    rows = f"{{task: sort_digits, options: {{min_digits: {digits}, max_digits: {digits}}}}}"
+    return f"data.train={rows}", f"data.validation={rows}", "data.template={kind: plain}"
+
+
+def environment(name: str, turns: int) -> str:
+    return f"environment={{name: '{TOYS_FILE}:{name}', max_turns: {turns}}}"
+
+
+TOYS: dict[str, Toy] = {
+    "sort": Toy("flawed", (), "sort 4 to 7 digits"),
+    "turns": Toy("turns", (*task(4), environment("SortInTurns", 3)), "name the smallest digit left, in three turns"),
+    "race": Toy("flawed", (*task(6), environment("SortRace", 2)), "two roles sort 6 and 4 digits, zero-sum"),
+    "proposals": Toy(
+        "proposals",
+        (*task(6), environment("ProposeOrder", 5)),
+        "a proposer orders 6 digits, four solvers sort them",
+    ),
+    "budget": Toy(
+        "budgets", ("data.budget={low: 5, high: 8, text: '{n}>'}",), "sort 4 to 7 digits, asked for a length"
+    ),
+    "context": Toy("copies", ("data.max_prompt_tokens=32",), "sort 4 to 7 digits, with a teacher that reads an answer"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one preset takes part."""
+
+    toy: str = "sort"
+    overrides: tuple[str, ...] = ()
+    why: str = ""
+    command: str = "train"
+    """`train`; `prefer` and `sft` learn from a fixed data set."""
+
+
+ALONE = (f"rollout.prompts={PROMPTS * SAMPLES}", "rollout.n=1")
+ONE_SAMPLE = "one sample of each of 256 prompts: needs no group"
+ONE_UPDATE = ("training.mini_batches=1",)
+MEANT_FOR_ONE = "one update a step, as the method is meant"
+CRITIC = ("algorithm.critic.optimizer.lr=1.0e-3",)
+CRITIC_WHY = "critic at 1e-3, to learn within 40 steps"
+REFILL = ("algorithm.refill={rounds: 2}",)
+REFILL_WHY = "two rounds of refill, instead of a hunt for the last unsolved prompts"
+TEACHER = "algorithm.kl.reference.path={right}"
+TEACHER_WHY = "teacher: the same model, started from right demonstrations"
+DEMONSTRATED = ("data.demonstration_column=answer", "data.demonstrations_per_group=1", f"rollout.n={SAMPLES - 1}")
+DEMONSTRATED_WHY = "the right answer is one of the eight of a group"
+IMITATED = (
+    "data.demonstrations={task: sort_digits, options: {num: 2000, clean: true}}",
+    "data.demonstrations_per_update=32",
+)
+IMITATED_WHY = "32 right demonstrations an update"
+CONTEXT = "algorithm.kl.context.text='>{context}>'"
+SHOWN = (CONTEXT, "algorithm.kl.context.column=answer", "algorithm.kl.context.place=user")
+SHOWN_WHY = "start from a model that can copy from its context"
+OFFLINE_WHY = "2,000 pairs of the task, 160 updates of 64; no rollouts"
+TURNS = Row("turns")
+PREFERENCE = Row(command="prefer", why=OFFLINE_WHY)
+
+ROWS: dict[str, Row] = {name: Row() for name in PRESETS} | {
+    "reinforce": Row(overrides=ONE_UPDATE, why=MEANT_FOR_ONE),
+    "opo": Row(overrides=ONE_UPDATE, why=MEANT_FOR_ONE),
+    "dapo": Row(overrides=REFILL, why=REFILL_WHY),
+    "clip_cov": Row(overrides=REFILL, why=REFILL_WHY),
+    "kl_cov": Row(overrides=REFILL, why=REFILL_WHY),
+    "bae": Row(overrides=REFILL, why=REFILL_WHY),
+    "remax": Row(overrides=ALONE, why=ONE_SAMPLE),
+    "r1_zero": Row(why="reward of the task alone, without a format reward"),
+    "r1": Row(why="the slots of r1_zero; its stages are recipes/r1.yaml"),
+    "deepscaler": Row(why="without its stages: all answers fit the first context"),
+    "t1": Row(why="8 samples at temperature 1 instead of 64 at 1.2"),
+    "gdpo": Row(why="one reward, so nothing is decoupled"),
+    "long2short": Row(why="without the phase before it"),
+    "lcpo": Row("budget"),
+    "lcpo_max": Row("budget"),
+    "astar_po": Row(
+        overrides=(*ALONE, "data.train={task: sort_digits, limit: 1024}"),
+        why="one sample a prompt, of 1,024 prompts whose values are estimated first",
+    ),
+    "ppo": Row(overrides=CRITIC, why=CRITIC_WHY),
+    "vc_ppo": Row(
+        overrides=(*CRITIC, "algorithm.critic.warmup_steps=5"), why=f"{CRITIC_WHY}; 5 steps of critic warm-up"
+    ),
+    "vapo": Row(
+        overrides=(*CRITIC, "algorithm.critic.warmup_steps=5", "algorithm.advantage.length_adaptive=1.0"),
+        why=f"{CRITIC_WHY}; 5 steps of critic warm-up; alpha 1, because 0.05 makes lambda 0 below 20 tokens",
+    ),
+    "orz": Row(
+        overrides=(*CRITIC, "algorithm.critic.updates=4", "algorithm.critic.optimizer.warmup=0"),
+        why=f"{CRITIC_WHY}; 4 critic updates a step, without warm-up",
+    ),
+    "pf_ppo": Row(
+        overrides=(*CRITIC, "algorithm.shaping=[signed]"),
+        why=f"{CRITIC_WHY}; rewards -1 and 1, because its power filter needs extremes",
+    ),
+    "demystify": Row(overrides=CRITIC, why=CRITIC_WHY),
+    "limr": Row(overrides=CRITIC, why=f"{CRITIC_WHY}; without its choice of data, it is PPO with no KL"),
+    "kimi_k15": Row(
+        overrides=("algorithm.shaping=[{name: kimi_length, warmup_steps: 10}]",), why="length reward from step 10, not 200"
+    ),
+    "sppo": Row(overrides=("algorithm.loss.eta=10",), why="eta 10: its 1000 is for log-ratios of long answers"),
+    "prime": Row(
+        overrides=(
+            "algorithm.process={beta: 1.0, mini_batches: 4, optimizer: {lr: 2.0e-4, betas: [0.9, 0.95], clip_norm: 10}}",
+            "rollout.prompts=8",
+        ),
+        why="process model: beta 1 and lr 2e-4 for short answers; 8 of 32 prompts a step are used",
+    ),
+    "spo_chain": Row(
+        overrides=("algorithm.advantage={every: 2, rollouts: 4}", "rollout.prompts=16"),
+        why="a cut at every second unsure token, 4 continuations; 16 prompts, because these are samples too",
+    ),
+    "spo_tree": Row(
+        overrides=(
+            "algorithm.advantage={branches: [2, 2], segment: 2}",
+            "rollout.prompts=16",
+            "rollout.n=4",
+            "algorithm.replay={share: 1, uses: 2, max_age: 7, pick: oldest}",
+        ),
+        why="trees 4-2-2 of 2 tokens an edge; as many replayed groups as new ones instead of 7 times",
+    ),
+    "luffy": Row(overrides=DEMONSTRATED, why=DEMONSTRATED_WHY),
+    "rl_plus": Row(overrides=DEMONSTRATED, why=DEMONSTRATED_WHY),
+    "rl_sft": Row(overrides=IMITATED, why=IMITATED_WHY),
+    "chord": Row(overrides=IMITATED, why=IMITATED_WHY),
+    "on_policy_distillation": Row(overrides=(*ALONE, TEACHER), why=f"{TEACHER_WHY}; {ONE_SAMPLE}"),
+    "iw_opd": Row(overrides=(*ALONE, TEACHER), why=f"{TEACHER_WHY}; {ONE_SAMPLE}"),
+    "mopd": Row(
+        overrides=(
+            *ALONE,
+            "algorithm.kl.reference={name: teachers, column: data_source, paths: {sort_digits: '{right}'}}",
+        ),
+        why=f"{TEACHER_WHY}, of its one kind of rows; {ONE_SAMPLE}",
+    ),
+    "kdrl": Row(overrides=(TEACHER,), why=TEACHER_WHY),
+    "sdpo": Row("context", (CONTEXT,), SHOWN_WHY),
+    "sdft": Row("context", (*ALONE, *SHOWN, "algorithm.loss.top=8"), f"{SHOWN_WHY}; 8 likeliest tokens of 13"),
+    "opsd": Row("context", (*ALONE, *SHOWN), SHOWN_WHY),
+    "ssd": Row(
+        overrides=(*ALONE, *ONE_UPDATE, "rollout.temperature=0.7", "algorithm.filters=[{name: non_stub, min_chars: 1}]"),
+        why="no reward; samples at temperature 0.7; answers have 4 to 7 characters",
+    ),
+    "dpo": PREFERENCE,
+    "ipo": PREFERENCE,
+    "kto": PREFERENCE,
+    "simpo": PREFERENCE,
+    "orpo": PREFERENCE,
+    "sft": Row(command="sft", why="2,000 right demonstrations, 160 updates of 64; no rollouts"),
+    "gigpo": TURNS,
+    "mt_grpo": Row("turns", (environment("SortInTurns", 3)[:-1] + ", options: {turn_reward: 0.2}}",), "0.2 for a right turn"),
+    "bilevel_gae": Row("turns", CRITIC, CRITIC_WHY),
+    "rebn": Row("turns", ONE_UPDATE, MEANT_FOR_ONE),
+    "hgpo": TURNS,
+    "multi_conversation": Row("turns", why="one conversation of three turns: the toy has no second one"),
+    "step_broadcast": TURNS,
+    "rae": Row("race", (f"rollout.prompts={PROMPTS * SAMPLES // 2}", "rollout.n=1"), "128 games of two answers"),
+    "trr_plus_plus": Row(
+        "race", (f"rollout.prompts={PROMPTS * SAMPLES // 2}", "rollout.n=1"), "128 games of two answers"
+    ),
+    "hierarchical_grpo": Row("proposals", ("rollout.prompts=16", "rollout.n=4"), "64 games of five answers"),
+}  # fmt: skip
+
+UNTRAINED_REASONS: dict[str, str] = {
+    "ssd": "it has no reward: sharpening its own samples cannot make the likeliest answer another one",
+}
+"""Why a preset does not learn here, where it is known."""
+LEFT_OUT: dict[str, str] = {}
+"""Presets that cannot take part, with the reason."""

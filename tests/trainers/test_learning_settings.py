@@ -1,0 +1,58 @@
+"""The settings of `bench/learning.py`: every preset takes part with a valid configuration, or the page says why it does not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from burnish.algorithms.presets import PRESETS
+from burnish.config.loading import load
+from burnish.config.schema import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    known = set(sys.modules)
+    yield importlib.import_module("learning")
+    for name in set(sys.modules) - known:  # `common` is a name that other modules may have
+        del sys.modules[name]
+
+
+def test_every_preset_takes_part_or_says_why_not(bench: ModuleType) -> None:
+    assert set(bench.ROWS) | set(bench.LEFT_OUT) == set(PRESETS)
+    for name, row in bench.ROWS.items():
+        if name in bench.LEFT_OUT or row.command != "train":
+            continue
+        overrides = [text.replace("{right}", "teacher") for text in bench.overrides_of(bench.Job(name, 0))]
+        config = load(TrainConfig, bench.BASE, [*overrides, *bench.from_model(Path("start"))]).config
+        assert config.algorithm.preset == name
+        assert config.training.optimizer.lr == 2e-4
+        assert row.why or not row.overrides, f"{name} differs from the others without a reason"
+
+
+def test_the_page_names_what_failed_did_not_learn_and_is_missing(bench: ModuleType, tmp_path: Path) -> None:
+    common = {"seed": 0, "cpu_s": 8.0}
+    rows = [
+        {"preset": "grpo", "before": 0.4, "after": 0.95, "curve": [[0, 0.4], [20, 0.91], [40, 0.95]], **common},
+        {"preset": "grpo", "before": 0.4, "after": 0.85, "curve": [[0, 0.4], [40, 0.85]], **common},
+        {"preset": "ssd", "before": 0.4, "after": 0.41, "curve": [[0, 0.4], [40, 0.41]], **common},
+        {"preset": "ppo", "error": "ValueError: no critic", **common},
+    ]
+    lines = bench.summaries(rows)
+    bench.write_page(tmp_path / "learning.md", lines, "")
+    bench.write_picture(tmp_path / "learning.svg", lines)
+    page, picture = (tmp_path / name for name in ("learning.md", "learning.svg"))
+    text = page.read_text()
+    assert "| `grpo` | sort | 2 | 0.400 | 0.900 (0.850 to 0.950) | 20 (1 of 2) | 8 |" in text
+    assert "1\nof the 2 presets measured so far learn" in text
+    assert "- `ssd`: from 0.400 to 0.410; it has no reward" in text
+    assert "- `ppo`: a run failed: ValueError: no critic" in text
+    assert "- 0 of 3 seeds measured: `reinforce`," in text
+    assert picture.read_text().count('class="dot"') == 2
