@@ -13,7 +13,7 @@ from burnish.config.loading import load, load_shrunk
 from burnish.config.recipe_names import command_of
 from burnish.config.requirements import AnyConfig, missing_extras
 from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
-from burnish.config.systems import TABLE
+from burnish.config.systems import SYSTEMS
 from burnish.run.metrics import read_metrics
 from burnish.trainers import preference, sft
 from burnish.trainers.rl_run import checked_run, execute
@@ -27,7 +27,7 @@ AGENTS = {"search_r1", "research", "retool", "torl", "deep_retrieval", "table_r1
 AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker", "spiral"}
 AGENTS |= {"absolute_zero", "alphabet_sort", "reverse_text", "science_world", "calculator_toy", "gsm8k_agent"}
 AGENTS |= {"deep_researcher", "rl_factory", "openmanus_rl"}
-SYSTEMS = {recipe for system in TABLE for recipe in system.recipes} - set(PRESETS) - EXAMPLES
+OF_SYSTEMS = {recipe for system in SYSTEMS for recipe in system.recipes} - set(PRESETS) - EXAMPLES
 """Recipes of published systems that are no preset. Most extend another recipe."""
 LIKE_OTHERS = {
     "simplerl",
@@ -43,7 +43,7 @@ LIKE_OTHERS = {
 }
 LIKE_OTHERS |= {"tinyzero", "cot_rm", "code_r1"}
 """Those of them whose shrunk run is that of another recipe but for numbers: only their plans are checked."""
-EXAMPLES |= AGENTS | SYSTEMS
+EXAMPLES |= AGENTS | OF_SYSTEMS
 """Recipes of a task or a system rather than of an algorithm."""
 PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]
 SUPERVISED = [path for path in RECIPES if command_of(path) == "sft"]
@@ -58,7 +58,7 @@ def name(path: Path) -> str:
 
 def test_every_preset_has_a_recipe_and_every_recipe_a_preset() -> None:
     assert {path.stem for path in RECIPES} - EXAMPLES == set(PRESETS)
-    assert LIKE_OTHERS <= SYSTEMS | AGENTS
+    assert LIKE_OTHERS <= OF_SYSTEMS | AGENTS
 
 
 def dry_run(command: str, path: Path, config: AnyConfig, capsys: pytest.CaptureFixture[str]) -> str:
