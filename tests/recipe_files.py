@@ -50,7 +50,9 @@ def make_files(config: AnyConfig) -> None:
     make_data(data_sources(config), PREFERRED if isinstance(config, PreferConfig | RewardModelConfig) else IMITATED)
     if isinstance(config, TrainConfig):
         column = config.data.demonstration_column or getattr(config.algorithm.kl.context, "column", None)
-        shown = {name: "2" for name in (column, config.validation.by) if name is not None}
+        shown: dict[str, Any] = {name: "2" for name in (column, config.validation.by) if name is not None}
+        if any(part.name == "rm_r1" for part in config.reward.parts):
+            shown["reward_model"] = {"style": "rule", "ground_truth": "A"}
         make_data([*config.data.train, *config.data.validation], PROMPT | shown)
         for options in (config.environment.options, *(tool.options for tool in config.environment.tools)):
             if "corpus" in options:

@@ -128,10 +128,13 @@ class ActivationEstimate:
     @property
     def _expands(self) -> bool:
         """Whether attention expands shared rows to all tokens of the packing (`kernels/attention.py`)."""
-        if not self.is_shared or self._attends_in_c or (self.on_gpu and self.is_half and tree_attention.PIECES_ON_GPU):
+        if not self.is_shared or self._attends_in_c:
             return False
-        in_pieces = not self.on_gpu and self.length > MAX_C_ATTENTION_LENGTH and self.arch.windows is None
-        return not in_pieces
+        if self.on_gpu:
+            in_pieces = self.is_half and tree_attention.PIECES_ON_GPU and self.length >= tree_attention.MIN_DENSE_ROWS
+        else:
+            in_pieces = self.length > MAX_C_ATTENTION_LENGTH
+        return not (in_pieces and self.arch.windows is None)
 
     def _attention(self) -> ActivationBytes:
         """Bytes that attention saves besides views of rotated queries and keys and of the projection."""

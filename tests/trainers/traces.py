@@ -20,10 +20,10 @@ from torch import Tensor
 
 from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
 from burnish.algorithms.filters.filter_functions import GROUP_FILTERS, RESAMPLERS, SAMPLE_FILTERS
+from burnish.algorithms.losses.distillation_spec import DivergenceLoss
 from burnish.algorithms.losses.loss_functions import LOSSES
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.algorithms.losses.ratios_and_clips import CLIPS, RATIOS
-from burnish.algorithms.losses.distillation_spec import DivergenceLoss
 from burnish.algorithms.shaping.shapers import SHAPERS
 from burnish.algorithms.spec import Algorithm
 from burnish.algorithms.terms.loss_terms import aggregation_weights

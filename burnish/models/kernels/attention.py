@@ -108,11 +108,11 @@ class PackedAttention:
 
     def _shared(self, rows: ComputedRows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if has_varlen_kernel(q):
-            if tree.PIECES_ON_GPU:
-                has_dense = window is None and has_cudnn_kernel(q)
-                if has_dense not in self._pieces:
-                    self._pieces[has_dense] = gpu_pieces(rows, self.offsets, has_dense)
-                return tree_attention(q, k, v, self._pieces[has_dense], CUDNN_KERNEL, window)
+            if tree.PIECES_ON_GPU and window is None and has_cudnn_kernel(q):
+                if True not in self._pieces:
+                    self._pieces[True] = gpu_pieces(rows, self.offsets, True)
+                if any(piece.is_dense for piece in self._pieces[True]):
+                    return tree_attention(q, k, v, self._pieces[True], CUDNN_KERNEL)
             if self._bounds is None:  # once for all layers: reading the longest waits for the GPU
                 bounds = rows.offsets.int(), self.offsets.int()
                 self._bounds = bounds, (int(rows.offsets.diff().max()), max(self.lengths))

@@ -33,7 +33,7 @@ from torch import Tensor
 from burnish.models.kernels.shared_prefix import ComputedRows
 
 PIECES_ON_GPU = True
-"""Whether a GPU computes prefix trees in pieces, or in one call that saves copies of all prefix rows for its backward pass."""
+"""Whether a GPU computes prefix trees with long parts in pieces. The others, and all where it is off, are one call over copies of the prefixes."""
 
 MIN_DENSE_ROWS = 1024
 """Own rows of a sequence from which on it is a dense piece of its own on a GPU."""
