@@ -30,19 +30,21 @@ from learning_presets import (
     CHOICE_PRESETS,
     CHOICE_RATES,
     CHOICE_SEEDS,
-    LEARNING_RATE,
     LEFT_OUT,
+    OFFLINE_RATE,
+    OFFLINE_UPDATES,
     ROWS,
+    SAMPLES,
     STARTS,
-    STEPS,
     TOYS,
-    Row,
 )
 from learning_report import summaries, write_page, write_picture
 
 from burnish.algorithms.presets import PRESETS
+from burnish.api.evaluation_call import evaluate
 from burnish.config.loading import load
 from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
+from burnish.data.tasks.sort_digits import SortDigits
 from burnish.run.metrics import read_metrics
 from burnish.trainers import preference, sft
 from burnish.trainers.rl_run import checked_run, execute
@@ -51,7 +53,18 @@ REPOSITORY = Path(__file__).parents[1]
 BASE = Path(__file__).with_suffix(".yaml")
 KEY = "validation/greedy/accuracy"
 SEEDS = (0, 1, 2)
-OFFLINE_UPDATES = STEPS * 4
+OFFLINE_SIZES = (
+    f"updates={OFFLINE_UPDATES}",
+    "batch_size=64",
+    "max_tokens=32",
+    f"optimizer={{lr: {OFFLINE_RATE}, betas: [0.9, 0.95], schedule: linear, final: 0.1}}",
+)
+OFFLINE_RUN = ("run.name=offline", "run.threads=1", "run.save_every=1000", "run.save=wait")
+OFFLINE: dict[str, tuple[str, Any, Any]] = {
+    "sft": ("sft", SftConfig, sft),
+    "prefer": ("preference", PreferConfig, preference),
+}
+PAIR_PROBLEMS = 2000
 STILL = ("training.steps=1", "training.optimizer.lr=1.0e-12", "training.mini_batches=1")
 """One step too small to change the weights: it measures a model on the same held-out rows as all others."""
 
@@ -102,28 +115,44 @@ def overrides_of(job: Job) -> list[str]:
     return list({text.partition("=")[0]: text for text in ordered}.values())
 
 
-def offline(row: Row, preset: str, folder: Path, seed: int, start: Path) -> Path:
+def own_pairs(folder: Path, start: Path, seed: int) -> Path:
+    """Pairs of a warm start's own samples, made once: a right answer beside up to four wrong ones of the same train problem."""
+    file = folder / f"pairs-{seed}.jsonl"
+    if not file.is_file():
+        task, work = SortDigits(seed), folder / f"pairs-{seed}-samples"
+        shutil.rmtree(work, ignore_errors=True)
+        rows = [task.row("train", index) for index in range(PAIR_PROBLEMS)]
+        asked = [{"question": row.prompt, "answer": row.answer} for row in rows]
+        with redirect_stdout(io.StringIO()):
+            sampled = evaluate(start, asked, "exact", out=work, n=SAMPLES, temperature=1, max_tokens=10, seed=seed)
+        right, wrong = dict[str, str](), dict[str, list[str]]()
+        for row in sampled.completions:
+            prompt, said = row["prompt"], row["completion"]
+            if row["accuracy"] == 1:
+                right[prompt] = said
+            elif said.strip() and said not in wrong.setdefault(prompt, []):
+                wrong[prompt].append(said)
+        pairs = [{"prompt": p, "chosen": right[p], "rejected": said} for p in right for said in wrong.get(p, [])[:4]]
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+        temporary.replace(file)
+        shutil.rmtree(work)
+    return file
+
+
+def offline(job: Job, folder: Path, start: Path, data: dict[str, Any]) -> Path:
     """Train on a fixed data set; returns the directory of the model."""
-    optimizer = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "schedule": "linear", "final": 0.1}
-    sizes = {"updates": OFFLINE_UPDATES, "batch_size": 64, "max_tokens": 32, "optimizer": optimizer}
-    shown = {"task": "sort_digits", "options": {"num": 2000} | ({"clean": True} if row.command == "sft" else {})}
-    own = (
-        {"sft": {"data": shown, **sizes}}
-        if row.command == "sft"
-        else {"preference": {"loss": preset, "data": shown, **sizes}}
-    )
-    run = {"directory": str(folder), "name": "offline", "threads": 1, "save_every": 1000, "save": "wait"}
-    file = folder / "offline.yaml"
-    file.write_text(json.dumps({"seed": seed, "model": {"path": str(start), "device": "cpu"}, "run": run, **own}))
+    row = ROWS[job.preset]
+    section, config_type, trainer = OFFLINE[row.command]
+    overrides = [f"seed={job.seed}", f"model.path={start}", "model.device=cpu", f"run.directory={folder}", *OFFLINE_RUN]
+    overrides += [
+        f"{section}.{text}" for text in (f"data={json.dumps([data])}", *OFFLINE_SIZES, *row.overrides, *job.more)
+    ]
+    loaded = load(config_type, None, overrides)
     with redirect_stdout(io.StringIO()):
-        if row.command == "sft":
-            imitating = load(SftConfig, file, [])
-            outcome = sft.execute(imitating.config, imitating.resolved, imitating.base, "offline")
-        else:
-            preferring = load(PreferConfig, file, [])
-            outcome = preference.execute(preferring.config, preferring.resolved, preferring.base, "offline")
+        outcome = trainer.execute(loaded.config, loaded.resolved, loaded.base, "offline")
     if outcome is None or not outcome.is_complete:
-        raise RuntimeError(f"{preset}: the run of `burnish {row.command}` is not complete")
+        raise RuntimeError(f"{job.preset}: the run of `burnish {row.command}` is not complete")
     return outcome.model
 
 
@@ -132,6 +161,9 @@ def learn(job: Job, folder: Path) -> dict[str, Any]:
     row, before_s = ROWS[job.preset], cpu_seconds()
     start = started(folder, TOYS[row.toy].start, job.seed)
     teacher = started(folder, "right", job.seed) if any("{right}" in text for text in row.overrides) else None
+    data: dict[str, Any] = {"task": "sort_digits", "options": {"num": 2000, "clean": True}}
+    if row.command == "prefer":
+        data = {"path": str(own_pairs(folder, start, job.seed))}
     start_s, wall = cpu_seconds() - before_s, time.perf_counter()
     place = folder / f"{job.preset}-{job.seed}-{digest(job)}"
     shutil.rmtree(place, ignore_errors=True)
@@ -143,7 +175,7 @@ def learn(job: Job, folder: Path) -> dict[str, Any]:
         else:
             common = [*STILL, f"seed={job.seed}", "rollout.prompts=1", "algorithm=grpo"]
             before = train(place, "before", [*common, *from_model(start)])
-            model = offline(row, job.preset, place, job.seed, start)
+            model = offline(job, place, start, data)
             after = train(place, "after", [*common, *from_model(model)])
             curve = [[0, before[0][1]], [OFFLINE_UPDATES, after[0][1]]]
         found |= {"before": curve[0][1], "after": curve[-1][1], "curve": curve}
@@ -164,17 +196,18 @@ def cpu_seconds() -> float:
 def digest(job: Job) -> str:
     """A run whose settings have changed since is made again."""
     row = ROWS[job.preset]
-    text = json.dumps(
-        [BASE.read_text(encoding="utf-8"), overrides_of(job), row.command, STARTS[TOYS[row.toy].start].__dict__]
-    )
-    return hashlib.sha256(text.replace(str(REPOSITORY), "").encode()).hexdigest()[:12]
+    settings = [BASE.read_text(encoding="utf-8"), overrides_of(job), row.command, STARTS[TOYS[row.toy].start].__dict__]
+    settings += [OFFLINE_SIZES] if row.command != "train" else []
+    return hashlib.sha256(json.dumps(settings).replace(str(REPOSITORY), "").encode()).hexdigest()[:12]
 
 
 # --- all runs -----------------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+def current_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file that were made with the settings of today; others are made again."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return [row for row in rows if row["settings"] == digest(Job(row["preset"], row["seed"], tuple(row["more"])))]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -186,9 +219,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     temporary.replace(path)
 
 
-def run_jobs(jobs: list[Job], path: Path, folder: Path, workers: int, budget_s: float) -> list[dict[str, Any]]:
-    """Run what is not in the results file yet, until the budget is spent. Returns all rows of the file."""
-    rows = read_rows(path)
+def run_jobs(jobs: list[Job], path: Path, folder: Path, workers: int, budget_s: float) -> None:
+    """Run what is not in the results file yet, until the budget is spent."""
+    rows = current_rows(path)
     done = {(row["preset"], row["seed"], row["settings"]) for row in rows if "error" not in row}
     waiting = [job for job in jobs if (job.preset, job.seed, digest(job)) not in done]
     print(f"{len(waiting)} of {len(jobs)} runs to do", flush=True)
@@ -213,7 +246,6 @@ def run_jobs(jobs: list[Job], path: Path, folder: Path, workers: int, budget_s: 
                 )
     if waiting:
         print(f"the budget is spent: {len(waiting)} runs are left for the same command")
-    return rows
 
 
 def next_job(waiting: list[Job], running: list[Job], folder: Path) -> Job | None:
@@ -271,17 +303,16 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     chosen = args.out.with_name(f"{args.out.stem}-choice.json")
     if args.choose:
-        print(choice_table(run_jobs(chosen_jobs(), chosen, args.folder.resolve(), args.workers, args.budget)))
+        run_jobs(chosen_jobs(), chosen, args.folder.resolve(), args.workers, args.budget)
+        print(choice_table(current_rows(chosen)))
         return
-    rows = read_rows(args.out)
     if not args.report:
-        rows = run_jobs(jobs, args.out, args.folder.resolve(), args.workers, args.budget)
-    current = [row for row in rows if row["settings"] == digest(Job(row["preset"], row["seed"]))]
-    found = summaries(current)
+        run_jobs(jobs, args.out, args.folder.resolve(), args.workers, args.budget)
+    found = summaries(current_rows(args.out))
     print(table(found, ["preset", "toy", "seeds", "before", "after", "low", "high", "steps_to_0.9", "cpu_s"]))
     if args.docs.is_dir():
         write_picture(args.docs / "learning.svg", found)
-        write_page(args.docs / "learning.md", found, choice_table(read_rows(chosen)) if chosen.is_file() else "")
+        write_page(args.docs / "learning.md", found, choice_table(current_rows(chosen)) if chosen.is_file() else "")
         print(f"written: {args.docs / 'learning.md'}, {args.docs / 'learning.svg'}; rows in {args.out}")
 
 

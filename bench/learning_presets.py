@@ -63,18 +63,30 @@ def task(digits: int) -> tuple[str, ...]:
     return f"data.train={rows}", f"data.validation={rows}", "data.template={kind: plain}"
 
 
+SHORT = ("training.steps=20", "validation.limit=200")
+"""Games take several answers, so a step costs several times as much; they are learnt sooner."""
+
+
 def environment(name: str, turns: int) -> str:
     return f"environment={{name: '{TOYS_FILE}:{name}', max_turns: {turns}}}"
 
 
 TOYS: dict[str, Toy] = {
     "sort": Toy("flawed", (), "sort 4 to 7 digits"),
-    "turns": Toy("turns", (*task(4), environment("SortInTurns", 3)), "name the smallest digit left, in three turns"),
-    "race": Toy("flawed", (*task(6), environment("SortRace", 2)), "two roles sort 6 and 4 digits, zero-sum"),
+    "turns": Toy(
+        "turns",
+        (*task(4), environment("SortInTurns", 3), *SHORT),
+        "name the smallest digit left, in three turns (20 steps, 200 held-out problems)",
+    ),
+    "race": Toy(
+        "flawed",
+        (*task(6), environment("SortRace", 2), *SHORT),
+        "two roles sort 6 and 4 digits; a right answer beats a wrong one (20 steps, 200 held-out problems)",
+    ),
     "proposals": Toy(
         "proposals",
-        (*task(6), environment("ProposeOrder", 5)),
-        "a proposer orders 6 digits, four solvers sort them",
+        (*task(6), environment("ProposeOrder", 5), *SHORT),
+        "a proposer orders 6 digits, four solvers sort them; the solvers are measured (20 steps, 200 held-out problems)",
     ),
     "budget": Toy(
         "budgets", ("data.budget={low: 5, high: 8, text: '{n}>'}",), "sort 4 to 7 digits, asked for a length"
@@ -114,10 +126,10 @@ IMITATED_WHY = "32 right demonstrations an update"
 CONTEXT = "algorithm.kl.context.text='>{context}>'"
 SHOWN = (CONTEXT, "algorithm.kl.context.column=answer", "algorithm.kl.context.place=user")
 SHOWN_WHY = "start from a model that can copy from its context"
-OFFLINE_WHY = "2,000 pairs of the task, 160 updates of 64; no rollouts"
+OFFLINE_UPDATES, OFFLINE_RATE = 60, 1e-4
+"""Of `prefer` and `sft`; 160 updates or 2e-4 make DPO lower right answers too (docs/preference.md)."""
+PAIRS_WHY = f"pairs of the start's own samples; {OFFLINE_UPDATES} updates of 64 at {OFFLINE_RATE:g}, no rollouts"
 TURNS = Row("turns")
-PREFERENCE = Row(command="prefer", why=OFFLINE_WHY)
-
 ROWS: dict[str, Row] = {name: Row() for name in PRESETS} | {
     "reinforce": Row(overrides=ONE_UPDATE, why=MEANT_FOR_ONE),
     "opo": Row(overrides=ONE_UPDATE, why=MEANT_FOR_ONE),
@@ -201,12 +213,12 @@ ROWS: dict[str, Row] = {name: Row() for name in PRESETS} | {
         overrides=(*ALONE, *ONE_UPDATE, "rollout.temperature=0.7", "algorithm.filters=[{name: non_stub, min_chars: 1}]"),
         why="no reward; samples at temperature 0.7; answers have 4 to 7 characters",
     ),
-    "dpo": PREFERENCE,
-    "ipo": PREFERENCE,
-    "kto": PREFERENCE,
-    "simpo": PREFERENCE,
-    "orpo": PREFERENCE,
-    "sft": Row(command="sft", why="2,000 right demonstrations, 160 updates of 64; no rollouts"),
+    "dpo": Row(overrides=("loss={name: dpo, beta: 1.0}",), why=f"{PAIRS_WHY}; beta 1, for short answers", command="prefer"),
+    "ipo": Row(overrides=("loss={name: ipo, beta: 1.0}",), why=f"{PAIRS_WHY}; beta 1, for short answers", command="prefer"),
+    "kto": Row(overrides=("loss={name: kto, beta: 1.0}",), why=f"{PAIRS_WHY}; beta 1, for short answers", command="prefer"),
+    "simpo": Row(overrides=("loss=simpo",), why=PAIRS_WHY, command="prefer"),
+    "orpo": Row(overrides=("loss=orpo",), why=PAIRS_WHY, command="prefer"),
+    "sft": Row(why=f"2,000 right demonstrations; {OFFLINE_UPDATES} updates of 64 at {OFFLINE_RATE:g}, no rollouts", command="sft"),
     "gigpo": TURNS,
     "mt_grpo": Row("turns", (environment("SortInTurns", 3)[:-1] + ", options: {turn_reward: 0.2}}",), "0.2 for a right turn"),
     "bilevel_gae": Row("turns", CRITIC, CRITIC_WHY),

@@ -135,7 +135,7 @@ def intro(measured: list[dict[str, Any]]) -> str:
 # What each algorithm learns
 
 `python bench/learning.py` trains the presets of [algorithms](algorithms.md) on toys that one CPU core learns in seconds, and writes this page. {learnt}
-of the {len(measured)} presets measured so far learn: their mean held-out accuracy rises by at least {LEAST_GAIN:g}. {runs} runs took {seconds / 60:.0f} minutes of CPU time.
+of the {len(measured)} presets measured so far learn: their mean held-out accuracy rises by at least {LEAST_GAIN:g}. {runs} runs took {seconds / 60:.0f} minutes of CPU time, without the warm starts.
 
 A toy shows that a preset works from end to end. It does not rank methods: a preset made for long answers, stale samples or large models has
 nothing to gain here, and differences smaller than the ranges are noise.
@@ -159,7 +159,8 @@ def settings_text(choice: str) -> str:
 ## Settings
 
 All presets run with {common}. Accuracy is that of greedy answers to 500 held-out problems.
-Where a preset needs other numbers, the table says which and why. The learning rate is one of three, compared by the mean of {presets}
+Where a preset needs other numbers, the table says which and why. Most of them were found in earlier benchmarks on seeds 0 to 2, so those rows are not as
+blind as the others. The learning rate is one of three, compared by the mean of {presets}
 on seed {seeds} (`bench/learning.py --choose`), which is in no other number here and has held-out problems of its own:
 
 """
