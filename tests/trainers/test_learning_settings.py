@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from burnish.algorithms.presets import PRESETS
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
+from burnish.environments.base import Answer, Episode, Observation
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +37,21 @@ def test_every_preset_takes_part_or_says_why_not(bench: ModuleType) -> None:
         assert config.algorithm.preset == name
         assert config.training.optimizer.lr == 2e-4
         assert row.why or not row.overrides, f"{name} differs from the others without a reason"
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward", "success"), [("123", 3 * 0.25 + 1, True), ("231", 0.25, False), ("x23", 2 * 0.25, False)]
+)
+def test_a_game_in_turns_pays_for_right_turns_and_for_all_of_them(
+    bench: ModuleType, answers: str, reward: float, success: bool
+) -> None:
+    game = importlib.import_module("learning_toys").SortInTurns(turn_reward=0.25)
+    seen = asyncio.run(game.start(Episode("", 0, "1324>")))
+    earned, turns = 0.0, 0
+    while isinstance(seen, Observation):
+        seen = asyncio.run(game.step(Answer(answers[turns], answers[turns])))
+        earned, turns = earned + seen.reward, turns + 1
+    assert (turns, earned, seen.success) == (3, reward, success)
 
 
 def test_the_page_names_what_failed_did_not_learn_and_is_missing(bench: ModuleType, tmp_path: Path) -> None:
