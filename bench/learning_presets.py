@@ -234,8 +234,12 @@ ROWS: dict[str, Row] = {name: Row() for name in PRESETS} | {
 }  # fmt: skip
 
 UNTRAINED_REASONS: dict[str, str] = {
-    "ssd": "it has no reward: sharpening its own samples cannot make the likeliest answer another one",
+    "simpo": "probably because nothing holds it to the start: a loss of differences lowers right answers too, as docs/preference.md says of DPO "
+    "with a small beta",
+    "ssd": "it has no reward, and sharpens what the start does most, which is to copy its input",
+    "opsd": "it learns and then drifts (see its steps to 0.9), probably because the live policy teaches itself: docs/distillation.md found the same "
+    "in another toy, where a frozen or averaged teacher learnt",
 }
-"""Why a preset does not learn here, where it is known."""
+"""Why a preset does not learn here: the likely reason, where there is one."""
 LEFT_OUT: dict[str, str] = {}
 """Presets that cannot take part, with the reason."""

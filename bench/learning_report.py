@@ -26,7 +26,7 @@ LEVEL = 0.9
 LEAST_GAIN = 0.1
 """A preset has learnt if its mean accuracy rose by this much."""
 NUM_SEEDS = 3
-WIDTH, LEFT, RIGHT, ROW, TOP = 640, 190, 70, 14, 40
+WIDTH, LEFT, RIGHT, ROW, TOP = 640, 190, 70, 14, 46
 STYLE = (
     "text{font:11px sans-serif;fill:#444}.grid{stroke:#ddd}.range{stroke:#1f6feb;stroke-width:2}.dot{fill:#1f6feb}"
     ".bad .range{stroke:#d1495b}.bad .dot{fill:#d1495b}.before{fill:none;stroke:#888}.level{stroke:#888;stroke-dasharray:4 3}"

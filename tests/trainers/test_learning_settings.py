@@ -69,7 +69,7 @@ def test_the_page_names_what_failed_did_not_learn_and_is_missing(bench: ModuleTy
     text = page.read_text()
     assert "| `grpo` | sort | 2 | 0.400 | 0.900 (0.850 to 0.950) | 20 (1 of 2) | 8 |" in text
     assert "1\nof the 2 presets measured so far learn" in text
-    assert "- `ssd`: from 0.400 to 0.410; it has no reward" in text
+    assert "- `ssd`: from 0.400 to 0.410; it has no reward, and" in text
     assert "- `ppo`: a run failed: ValueError: no critic" in text
     assert "- 0 of 3 seeds measured: `reinforce`," in text
     assert picture.read_text().count('class="dot"') == 2
