@@ -115,7 +115,8 @@ class ProposeOrder(Environment):
         said = answer.text.strip()
         if not self.proposed:
             if sorted(said) != sorted(self.digits):
-                return End(rewards=dict.fromkeys(self.roles, 0.0) | {"proposer": INVALID_REWARD}, successes={})
+                invalid = dict.fromkeys(self.roles, 0.0) | {"proposer": INVALID_REWARD}
+                return End(rewards=invalid, successes={}, metrics={"valid_proposals": 0.0})
             self.proposed = said
         else:
             self.right.append(said == "".join(sorted(self.proposed)))
@@ -131,7 +132,8 @@ class ProposeOrder(Environment):
         share = sum(self.right) / len(SOLVERS)
         rewards = dict.fromkeys(self.roles, 0.0) | {s: float(r) for s, r in zip(SOLVERS, self.right, strict=False)}
         rewards["proposer"] = 1 - share if 0 < share < 1 else 0.0
-        return End(rewards=rewards, successes=dict(zip(SOLVERS, self.right, strict=False)))
+        successes = dict(zip(SOLVERS, self.right, strict=False))
+        return End(rewards=rewards, successes=successes, metrics={"valid_proposals": 1.0})
 
 
 # --- rows of the warm starts: plug-ins of `warm_start.data` -----------------------------------------------------------------
