@@ -243,5 +243,8 @@ UNTRAINED_REASONS: dict[str, str] = {
     "in another toy, where a frozen or averaged teacher learnt",
 }
 """Why a preset does not learn here: the likely reason, where there is one."""
-LEFT_OUT: dict[str, str] = {}
+LEFT_OUT: dict[str, str] = {
+    "gold": "its teacher has another tokenizer, and all models here have the same; tests/trainers/test_distillation_toys.py trains it",
+    "echo": "it predicts what an environment says, and these environments say nothing; tests/trainers/test_observation_runs.py trains it",
+}
 """Presets that cannot take part, with the reason."""
