@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Literal
 
 from burnish.data.tasks.code_tasks import NotALiteral, arguments, literal
 from burnish.environments.tools.python_tool import PythonTool
@@ -47,14 +48,19 @@ class ProgramRuns(PythonTool):
     """Runs programs with limits. All objects of one event loop with the same limits share a sandbox."""
 
     def __init__(
-        self, timeout_s: float, memory_gib: float, max_value_chars: int, max_running: int | None, sandbox: str
+        self,
+        timeout_s: float,
+        memory_gib: float,
+        max_value_chars: int,
+        max_running: int | None,
+        sandbox: Literal["namespaces", "unsafe"],
     ) -> None:
         super().__init__(
             timeout_s=timeout_s,
             memory_gib=memory_gib,
             errors="last_line",
             max_running=max_running,
-            sandbox=sandbox,  # type: ignore[arg-type]  # the base class checks it
+            sandbox=sandbox,
         )
         self.max_value_chars = max_value_chars
 

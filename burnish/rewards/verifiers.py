@@ -23,9 +23,9 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.extras import install_hint
+from burnish.data.tasks.proofs import checked_answer
 from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, normalized_words, token_f1
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
-from burnish.rewards.formal_proofs import proof
 from burnish.rewards.instruction_checks import MODES, ifeval
 from burnish.rewards.lean_reward import check_lean, lean
 from burnish.rewards.pair_verdicts import rm_r1
@@ -44,6 +44,16 @@ def exact(completion: str, answer: Any, extra: Mapping[str, Any], *, ignore_case
 
     candidates = [completion, answer_block(completion)]
     return float(any(c is not None and normal(c) == normal(str(answer)) for c in candidates))
+
+
+# --- proof -----------------------------------------------------------------------------------------------------------
+
+
+def proof(completion: str, answer: Any, extra: Mapping[str, Any]) -> PartResult:
+    """1 if the completion proves the theorem that is the row's answer, such as `p & q |- q & p`. The details are the checker's message."""
+    require_answer(answer)
+    is_right, message = checked_answer(completion, str(answer))
+    return PartResult(float(is_right), details=message)
 
 
 # --- number ----------------------------------------------------------------------------------------------------------

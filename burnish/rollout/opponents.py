@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,7 +137,7 @@ class OpponentPool:
             if opponent.version not in self.playing:
                 missing = [v for v in self.playing if v not in {one.version for one in self.opponents}]
                 if missing:
-                    opponent.load(missing[0], lambda policy, wanted=missing[0]: self._read(wanted, policy))  # type: ignore[misc]
+                    opponent.load(missing[0], partial(self._read, missing[0]))
 
     def _read(self, version: int, policy: PolicyModel) -> None:
         if damage := self.snapshots.damage(version):

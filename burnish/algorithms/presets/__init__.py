@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from burnish.algorithms.presets.agents import AGENTS
 from burnish.algorithms.presets.critic_and_other_objectives import OTHER_OBJECTIVES, WITH_CRITIC
 from burnish.algorithms.presets.critic_free import CRITIC_FREE, Preset
 from burnish.algorithms.presets.distillation import DISTILLATION
-from burnish.algorithms.presets.observations import OBSERVATIONS
 from burnish.algorithms.presets.off_policy import OFF_POLICY
-from burnish.algorithms.presets.self_made_tasks import SELF_MADE_TASKS
-from burnish.algorithms.presets.turns_and_roles import TURNS_AND_ROLES
 from burnish.config.errors import unknown_name_error
 
 __all__ = ["PRESETS", "Preset", "preset_slots"]
@@ -21,9 +19,7 @@ PRESETS: dict[str, Preset] = {
     **WITH_CRITIC,
     **OTHER_OBJECTIVES,
     **DISTILLATION,
-    **TURNS_AND_ROLES,
-    **SELF_MADE_TASKS,
-    **OBSERVATIONS,
+    **AGENTS,
 }
 
 

@@ -1,10 +1,10 @@
-"""Presets of agents: credit for turns, and baselines for the roles of games and of tasks that the model proposes itself."""
+"""Presets of agents: credit for turns, baselines for the roles of games and of tasks that the model proposes itself, and observations."""
 
 from __future__ import annotations
 
 from burnish.algorithms.presets.critic_free import CRITIC, KL_IN_REWARD, NO_RATIO, PPO, TOKEN_MEAN, Preset
 
-TURNS_AND_ROLES: dict[str, Preset] = {
+AGENTS: dict[str, Preset] = {
     "rae": Preset(
         "RAE",
         "SPIRAL, Liu et al. 2025 (2506.24119)",
@@ -70,5 +70,28 @@ TURNS_AND_ROLES: dict[str, Preset] = {
             "clip": PPO,
             "aggregation": TOKEN_MEAN,
         },
+    ),
+    "trr_plus_plus": Preset(
+        "TRR++",
+        "Absolute Zero, Zhao et al. 2025 (2505.03335)",
+        "a batch mixes roles or types of tasks whose rewards have different scales",
+        {"advantage": "trr_plus_plus", "clip": PPO, "aggregation": TOKEN_MEAN},
+        note="recipes/absolute_zero.yaml is the system: environment absolute_zero, n=1, no KL",
+    ),
+    "echo": Preset(
+        "ECHO",
+        "cross-entropy on observations, as in prime-rl",
+        "an agent's transcript holds free supervision: predicting what tools return teaches a model of the environment",
+        {
+            "advantage": {"name": "grpo", "std": "none"},
+            "clip": "dppo_tv",
+            "loss": "sg_logprob",
+            "aggregation": TOKEN_MEAN,
+            "kl": {"loss": {"estimator": "k2", "coef": 0.002}, "reference": "rollout"},
+            "correction": "bypass",
+            "auxiliary": {"observations": {}},
+        },
+        note="an environment of several turns; weights by role: algorithm.auxiliary.observations={tool: 0.1, user: 0.1}. The clip and the squared "
+        "anchor 0.001 compare with the engine's probabilities",
     ),
 }
