@@ -249,15 +249,17 @@ def run_jobs(jobs: list[Job], path: Path, folder: Path, workers: int, budget_s: 
 
 
 def next_job(waiting: list[Job], running: list[Job], folder: Path) -> Job | None:
-    """The first job whose warm starts are there, or are not being made by a running job."""
-    being_made = {name for job in running for name in starts_of(job) if not (folder / name).is_dir()}
-    return next((job for job in waiting if not being_made & starts_of(job)), None)
+    """The first job whose warm starts and pairs are there, or are not being made by a running job."""
+    being_made = {name for job in running for name in made_once(job) if not (folder / name).exists()}
+    return next((job for job in waiting if not being_made & made_once(job)), None)
 
 
-def starts_of(job: Job) -> set[str]:
+def made_once(job: Job) -> set[str]:
+    """Names of the warm starts and the file of pairs that a job shares with others."""
     row = ROWS[job.preset]
     names = {TOYS[row.toy].start} | ({"right"} if any("{right}" in text for text in row.overrides) else set())
-    return {f"start-{name}-{job.seed}" for name in names}
+    pairs = {f"pairs-{job.seed}.jsonl"} if row.command == "prefer" else set()
+    return {f"start-{name}-{job.seed}" for name in names} | pairs
 
 
 def chosen_jobs() -> list[Job]:

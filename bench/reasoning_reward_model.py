@@ -223,7 +223,7 @@ def real(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str, 
             "filters": ["zero_signal"],
         },
         "training": {"steps": args.steps, "mini_batches": 2, "optimizer": {"lr": 1e-6}},
-        "run": {"save_every": 5},
+        "run": {"save_every": 1000, "keep_last": 1},
     }
     test = [stages.folder / "test_questions.jsonl", "--max-tokens", "768", "--seed", str(seed)]
     test += ["data.max_prompt_tokens=1536", "data.overlong_prompts=filter"]
@@ -273,7 +273,7 @@ def compare(
     scoring = {
         "model": {"path": str(base.resolve()), "dtype": dtype},
         "reward_model": scorer,
-        "run": {"save_every": 20},
+        "run": {"save_every": 1000, "keep_last": 1},
     }
     seconds = {"scorer": stages.run("scorer", ["reward-model", recipe(stages, "scorer", seed, scoring)])}
     seconds["judge"] = stages.run("judge", ["train", recipe(stages, "judge", seed, judge)])

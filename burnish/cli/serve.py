@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "BURNISH_API_KEY"
 EXTRA = ("starlette", "uvicorn")
 MIB = 1024**2
+QUICK_ROWS = 384
+"""Requests at once up to which the first token is worth more than the rate (docs/serve.md, Speed)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +229,7 @@ def make_engine(args: argparse.Namespace, policy: PolicyModel, listener: Listene
     paged = find_paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: print_note(plan.text)
+        paged.quick_rows = QUICK_ROWS
         reserve(paged)
     return engine
 

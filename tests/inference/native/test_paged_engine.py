@@ -14,6 +14,7 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.native import paged_engine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.device_state import MAX_STOP_TOKENS, RING_SIZE
+from burnish.inference.native.model_runner import ModelRunner
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.memory_plan.kv_cache import BLOCK_SIZE
 from burnish.models.decoder import Decoder
@@ -42,6 +43,26 @@ def test_the_number_of_steps_in_a_launch_changes_no_result(tools: Any, native: A
     engine = PagedEngine(model, max_rows=5, steps_per_launch=steps)
     native.agree(tools, model, tools.run(engine, wanted), wanted)
     native.no_block_is_held(engine)
+
+
+def test_launches_are_shorter_while_few_rows_run(
+    tools: Any, native: Any, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = PagedEngine(model, max_rows=6, steps_per_launch=8)
+    engine.quick_rows = 3
+    launches, decode = list[tuple[int, int]](), ModelRunner.decode
+
+    def noted(self: ModelRunner, rows: int, steps: int, *rest: Any) -> None:
+        launches.append((engine.scheduler.num_running, steps))
+        decode(self, rows, steps, *rest)
+
+    monkeypatch.setattr(ModelRunner, "decode", noted)
+    lengths = (17, 17, 17, 41, 41, 41)
+    base = tools.requests([TEXT[:20]], 6)
+    wanted = [replace(r, sampling=SamplingOptions(max_tokens=n)) for r, n in zip(base, lengths, strict=True)]
+    native.agree(tools, model, tools.run(engine, wanted), wanted)
+    assert {steps for running, steps in launches if running > 3} == {8}
+    assert {steps for running, steps in launches if running <= 3} == {4}
 
 
 @pytest.mark.parametrize("steps", [0, -1, RING_SIZE])
