@@ -13,8 +13,9 @@ time. Rewards never take turns: they are computed while engines sample.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
+from annotated_types import Ge
 from pydantic import Field, model_validator
 
 from burnish.config.errors import UserError, did_you_mean
@@ -121,31 +122,84 @@ PlacementSlot: Any = choice(LocalPlacement, RayPlacement, plugin=False)
 Placement = LocalPlacement | RayPlacement
 
 
-class Parallel(Record):
-    """How several processes train one model. Their number is replicate x shard x sequence x tensor."""
+AtLeastOne = Annotated[int, Ge(1)]
 
-    replicate: int = Field(1, ge=1)
-    """Copies of the sharded model, each held by `shard` x `sequence` x `tensor` processes (HSDP)."""
-    shard: int | None = Field(None, ge=1)
-    """Processes that train on different sequences and hold a shard of every parameter each (FSDP2). null: all remaining processes."""
-    sequence: int = Field(1, ge=1)
+
+class MeshSizes(NamedTuple):
+    """The sizes of a learner's mesh of processes, outermost dimension first. Ranks are numbered with `tensor` fastest."""
+
+    pipeline: int
+    data: int
+    context: int
+    expert: int
+    tensor: int
+    replicate: int = 1
+    """Copies of the sharded model among the `data` processes (HSDP)."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.pipeline * self.data * self.context * self.expert * self.tensor
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts of a mini-batch. Processes with different experts have different sequences too."""
+        return self.data * self.expert
+
+    @property
+    def shards(self) -> int:
+        """Parts of a stage's dense parameters before tensor parallelism divides them: FSDP shards over data, context and expert."""
+        return self.data // self.replicate * self.context * self.expert
+
+
+FORMER_PARALLEL_KEYS = {
+    "shard": "is now parallel.data, the number of processes with different sequences; [copies, shards] stands for replicate and shard",
+    "replicate": "is now part of parallel.data: [copies, shards]",
+    "sequence": "is now parallel.context",
+}
+"""Keys of `parallel` that were renamed, and what a user of them must write."""
+
+
+class Parallel(Record):
+    """How several processes train one model. Their number is pipeline x data x context x expert x tensor."""
+
+    pipeline: int = Field(1, ge=1)
+    """Stages of layers, each on its own processes, which pass hidden states on (pipeline parallelism)."""
+    data: AtLeastOne | tuple[AtLeastOne, AtLeastOne] | None = None
+    """Processes that train on different sequences and hold a shard of every parameter each (FSDP2). A list [copies, shards] makes several
+    copies of the model, each sharded over so many processes (HSDP). null: all remaining processes."""
+    context: int = Field(1, ge=1)
     """Processes that split the tokens of the same micro-batches, for long sequences (Ulysses). Parameters are sharded over them too."""
+    expert: int = Field(1, ge=1)
+    """Processes that divide the experts of every layer. All other layers treat them like `data`: they have different sequences."""
     tensor: int = Field(1, ge=1)
     """Processes that split the heads and the MLP of every layer. Must divide the model's heads and MLP width."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and move each layer to the GPU when it is needed."""
 
-    def sizes(self, num_processes: int) -> tuple[int, int, int, int]:
-        """(replicate, shard, sequence, tensor) for this number of processes."""
-        others = self.replicate * self.sequence * self.tensor
-        shard = max(1, num_processes // others) if self.shard is None else self.shard
-        if others * shard != num_processes:
-            wanted = f"replicate={self.replicate} x shard={self.shard or 'the rest'} x sequence={self.sequence} x tensor={self.tensor}"
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_former_keys(cls, given: Any) -> Any:
+        for key, change in FORMER_PARALLEL_KEYS.items():
+            if isinstance(given, dict) and key in given:
+                raise ValueError(f"parallel.{key} {change}")
+        return given
+
+    def sizes(self, num_processes: int) -> MeshSizes:
+        """The mesh of this number of processes."""
+        others = self.pipeline * self.context * self.expert * self.tensor
+        copies, shards = self.data if isinstance(self.data, tuple) else (1, self.data)
+        data = max(1, num_processes // others) if shards is None else copies * shards
+        if others * data != num_processes:
+            wanted = (
+                f"pipeline={self.pipeline} x data={data if self.data else 'the rest'} x context={self.context} x expert={self.expert} x "
+                f"tensor={self.tensor}"
+            )
             raise UserError(
                 f"parallel: {wanted} does not make {num_processes} processes; their number is torchrun's --nproc-per-node times --nnodes, "
                 "or placement.workers"
             )
-        return self.replicate, shard, self.sequence, self.tensor
+        return MeshSizes(self.pipeline, data, self.context, self.expert, self.tensor, copies)
 
 
 def has_remote_rewards(placement: Placement) -> bool:
@@ -194,13 +248,15 @@ def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
 
 def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, activations: str) -> None:
     """Refuse what cannot be split, and options that have no effect."""
-    if model.backend == "transformers" and (parallel.sequence > 1 or parallel.tensor > 1):
-        raise ValueError(
-            "parallel.sequence and parallel.tensor need the native decoder, but model.backend=transformers"
-        )
+    for key in ("pipeline", "context", "expert", "tensor") if model.backend == "transformers" else ():
+        if getattr(parallel, key) > 1:
+            raise ValueError(f"parallel.{key} needs the native decoder, but model.backend=transformers")
+    for key, what in (("pipeline", "layers"), ("expert", "experts")):
+        if getattr(parallel, key) > 1:
+            raise ValueError(f"parallel.{key}: {what} cannot be divided over processes yet; set it to 1")
     if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
         raise ValueError(
-            f"parallel.tensor cannot split matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.shard, or base=dtype"
+            f"parallel.tensor cannot split matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.data, or base=dtype"
         )
     if parallel.tensor > 1 and activations == "selective":
         raise ValueError(

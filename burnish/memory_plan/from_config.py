@@ -243,9 +243,9 @@ def _pairs_setup(
 
 def _per_process(setup: RunSetup, parallel: Parallel) -> RunSetup:
     """The setup of one of the processes that the launcher started."""
-    replicate, shard, sequence, tensor = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
-    tokens = -(-setup.update_tokens // (replicate * shard))
-    return replace(setup, update_tokens=tokens, shards=shard * sequence * tensor, slices=sequence)
+    sizes = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
+    tokens = -(-setup.update_tokens // sizes.batch_shards)
+    return replace(setup, update_tokens=tokens, shards=sizes.shards * sizes.tensor, slices=sizes.context)
 
 
 def _rl_setup(

@@ -128,9 +128,9 @@ def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
         key = "model.lora" if config.model.lora is not None else "model.adapter"
         yield key, "remove it and train all weights, or take a model of a native family"
     if not isinstance(config, RewardModelConfig):
-        for kind in ("sequence", "tensor"):
+        for kind in ("pipeline", "context", "expert", "tensor"):
             if getattr(config.parallel, kind) > 1:
-                yield f"parallel.{kind}", "use parallel.shard"
+                yield f"parallel.{kind}", "use parallel.data"
     for where, section in _training_sections(config):
         if section.activations == "selective":
             yield f"{where}.activations=selective", "use recompute, offload or keep"

@@ -72,8 +72,7 @@ def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
         decoder.lora,
         decoder.activations,
         fused_attention=decoder.embedding.weight.is_cuda,
-        processes=(ranks.sequence_group.size() if ranks.sequence_group is not None else 1)
-        * (ranks.mesh["tensor"].size() if ranks.mesh is not None else 1),
+        processes=1 if ranks.mesh is None else ranks.mesh.sizes.context * ranks.mesh.sizes.tensor,
     )
 
 

@@ -70,9 +70,9 @@ def choices(algorithm: Algorithm) -> list[tuple[str, str]]:
 
 def test_processes_on_ray_become_one_process(tmp_path: Path) -> None:
     text = "model: {path: models/big}\ndata: {train: {path: a.parquet}}\nreward: {parts: math}\n"
-    text += "placement: {name: ray, workers: 8, engines: 8}\nparallel: {sequence: 4, offload: true}\n"
+    text += "placement: {name: ray, workers: 8, engines: 8}\nparallel: {context: 4, offload: true}\n"
     config = small(tmp_path, text)
-    assert (config.placement.name, config.parallel.sequence, config.parallel.offload) == ("local", 1, False)
+    assert (config.placement.name, config.parallel.context, config.parallel.offload) == ("local", 1, False)
     assert small(tmp_path, text, "placement={name: ray, workers: 2}").placement.name == "ray"
 
 

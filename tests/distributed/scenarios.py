@@ -135,7 +135,7 @@ def numbers(folder: Path, facts: Facts) -> None:
     """The same recipe in one process, in two, in four, and divided in two ways."""
     run(folder, "one")
     run(folder, "two", *placed(2, 2, "placement.sync=delta"))
-    run(folder, "copies", *placed(2, 1, "parallel.replicate=2", "placement.layout=split", "training.steps=3"))
+    run(folder, "copies", *placed(2, 1, "parallel.data=[2, 1]", "placement.layout=split", "training.steps=3"))
     save_base(folder)
     for name, where in (("one", []), ("two", placed(2, 2))):
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)

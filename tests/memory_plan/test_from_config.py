@@ -149,7 +149,7 @@ def test_4_bits_are_not_advised_where_the_config_refuses_them(directory: Path, t
     for overrides, expected in (
         ([f"model.path={directory}", "model.lora={}"], True),
         ([f"model.adapter={folder}"], False),
-        ([f"model.path={directory}", "model.lora={}", "parallel.tensor=2", "parallel.shard=1"], False),
+        ([f"model.path={directory}", "model.lora={}", "parallel.tensor=2", "parallel.data=1"], False),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", "2" if "parallel.tensor=2" in overrides else "1")
@@ -197,7 +197,7 @@ def test_a_reward_model_is_planned_with_its_adapters_and_without_an_output_head(
 
 
 def test_each_of_several_processes_has_its_share(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [f"model.path={directory}", "model.device=cuda", "sft.data.path=x.jsonl", "parallel.sequence=2"]
+    overrides = [f"model.path={directory}", "model.device=cuda", "sft.data.path=x.jsonl", "parallel.context=2"]
     monkeypatch.setenv("WORLD_SIZE", "8")
     setup = plan_run(load(SftConfig, None, overrides).config, None).stages["sft"].setup
     assert (setup.shards, setup.slices, setup.update_tokens) == (8, 2, 128 * 2048 // 4)

@@ -45,9 +45,9 @@ ALPHABET = "0123456789>"
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "alone": None,
     "rows": {},
-    "copies": {"replicate": 2},
+    "copies": {"data": (2, 2)},
     "columns": {"tensor": 2},
-    "columns of copies": {"tensor": 2, "replicate": 2},
+    "columns of copies": {"tensor": 2, "data": (2, 1)},
 }
 RING = [*zip(LAYOUTS, [*list(LAYOUTS)[1:], "alone"], strict=True)]
 PAIRS = {

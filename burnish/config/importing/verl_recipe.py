@@ -333,7 +333,14 @@ def _validation(draft: Draft) -> None:
 
 def _processes(draft: Draft) -> None:
     devices = max(1, draft.integer("trainer.n_gpus_per_node")) * max(1, draft.integer("trainer.nnodes"))
-    tensor, sequence = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size"
+    megatron = f"{ACTOR}.megatron"
+    dimensions = {
+        f"{megatron}.pipeline_model_parallel_size": "parallel.pipeline",
+        f"{ACTOR}.ulysses_sequence_parallel_size": "parallel.context",
+        f"{megatron}.context_parallel_size": "parallel.context",
+        f"{megatron}.expert_model_parallel_size": "parallel.expert",
+        f"{megatron}.tensor_model_parallel_size": "parallel.tensor",
+    }
     offload = draft.first_given(f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.megatron.param_offload")
     moments = draft.first_given(f"{ACTOR}.fsdp_config.optimizer_offload", f"{ACTOR}.megatron.optimizer_offload")
     if draft.flag(moments) and not (draft.flag(offload) and devices > 1):
@@ -342,7 +349,7 @@ def _processes(draft: Draft) -> None:
         draft.explain(
             ["trainer.n_gpus_per_node", "trainer.nnodes"], "same", "one process on one device: placement=local"
         )
-        draft.explain([tensor, sequence, f"{ACTOR}.fsdp_config.fsdp_size"], "same", "one process holds the whole model")
+        draft.explain([*dimensions, f"{ACTOR}.fsdp_config.fsdp_size"], "same", "one process holds the whole model")
         if draft.flag(offload):
             draft.differs(
                 offload,
@@ -361,14 +368,13 @@ def _processes(draft: Draft) -> None:
             remark,
             is_always=key.endswith("node"),
         )
-    for key, ours in ((sequence, "parallel.sequence"), (tensor, "parallel.tensor")):
+    for key, ours in dimensions.items():
         if draft.integer(key, 1) > 1:
             draft.translate(key, ours, draft.integer(key))
     size = draft.integer(f"{ACTOR}.fsdp_config.fsdp_size", -1)
-    if 0 < size < devices and draft.integer(sequence, 1) == draft.integer(tensor, 1) == 1:
-        draft.translate(f"{ACTOR}.fsdp_config.fsdp_size", "parallel.shard", size)
-        draft.set("parallel.replicate", devices // size)
+    if 0 < size < devices and all(draft.integer(key, 1) == 1 for key in dimensions):
+        draft.translate(f"{ACTOR}.fsdp_config.fsdp_size", "parallel.data", [devices // size, size])
     draft.explain([f"{ACTOR}.fsdp_config.fsdp_size"], "same", "the model is sharded over all processes")
     if draft.flag(offload):
         draft.translate(offload, "parallel.offload", True)
-    draft.explain([offload, moments, sequence, tensor], "same", "off, or parallel.offload covers it")
+    draft.explain([offload, moments, *dimensions], "same", "off, or parallel.offload covers it")

@@ -1,7 +1,7 @@
 """Shards a model with FSDP2: each rank holds a shard of every parameter, its gradient and its optimizer state.
 
 A layer's parameters are gathered when it computes and freed afterwards. Gradients are summed over ranks, never averaged, because
-token weights were fixed on the whole mini-batch. With a `replicate` dimension larger than 1 they are also summed over replicas (HSDP).
+token weights were fixed on the whole mini-batch. On a mesh with a `replicate` dimension they are also summed over copies (HSDP).
 
 Embedding, final norm and head form the outermost FSDP group. It stays gathered from forward to backward, because the head is used
 after the decoder's `forward` has returned.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, offload: bool = False) -> None:
-    """Shard the parameters of a model over the `replicate` and `shard` dimensions of a mesh, in place; parameter names stay.
+    """Shard the parameters of a model over a mesh (`LearnerMesh.fsdp`), in place; parameter names stay.
 
     Make the optimizer afterwards. The model may be on the CPU: it is moved to the rank's device layer by layer, so that no device
     ever holds all of it.
@@ -42,7 +42,6 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, offload: bool = False) -> Non
         register_fsdp_forward_method,
     )
 
-    mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     on_gpu = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
 

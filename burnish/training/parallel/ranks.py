@@ -1,9 +1,8 @@
 """The ranks that train one model together: process group, data-parallel shards, collectives, and the division of a model.
 
-A process has a place in up to four mesh dimensions. Data-parallel ranks (`replicate` x `shard` of the config) work on different
-sequences. The ranks of a sequence-parallel group divide the rows of the same micro-batches. The ranks of a tensor-parallel group
-divide the weights of each layer. "All ranks" below means the data-parallel ones: the others see the same sequences and compute
-the same numbers.
+A process has a place in the dimensions of a mesh (`mesh.py`). Data-parallel ranks (`data` x `expert` of the config) work on different
+sequences. The ranks of a context group divide the rows of the same micro-batches. The ranks of a tensor-parallel group divide the
+weights of each layer. "All ranks" below means the data-parallel ones: the others see the same sequences and compute the same numbers.
 
 Token weights are fixed on the whole mini-batch before it is divided, so losses, gradients and metrics are plain sums over ranks.
 A single process uses `SOLO`, which never loads torch.distributed.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -26,12 +24,12 @@ from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
 from burnish.training.parallel.fsdp import apply_fsdp, reshard
+from burnish.training.parallel.mesh import LearnerMesh, learner_mesh
 from burnish.training.parallel.sequence_parallel import apply_sequence_parallel
 from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 ORIGINAL_INDEX = "place"
 """Sequence column with each sequence's index in the whole mini-batch, which restores the order after a gather."""
@@ -63,10 +61,10 @@ class Ranks:
     """Where this process computes; None means where its parameters are."""
     data_group: ProcessGroup | None = None
     """The processes with the other shards."""
-    sequence_group: ProcessGroup | None = None
-    """The processes that divide the rows of a micro-batch; None without sequence parallelism."""
-    mesh: DeviceMesh | None = None
-    """Layout of the parameters, with the dimensions `replicate`, `shard` and `tensor`; None in a single process."""
+    context_group: ProcessGroup | None = None
+    """The processes that divide the rows of a micro-batch; None if one process computes all of them."""
+    mesh: LearnerMesh | None = None
+    """The processes by dimension, and the layout of the parameters; None in a single process."""
 
     def local_shard(self, batch: Batch, attention_cost: float = ATTENTION_COST) -> Batch:
         """This rank's sequences of a mini-batch that every rank has, with their index in it."""
@@ -83,8 +81,8 @@ class Ranks:
 
     def reduce_partial_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Complete an update's gradients before they are read: sum those that tensor parallelism left partial."""
-        if self.mesh is not None and self.mesh["tensor"].size() > 1:
-            reduce_partial_gradients(gradients, self.mesh["tensor"])
+        if self.mesh is not None and self.mesh.sizes.tensor > 1:
+            reduce_partial_gradients(gradients, self.mesh.tensor)
 
     # --- reductions ------------------------------------------------------------------------------------------------------
 
@@ -204,12 +202,12 @@ def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> 
     """
     if ranks.mesh is None:
         return
-    if ranks.mesh["tensor"].size() > 1:
-        apply_tensor_parallel(model, ranks.mesh["tensor"])
-    if ranks.sequence_group is not None:
-        apply_sequence_parallel(model, ranks.sequence_group)
-    if offload or ranks.mesh["replicate"].size() * ranks.mesh["shard"].size() > 1:
-        apply_fsdp(model, ranks.mesh, offload)
+    if ranks.mesh.sizes.tensor > 1:
+        apply_tensor_parallel(model, ranks.mesh.tensor)
+    if ranks.context_group is not None:
+        apply_sequence_parallel(model, ranks.context_group)
+    if offload or ranks.mesh.sizes.replicate * ranks.mesh.sizes.shards > 1:
+        apply_fsdp(model, ranks.mesh.fsdp, offload)
     else:
         model.to(ranks.device)
 
@@ -241,39 +239,24 @@ def join_process_group(config: Parallel, on_gpu: bool) -> Ranks:
         return SOLO
     from torch import distributed
 
-    num_processes, kind = int(os.environ["WORLD_SIZE"]), "cuda" if on_gpu else "cpu"
-    replicate, shard, sequence, tensor = config.sizes(num_processes)
-    device = torch.device(kind)
+    sizes = config.sizes(int(os.environ["WORLD_SIZE"]))
+    device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not distributed.is_initialized():
         # Python objects and offloaded tensors are sent from the CPU, so a GPU run needs gloo as well as NCCL.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    # Ranks are numbered with `tensor` fastest, then `sequence`, `shard` and `replicate`: those that communicate most are
-    # neighbours on one machine.
-    parameters = _device_mesh(kind, (replicate, shard * sequence, tensor), ("replicate", "shard", "tensor"))
-    work = _device_mesh(kind, (replicate * shard, sequence, tensor), ("data", "sequence", "columns"))
+    mesh = learner_mesh(device.type, sizes)
     return Ranks(
-        data_rank=work.get_local_rank("data"),
-        data_size=replicate * shard,
+        data_rank=mesh.batch_rank,
+        data_size=sizes.batch_shards,
         is_first=distributed.get_rank() == 0,
         device=device,
-        data_group=work.get_group("data"),
-        sequence_group=work.get_group("sequence") if sequence > 1 else None,
-        mesh=parameters,
+        data_group=mesh.batch_group,
+        context_group=mesh.context_group if sizes.context > 1 else None,
+        mesh=mesh,
     )
-
-
-@cache
-def _device_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of a layout, made once per process group.
-
-    Each mesh opens process groups with sockets and threads that live until the process group is destroyed.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 
 def leave_process_group() -> None:
@@ -282,5 +265,5 @@ def leave_process_group() -> None:
         from torch import distributed
 
         if distributed.is_initialized():
-            _device_mesh.cache_clear()
+            learner_mesh.cache_clear()
             distributed.destroy_process_group()

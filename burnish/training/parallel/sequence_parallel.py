@@ -31,11 +31,11 @@ def apply_sequence_parallel(model: nn.Module, group: ProcessGroup) -> None:
     """Make a model compute only this rank's rows of each micro-batch."""
     backbone, size = backbone_of(model), group.size()
     if not isinstance(backbone, Decoder):
-        raise UserError("parallel.sequence needs the native decoder; this model runs through transformers")
+        raise UserError("parallel.context needs the native decoder; this model runs through transformers")
     heads = cast(Layer, backbone.layers[0]).arch.num_heads
     if heads % size:
         raise UserError(
-            f"parallel.sequence={size} does not divide the {heads} query heads (of one tensor-parallel rank)"
+            f"parallel.context={size} does not divide the {heads} query heads (of one tensor-parallel rank)"
         )
     backbone.shard_rows = lambda num_rows, wanted: SequenceSlice(group, num_rows, wanted)
 

@@ -50,7 +50,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         raise UserError("parallel.tensor needs the native decoder; this model runs through transformers")
     check_divisible(backbone.arch, num_ranks)
     if quantised_weights(backbone):
-        raise UserError("parallel.tensor cannot cut matrices in 4 bits: use parallel.shard, or model.lora.base=dtype")
+        raise UserError("parallel.tensor cannot cut matrices in 4 bits: use parallel.data, or model.lora.base=dtype")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in FUSED_MODULES}
     plan |= {name: RowwiseParallel() for name in ROWWISE}
     for layer in cast("list[Layer]", backbone.layers):

@@ -96,7 +96,7 @@ def test_dapo_with_rollout_correction() -> None:
     )
     assert algorithm.kl.reference.name == "none"
     assert config.training.optimizer.warmup == 10 * 16  # verl counts steps, burnish updates
-    assert (config.parallel.sequence, config.parallel.offload) == (4, True)
+    assert (config.parallel.context, config.parallel.offload) == (4, True)
     assert config.validation.modes["sampled"].n == 32
     row = {row.key: row for row in made.rows}["actor_rollout_ref.rollout.calculate_log_probs"]
     assert (row.verdict, "always recorded" in row.ours) == ("same", True)

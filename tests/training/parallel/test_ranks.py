@@ -88,10 +88,18 @@ def test_one_process_alone_keeps_the_batch_and_adds_nothing() -> None:
 
 
 def test_sizes_must_make_the_number_of_processes() -> None:
-    assert Parallel().sizes(8) == (1, 8, 1, 1)
-    assert Parallel(replicate=2, tensor=2).sizes(8) == (2, 2, 1, 2)
-    assert Parallel(sequence=4, shard=2).sizes(8) == (1, 2, 4, 1)
-    for wrong in (Parallel(tensor=3), Parallel(shard=4), Parallel(replicate=16)):
+    assert Parallel().sizes(8) == (1, 8, 1, 1, 1, 1)
+    assert Parallel(data=(2, 2), tensor=2).sizes(8) == (1, 4, 1, 1, 2, 2)
+    assert Parallel(context=4, data=2).sizes(8) == (1, 2, 4, 1, 1, 1)
+    whole = Parallel(pipeline=2, context=2, expert=4, tensor=2, data=(3, 2)).sizes(192)
+    assert (whole.data, whole.processes, whole.batch_shards, whole.shards) == (6, 192, 24, 2 * 2 * 4)
+    for wrong in (
+        Parallel(tensor=3),
+        Parallel(data=4),
+        Parallel(data=(2, 2)),
+        Parallel(pipeline=16),
+        Parallel(expert=5),
+    ):
         with pytest.raises(UserError, match="does not make 8 processes"):
             wrong.sizes(8)
 
@@ -106,7 +114,7 @@ def test_one_process_is_alone_and_cannot_be_told_to_divide(monkeypatch: pytest.M
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert join_process_group(Parallel(), on_gpu=False) is SOLO
     with pytest.raises(UserError, match="torchrun"):
-        join_process_group(Parallel(sequence=2), on_gpu=False)
+        join_process_group(Parallel(context=2), on_gpu=False)
 
 
 def test_reinforcement_learning_is_not_started_by_several_processes(
@@ -123,10 +131,15 @@ def test_reinforcement_learning_is_not_started_by_several_processes(
     [
         (["parallel.tensor=2", "sft.activations=selective"], "use recompute or keep"),
         (["parallel.tensor=2", "model.lora.base=nf4"], r"cannot split matrices in 4 bits \(model.lora.base=nf4\)"),
-        (["parallel.sequence=2", "model.backend=transformers"], "native decoder"),
+        (["parallel.context=2", "model.backend=transformers"], "native decoder"),
         (["parallel.offload=true", "model.device=cpu"], "everything is in host memory"),
         (["parallel.offload=true", "sft.optimizer.offload=true"], "optimizer.offload has no effect"),
-        (["parallel.shard=0"], "expected an integer of 1 or more"),
+        (["parallel.data=0"], "data: got 0, expected an integer of 1 or more"),
+        (["parallel.shard=2"], "parallel.shard is now parallel.data"),
+        (["parallel.replicate=2"], "parallel.replicate is now part of parallel.data"),
+        (["parallel.sequence=2"], "parallel.sequence is now parallel.context"),
+        (["parallel.pipeline=2"], "layers cannot be divided over processes yet"),
+        (["parallel.expert=2"], "experts cannot be divided over processes yet"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_config(overrides: list[str], reason: str) -> None:
@@ -146,5 +159,5 @@ def test_heads_must_divide(parts: int, what: str) -> None:
 
 def test_rows_are_cut_over_ranks_that_divide_the_query_heads() -> None:
     group = cast(Any, SimpleNamespace(size=lambda: 4, rank=lambda: 0))
-    with pytest.raises(UserError, match=r"sequence=4 does not divide the 6 query heads"):
+    with pytest.raises(UserError, match=r"context=4 does not divide the 6 query heads"):
         apply_sequence_parallel(Decoder(ARCH), group)

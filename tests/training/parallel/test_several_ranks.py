@@ -20,7 +20,7 @@ from burnish.models.lora.peft_files import ADAPTER_WEIGHTS
 from burnish.models.weight_files import file_tensors, stored_tensors
 from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from tests.training.parallel import two_rank_runs
-from tests.training.parallel.cases import CASES
+from tests.training.parallel.cases import CASES, parallel_of
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 1800
@@ -113,7 +113,7 @@ def test_the_weights_that_come_out_are_those_of_one_process(ranks: int, name: st
 @pytest.mark.parametrize(("ranks", "name"), ALL)
 def test_a_rank_holds_its_pieces_only(ranks: int, name: str, records: Results) -> None:
     alone, several = records[ranks]
-    replicas = CASES[ranks][name].parallel.get("replicate", 1)
+    replicas = parallel_of(CASES[ranks][name]).sizes(ranks).replicate
     held, whole = [record[name]["held"] for record in several], alone[name]["held"]
     if "tensor" in CASES[ranks][name].parallel:  # embedding, head and norms are whole on each
         assert max(held) < 0.6 * whole
@@ -125,7 +125,7 @@ def test_a_rank_holds_its_pieces_only(ranks: int, name: str, records: Results) -
 @pytest.mark.parametrize(("ranks", "name"), ALL)
 def test_data_parallel_ranks_have_shares_of_their_own(ranks: int, name: str, records: Results) -> None:
     parallel = CASES[ranks][name].parallel
-    same = parallel.get("sequence", 1) * parallel.get("tensor", 1)
+    same = parallel.get("context", 1) * parallel.get("tensor", 1)
     assert [record[name]["index"] for record in records[ranks][1]] == [rank // same for rank in range(ranks)]
 
 
