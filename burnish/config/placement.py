@@ -251,9 +251,8 @@ def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, 
     for key in ("pipeline", "context", "expert", "tensor") if model.backend == "transformers" else ():
         if getattr(parallel, key) > 1:
             raise ValueError(f"parallel.{key} needs the native decoder, but model.backend=transformers")
-    for key, what in (("pipeline", "layers"), ("expert", "experts")):
-        if getattr(parallel, key) > 1:
-            raise ValueError(f"parallel.{key}: {what} cannot be divided over processes yet; set it to 1")
+    if parallel.expert > 1:
+        raise ValueError("parallel.expert: experts cannot be divided over processes yet; set it to 1")
     if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
         raise ValueError(
             f"parallel.tensor cannot split matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.data, or base=dtype"

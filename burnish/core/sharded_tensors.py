@@ -180,14 +180,17 @@ def local_shard(tensor: Tensor) -> Shard:
     return Shard(tuple(tensor.shape), tuple(offsets), tuple(sizes))
 
 
-def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this process holds the first copy of its block. Only that copy is saved."""
+def is_first_copy(tensor: Tensor, first_rank: int = 0) -> bool:
+    """Whether this process holds the first copy of its block. Only that copy is saved.
+
+    `first_rank` is the first of the processes that hold the tensor: 0, or the first of a pipeline stage.
+    """
     if not is_dtensor(tensor):
         return True
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this process is not part of the tensor's mesh"
-    if 0 not in mesh.mesh:  # another mesh holds the same tensor and contains process 0, which saves it
+    if first_rank not in mesh.mesh:  # another mesh holds the same tensor and contains that process, which saves it
         return False
     return all(
         place == 0 for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()

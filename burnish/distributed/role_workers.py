@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, ROLLOUT, RayPlacement
@@ -35,7 +35,7 @@ from burnish.run.checkpoint.snapshot import Checksums, Content, write_contents, 
 from burnish.training.forward import Needs, batch_outputs
 from burnish.training.learner import Learner, Update
 from burnish.training.meter import MeterReading, memory_metrics, reset_peak_memory
-from burnish.training.parallel.fsdp import full_parameters
+from burnish.training.parallel.fsdp import full_parameters, full_quantised_tensors, parameter_names
 from burnish.training.parallel.ranks import SOLO, is_launched, join_process_group, parallelize_model
 
 PROCESS, POLICY = "process", "policy"
@@ -85,8 +85,8 @@ class TrainingWorker:
             own is self.reference and self.reference.model is policy.module
         ):  # it uses the policy's module, which has no learner here to divide it
             parallelize_model(policy.module, self.ranks, config.parallel.offload)
-        self._parameters = list((own.module if isinstance(own, PolicyModel) else own.model).parameters())
-        self.device = self.ranks.device or self._parameters[0].device
+        self._model: nn.Module = own.module if isinstance(own, PolicyModel) else own.model
+        self.device = self.ranks.device or next(self._model.parameters()).device
 
     def _learner(self, role: str) -> Learner:
         if role == ACTOR:
@@ -175,10 +175,10 @@ class TrainingWorker:
     @dispatch("broadcast", "first")
     def publish(self, version: int, complete: bool) -> Publication | None:
         """Gather the weights and put them into the object store; the first rank returns the publication."""
-        tensors = self._tensors(None if complete else self.learner.names.keys(), complete)
+        trained = self.learner.trained_names
+        tensors = self._tensors(None if complete else trained, complete)
         if not self._is_publisher(tensors):
             return None
-        trained = self.learner.names.keys()
         if self._publisher is None:
             self._publisher = Publisher(
                 self.store.put, trained, self._delta, keeps_buckets=self._overlaps and not self._delta
@@ -188,10 +188,10 @@ class TrainingWorker:
     @dispatch("broadcast", "first")
     def publish_again(self) -> Publication | None:
         """Put the last published weights into the store again, for an engine that lost them."""
-        names = [name for name, _ in self.policy.module.named_parameters()]
+        names = parameter_names(self.policy.module)
         # With a delta or an overlapping source the publisher has its own copy of the trained weights, which have moved since.
         if self._delta or self._overlaps:
-            names = [name for name in names if name not in self.learner.names]
+            names = [name for name in names if name not in self.learner.trained_names]
         tensors = self._tensors(names, complete=True)
         if not self._is_publisher(tensors):
             return None
@@ -201,7 +201,7 @@ class TrainingWorker:
     def _tensors(self, names: Collection[str] | None, complete: bool) -> Iterator[tuple[str, Tensor]]:
         """The parameters in `names`, or all; if `complete`, also the 4-bit tensors, which are frozen."""
         yield from full_parameters(self.policy.module, names)
-        yield from quantised_tensors(self.policy.module).items() if complete else ()
+        yield from full_quantised_tensors(self.policy.module) if complete else ()
 
     def _is_publisher(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
         """Whether this rank publishes. The other ranks iterate too, since gathering a tensor needs all ranks."""
@@ -242,7 +242,7 @@ class TrainingWorker:
         """Write the staged files into the checkpoint's folder."""
         contents = self._staged.pop(what)
         # If every rank has the whole model, only the first one writes.
-        is_divided = writer_rank_of(self._parameters).count > 1
+        is_divided = writer_rank_of(self._model).count > 1
         return write_contents(folder, contents) if is_divided or self.ranks.is_first else {}
 
     @dispatch("broadcast", "list")

@@ -245,7 +245,9 @@ def _per_process(setup: RunSetup, parallel: Parallel) -> RunSetup:
     """The setup of one of the processes that the launcher started."""
     sizes = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
     tokens = -(-setup.update_tokens // sizes.batch_shards)
-    return replace(setup, update_tokens=tokens, shards=sizes.shards * sizes.tensor, slices=sizes.context)
+    return replace(
+        setup, update_tokens=tokens, shards=sizes.shards * sizes.tensor * sizes.pipeline, slices=sizes.context
+    )
 
 
 def _rl_setup(

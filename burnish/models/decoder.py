@@ -9,8 +9,8 @@ matmuls. `weight_files.py` maps them to Hugging Face's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,10 @@ class Decoder(nn.Module):
         """If set, log-probs have the values of this function (`cached_forward.py`) and the gradient of the usual forward."""
         self.shard_rows: ShardRows | None = None
         """If set, this process computes a shard of a micro-batch's rows (sequence parallelism)."""
+        self.receive: Callable[[Tensor], Tensor] | None = None
+        """If set, the input of the first layer comes from the stage before (`training/parallel/pipeline.py`)."""
+        self.send: Callable[[Tensor], Tensor] | None = None
+        """If set, the output of the last layer goes to the next stage, and what this returns has no values."""
 
     @property
     def attention_cost(self) -> float:
@@ -153,14 +157,14 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden]. `num_positions` is above all `positions`; the caller knows it without a device sync."""
         rotation_rows: dict[bool, tuple[Tensor, Tensor]] = {}
-        x = self.embedded(tokens)
-        for index, layer in enumerate(self.layers):
-            is_local = self.arch.is_local(index)
+        x = self.embedded(tokens) if self.receive is None else self.receive(tokens)
+        for layer in cast("Iterable[Layer]", self.layers):
+            is_local = self.arch.is_local(layer.index)
             if is_local not in rotation_rows:
-                cos, sin = self.rotations(num_positions, index)
+                cos, sin = self.rotations(num_positions, layer.index)
                 rotation_rows[is_local] = cos[positions], sin[positions]
             x = layer(x, *rotation_rows[is_local], attend)
-        return self.norm(x)
+        return self.norm(x) if self.send is None else self.send(x)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Input of the first layer, [N, hidden]."""

@@ -138,7 +138,7 @@ class ScoreModel(nn.Module):
         """
         if self.backbone.lora is not None and not merged:
             return [*adapter_contents(self.backbone, stage, source, self.head), *tokenizer.contents()]
-        part = writer_rank_of(self.parameters())
+        part = writer_rank_of(self)
         sizes = [*hf_tensor_sizes(self.backbone), (SCORE_WEIGHT, self.head.numel() * self.head.element_size())]
         files: list[Content] = []
         if part.index == 0:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burnish.core.pipeline_stage import stage_of
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
 from burnish.models.weight_layout import LAYER_MATRICES
@@ -255,7 +256,9 @@ def weight_shapes(model: Decoder) -> dict[str, Tensor]:
     """A tensor with the shape and dtype of each weight by name: the parameter, or a meta tensor for an NF4 matrix."""
     dtype = model.embedding.weight.dtype
     without = {n: torch.empty(w.shape, dtype=dtype, device="meta") for n, w in quantised_weights(model).items()}
-    return dict(model.named_parameters()) | without
+    stage = stage_of(model)
+    elsewhere = {} if stage is None else {name: tensor.meta() for name, tensor in stage.tensors.items()}
+    return elsewhere | dict(model.named_parameters()) | without
 
 
 class _WeightsByName(Mapping[str, Tensor]):

@@ -104,7 +104,7 @@ class PolicyModel:
     @property
     def part(self) -> WriterRank:
         """This process's rank among those that hold the model."""
-        return writer_rank_of(self.module.parameters())
+        return writer_rank_of(self.module)
 
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of a saved directory into the module in place; tensors keep their addresses."""

@@ -131,7 +131,7 @@ class TransformersPolicy(nn.Module):
 
     def contents(self, stage: TensorStaging) -> Content:
         """Weights and configs of a Hugging Face directory; of a sharded model, process 0 has all of it."""
-        part = writer_rank_of(self.parameters())
+        part = writer_rank_of(self)
         stage = gathering_stage(stage, part)
         staged: dict[int, TensorBytes] = {}  # by id, so that tied tensors are written once
         state: dict[str, TensorBytes] = {}

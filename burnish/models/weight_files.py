@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.model import LoraBase
 from burnish.config.yaml_text import check_file_name, read_json_object
+from burnish.core.pipeline_stage import PipelineStage, stage_of, whole_tensor
 from burnish.core.sharded_tensors import (
     Shard,
     Slices,
     at_origin,
     blocks_of_permuted_rows,
-    full_tensor,
     local_shard,
     local_tensor,
     overlap,
@@ -236,6 +236,7 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTen
         "config.json implies",
         partial(row_order_of, model),
         weights.filled,
+        stage_of(model),
     )
 
 
@@ -247,17 +248,22 @@ def load_weight_blocks(
     whose: str,
     order: RowOrder | None = None,
     filled: Callable[[str], None] | None = None,
+    stage: PipelineStage | None = None,
 ) -> None:
     """Copy named tensors into their blocks of the parameters; `whose` says in an error what implies the shapes.
 
     If parameters are sharded over processes, each process reads only its shard. `order` gives the row order of a
-    parameter; `filled` is called with the name of each parameter that has all its blocks.
+    parameter; `filled` is called with the name of each parameter that has all its blocks. Parameters that only other stages
+    have are not read.
     """
     known = {block.hf_name: block for block in table}
     missing, num_left = set(known), Counter(block.parameter_name for block in known.values())
     for name, tensor in tensors:
         if name not in known:
             raise UserError(f"{where}: unexpected tensor {name!r}{did_you_mean(name, known)}")
+        if stage is not None and known[name].parameter_name not in parameters:
+            missing.discard(name)
+            continue
         parameter, stored = parameters[known[name].parameter_name], known[name].shard(parameters)
         if stored.sizes != tuple(tensor.shape):
             raise UserError(f"{where}: {name} is {tuple(tensor.shape)} but {whose} {stored.sizes}")
@@ -313,17 +319,22 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
     If the model is sharded over processes, parameters are gathered one at a time, and all processes must iterate over all.
     """
-    yield from block_tensors(DenseWeights(model), weight_blocks(model.arch), partial(row_order_of, model))
+    yield from block_tensors(
+        DenseWeights(model), weight_blocks(model.arch), partial(row_order_of, model), stage_of(model)
+    )
 
 
 def block_tensors(
-    parameters: Mapping[str, Tensor], table: Iterable[WeightBlock], order: RowOrder | None = None
+    parameters: Mapping[str, Tensor],
+    table: Iterable[WeightBlock],
+    order: RowOrder | None = None,
+    stage: PipelineStage | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The blocks of the parameters under their file names, in the order of the table."""
     name, tensor = "", torch.empty(0)
     for block in table:
         if block.parameter_name != name:
-            name, tensor = block.parameter_name, full_tensor(parameters[block.parameter_name])
+            name, tensor = block.parameter_name, whole_tensor(block.parameter_name, parameters, stage)
             tensor = tensor if order is None else in_hf_order(tensor, order(name))
         yield block.hf_name, tensor[block.start : block.stop]
 
@@ -356,7 +367,7 @@ def decoder_contents(
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> Iterator[Content]:
     """The files of `save_decoder` as contents, one at a time; of a sharded model, those of this process."""
-    part = writer_rank_of(model.parameters())
+    part = writer_rank_of(model)
     if part.index == 0:
         yield from _config_contents(model, source, eos_ids, pad_id)
     tensors = hf_tensors(model) if tensors is None else tensors

@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "run.samples_every",
     "run.trackers",
     "reward.workers",
+    "parallel.pipeline",
     "parallel.data",
     "parallel.context",
     "parallel.offload",

@@ -164,7 +164,7 @@ class ScorerCheckpoint:
 
     @property
     def part(self) -> WriterRank:
-        return writer_rank_of(self.module.parameters())
+        return writer_rank_of(self.module)
 
     def contents(self, stage: TensorStaging) -> list[Content]:
         """A Hugging Face directory for sequence classification (with adapters: PEFT's files), with the measurements."""

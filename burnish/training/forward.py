@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.batch import Batch
+from burnish.core.pipeline_stage import stage_of
 from burnish.core.segments import contiguous_count
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.aligned_groups import AlignedGroups
@@ -25,6 +26,7 @@ from burnish.training.packing import (
     unshared_trees,
     whole_tree_units,
 )
+from burnish.training.parallel.fsdp import backbone_of
 from burnish.training.parallel.ranks import SOLO, Ranks
 
 Needs = frozenset[str]
@@ -192,11 +194,28 @@ def output_names(needs: Needs) -> list[str]:
     return ["value"] if "value" in needs else ["logp", *sorted(needs & {"entropy", "kl", "sum_p2"})]
 
 
+def has_outputs(model: nn.Module) -> bool:
+    """Whether a forward pass of this process ends with the model's outputs: not on the earlier stages of a pipeline."""
+    stage = stage_of(model)
+    return stage is None or stage.is_last
+
+
 def forward(
     model: nn.Module, micro_batch: MicroBatch, needs: Needs, temperature: float, reference: ReferenceFn | None = None
 ) -> dict[str, Tensor]:
-    """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient unless `sum_p2` is among the needs."""
+    """[M] outputs at the wanted tokens of a micro-batch, by name; with gradient unless `sum_p2` is among the needs.
+
+    A pipeline stage without the head returns placeholders of one element. Their gradient is that of the hidden states it sent on.
+    """
     where = micro_batch.batch.tokens, micro_batch.batch.offsets, micro_batch.wanted
+    if not has_outputs(model):
+        if "kl" in needs and "value" not in needs:
+            assert reference is not None, "the KL over the vocabulary needs a reference"
+            reference(micro_batch)  # a stage of the reference, whose hidden states travel before the policy's
+        backbone = cast(Decoder, backbone_of(model))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "sum_p2" not in needs):
+            sent, _ = backbone.states(where[0], where[1], where[2][:1] - 1, micro_batch.shared_prefix)
+        return dict.fromkeys(output_names(needs), sent.sum().view(1))
     if "value" in needs:
         return {"value": cast(ValueForward, model).token_values(*where, shared_prefix=micro_batch.shared_prefix)}
     policy = cast(PolicyForward, model)
@@ -241,9 +260,12 @@ def batch_outputs(
         if on_micro_batch is not None:
             on_micro_batch(micro_batch)
         for name, values in forward(model, micro_batch, needs, temperature, reference).items():
+            if not has_outputs(model):
+                continue
             if name not in columns:
                 columns[name] = values.new_zeros(batch.num_tokens)
             columns[name][micro_batch.positions] = values
     ranks.reshard(model)
+    columns = ranks.columns_from_last_stage(columns, batch)
     nothing = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     return {name: columns.get(name, nothing) for name in output_names(needs)}

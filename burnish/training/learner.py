@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
+from burnish.core.pipeline_stage import stage_of
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
 from burnish.training.forward import (
@@ -39,6 +40,7 @@ from burnish.training.forward import (
     batch_outputs,
     forward,
     groups_fit_budget,
+    has_outputs,
     micro_batches_of,
     zero_loss,
 )
@@ -51,8 +53,9 @@ from burnish.training.observed_outputs import (
     observation_stats,
     with_wanted_mask,
 )
-from burnish.training.optimizers.base_optimizer import BaseOptimizer, num_shards
+from burnish.training.optimizers.base_optimizer import BaseOptimizer
 from burnish.training.optimizers.update_rules import lr_factor, make_optimizer
+from burnish.training.parallel.pipeline import OneForwardOneBackward
 from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.sharded_checkpoint import StoredTensors, read_state, state_contents
 
@@ -103,8 +106,12 @@ class Learner:
         """The reference's distributions, for a loss with the KL over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        """The trained parameters; of a model that is divided into stages, those of this process's stage."""
+        self.stage = stage_of(model)
+        self.trained_names = list(self.names) if self.stage is None else self.stage.trained_names
+        """Names of the trained parameters of all stages."""
         self.optimizer = make_optimizer(
-            model, self.names, optimizer, ranks.mean_over_processes if ranks.mesh is not None else None
+            model, self.names, optimizer, ranks.sum_over_stages if ranks.mesh is not None else None
         )
         self.grad_norms = grad_norms
         self.meter = Meter(self.device, model_flops(model, ranks))
@@ -152,8 +159,8 @@ class Learner:
         second = 0.0 if also is None else self._accumulate(*also)[0]
         lr = lr_scale * self.config.lr * self._schedule()
         with self.meter("communication"):
-            self.ranks.reduce_partial_gradients(self.optimizer.gradients())
-        blocks = block_grad_norms(self.optimizer) if self.grad_norms else {}
+            self.ranks.reduce_partial_gradients(self.optimizer.gradients(), self.model)
+        blocks = block_grad_norms(self.optimizer, self.trained_names) if self.grad_norms else {}
         with self.meter("optimizer"):
             norm = self.optimizer.clip(self.config.clip_norm)
         stats = {"loss": total + second, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
@@ -198,9 +205,15 @@ class Learner:
         total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
+        schedule = OneForwardOneBackward(self.model, self._backward_pass)
         for micro_batch in micro_batches_of(batch, self.packing, mask, self.ranks, whole_groups):
+            self._count_work(micro_batch, with_gradient=True)
             with self.meter("forward"):
                 found = forward(self.model, micro_batch, needs, self.temperature, self.reference)
+            if not has_outputs(self.model):
+                schedule.add(zero_loss(found))
+                continue
+            with self.meter("forward"):
                 split = SplitOutputs(micro_batch, found, mask)
                 outputs = split.outputs
                 value, amounts = (
@@ -210,10 +223,7 @@ class Learner:
                 )
                 if (term := split.term()) is not None:
                     value, amounts = value + term[0], amounts | term[1]
-            with self.meter("backward"):
-                value.backward()
-                self.optimizer.accumulate_gradients()
-            self._count_work(micro_batch, with_gradient=True)
+            schedule.add(value)
             total += value.detach()
             for name, amount in amounts.items():
                 sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
@@ -221,7 +231,9 @@ class Learner:
                 if name not in seen:
                     seen[name] = output.new_zeros(batch.num_tokens)
                 seen[name][split.positions] = output.detach()
-        return float(total), {name: float(amount) for name, amount in sums.items()}, seen
+        schedule.finish()
+        numbers = float(total), {name: float(amount) for name, amount in sums.items()}
+        return *self.ranks.from_last_stage(numbers), self.ranks.columns_from_last_stage(seen, batch)
 
     def backward(self, batch: Batch, slopes: Mapping[str, Tensor], mask: str = LOSS_MASK) -> None:
         """Accumulate gradients of sum_t slope_t output_t: the second pass of a loss with known derivatives; [N] columns.
@@ -230,14 +242,23 @@ class Learner:
         """
         # An entropy that only metrics use has slope 0, and is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
+        schedule = OneForwardOneBackward(self.model, self._backward_pass)
         for micro_batch in micro_batches_of(batch, self.packing, mask, self.ranks):
+            self._count_work(micro_batch, with_gradient=True)
             with self.meter("forward"):
                 outputs = forward(self.model, micro_batch, frozenset(names), self.temperature, self.reference)
-                terms = [(outputs[name] * slopes[name][micro_batch.positions]).sum() for name in names]
-            with self.meter("backward"):
-                torch.stack(terms).sum().backward()
-                self.optimizer.accumulate_gradients()
-            self._count_work(micro_batch, with_gradient=True)
+                if has_outputs(self.model):
+                    terms = [(outputs[name] * slopes[name][micro_batch.positions]).sum() for name in names]
+                    value = torch.stack(terms).sum()
+                else:
+                    value = zero_loss(outputs)
+            schedule.add(value)
+        schedule.finish()
+
+    def _backward_pass(self, value: Tensor) -> None:
+        with self.meter("backward"):
+            value.backward()
+            self.optimizer.accumulate_gradients()
 
     def _count_work(self, micro_batch: MicroBatch, with_gradient: bool = False) -> None:
         if not micro_batch.is_padding:
@@ -271,7 +292,7 @@ class Learner:
     def contents(self, stage: TensorStaging, folder: str = "") -> list[Content]:
         """This rank's optimizer state as checkpoint files. The model's own code saves the weights."""
         files = state_contents(f"{folder}optimizer", self.optimizer.tensors(), self.model, stage)
-        if writer_rank_of(self.names.values()).index == 0:
+        if writer_rank_of(self.model).index == 0:
             files.append(BytesFile(f"{folder}optimizer.json", json.dumps({"updates": self.updates})))
         return files
 
@@ -279,7 +300,7 @@ class Learner:
         """Load optimizer state that any number of ranks wrote; the weights must be those saved with it."""
         with StoredTensors(directory, "optimizer") as stored:
             saved = {flat.split("/", 1)[1] for flat in stored.names}
-            if unknown := sorted(saved - self.names.keys()):
+            if unknown := sorted(saved.difference(self.trained_names)):
                 raise UserError(f"{directory}: optimizer state for parameters this model does not have: {unknown[:3]}")
             if saved and (missing := sorted(self.names.keys() - saved)):
                 raise UserError(f"{directory}: no optimizer state for {missing[:3]}")
@@ -315,19 +336,21 @@ def _main_output(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def block_grad_norms(optimizer: BaseOptimizer) -> dict[str, float]:
+def block_grad_norms(optimizer: BaseOptimizer, names: Iterable[str]) -> dict[str, float]:
     """Gradient norm of each block, as `grad_norm_<block>`; their squares add up to the square of the total norm.
+
+    `names` are those of the trained parameters, on other stages too.
 
     Every rank must call this: each has a shard of a parameter, and the norm is that of all shards.
     """
     gradients = optimizer.gradients()
-    blocks = sorted({parameter_block(name) for name in optimizer.parameters})
+    blocks = sorted({parameter_block(name) for name in names})
     if not gradients or not blocks:
         return {}
     device = next(iter(gradients.values())).device
     squares = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))]).square()
     # Multiplied by the number of shards, the mean over ranks is the sum over shards.
-    squares *= torch.tensor([num_shards(optimizer.parameters[name]) for name in gradients], device=device)
+    squares *= torch.tensor([optimizer.num_counted(name) for name in gradients], device=device)
     block_index = torch.tensor([blocks.index(parameter_block(name)) for name in gradients], device=device)
     sums = torch.zeros(len(blocks), dtype=torch.float64, device=device).index_add_(0, block_index, squares)
     if optimizer.reduce is not None:

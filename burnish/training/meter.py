@@ -72,7 +72,9 @@ def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
         decoder.lora,
         decoder.activations,
         fused_attention=decoder.embedding.weight.is_cuda,
-        processes=1 if ranks.mesh is None else ranks.mesh.sizes.context * ranks.mesh.sizes.tensor,
+        processes=1
+        if ranks.mesh is None
+        else ranks.mesh.sizes.pipeline * ranks.mesh.sizes.context * ranks.mesh.sizes.tensor,
     )
 
 

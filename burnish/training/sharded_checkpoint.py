@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.core.pipeline_stage import stage_of
 from burnish.core.sharded_tensors import (
     PlacedShard,
     Shard,
@@ -51,29 +52,35 @@ DTYPE_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 def tensor_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: TensorStaging) -> list[Content]:
     """This process's file of tensors that are named after a model's parameters and sharded like them."""
-    part, blocks = writer_rank_of(tensors.values()), parameter_blocks(model)
-    own = {
-        key: local_tensor(tensor)
-        for key, tensor in tensors.items()
-        if (is_first_copy(tensor) if is_dtensor(tensor) else part.index == 0)
-    }
+    part, blocks = writer_rank_of(model), parameter_blocks(model)
+    own = {key: local_tensor(tensor) for key, tensor in tensors.items() if _is_saved_here(key, tensor, model, part)}
     return [shard_file(name, own, {key: blocks[key] for key in own if key in blocks}, stage, part)]
 
 
 def state_contents(name: str, tensors: Mapping[str, Tensor], model: nn.Module, stage: TensorStaging) -> list[Content]:
     """This process's file of optimizer state. The tensors are local; `key/parameter` belongs to that parameter."""
     parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
-    part = writer_rank_of(parameters.values())
+    part = writer_rank_of(model)
     placed: dict[str, list[PlacedShard]] = {}
     own: dict[str, Tensor] = {}
     for flat, tensor in tensors.items():
-        parameter = parameters[flat.split("/", 1)[1]]
+        parameter_name = flat.split("/", 1)[1]
+        parameter = parameters[parameter_name]
         is_sharded = is_dtensor(parameter) and tensor.dim() == parameter.dim()
         if is_sharded:
-            placed[flat] = state_blocks(tuple(tensor.shape), parameter, blocks[flat.split("/", 1)[1]])
-        if is_first_copy(parameter) if is_sharded else part.index == 0:
+            placed[flat] = state_blocks(tuple(tensor.shape), parameter, blocks[parameter_name])
+        if _is_saved_here(parameter_name, parameter if is_sharded else tensor, model, part):
             own[flat] = tensor
     return [shard_file(name, own, placed, stage, part)]
+
+
+def _is_saved_here(name: str, tensor: Tensor, model: nn.Module, part: WriterRank) -> bool:
+    """Whether this process saves what it holds of a tensor: the first copy, on the stage that owns the parameter `name`."""
+    stage = stage_of(model)
+    if stage is not None and not stage.owns(name):
+        return False
+    first_rank = 0 if stage is None else stage.first_rank
+    return is_first_copy(tensor, first_rank) if is_dtensor(tensor) else part.index == first_rank
 
 
 def parameter_blocks(model: nn.Module) -> dict[str, list[PlacedShard]]:
@@ -88,10 +95,15 @@ def parameter_blocks(model: nn.Module) -> dict[str, list[PlacedShard]]:
 
 
 def distribute_like(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors that are named after a model's parameters, sharded like them. A tensor that needs no change is returned as is."""
-    parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
+    """Whole tensors that are named after a model's parameters, sharded like them. A tensor that needs no change is returned as is.
+
+    Tensors of other pipeline stages are left out.
+    """
+    parameters, blocks, stage = dict(model.named_parameters()), parameter_blocks(model), stage_of(model)
     found = {}
     for name, tensor in tensors.items():
+        if stage is not None and name not in parameters:
+            continue
         parameter = parameters[name].detach()
         found[name] = tensor.to(parameter.device)
         if name in blocks and not is_dtensor(tensor):
@@ -246,9 +258,11 @@ def read_state(
     State with other shapes is read whole, so that the optimizer can say in its error what it expected.
     """
     parameters, blocks = dict(model.named_parameters()), parameter_blocks(model)
-    found = {}
+    found, stage = {}, stage_of(model)
     for flat in stored.names:
         key, name = flat.split("/", 1)
+        if stage is not None and name not in parameters:  # of another stage
+            continue
         spec = specs(name).get(key)
         if name in blocks and spec is not None and len(spec[0]) == parameters[name].dim():
             wanted = state_blocks(spec[0], parameters[name], blocks[name])
@@ -263,12 +277,14 @@ def read_state(
 def load_tensors_into(directory: Path, name: str, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Copy stored tensors into `tensors` bit for bit, each process its own blocks; names, shapes and types must match.
 
-    The tensors are named after a model's parameters and sharded like them.
+    The tensors are named after a model's parameters and sharded like them. Those of other pipeline stages are not read.
     """
-    blocks = parameter_blocks(model)
+    blocks, stage = parameter_blocks(model), stage_of(model)
+    elsewhere = set() if stage is None else stage.tensors.keys() - tensors.keys()
     with StoredTensors(directory, name) as stored:
-        if stored.names != tensors.keys():
-            unexpected, missing = sorted(stored.names - tensors.keys()), sorted(tensors.keys() - stored.names)
+        names = stored.names - elsewhere
+        if names != tensors.keys():
+            unexpected, missing = sorted(names - tensors.keys()), sorted(tensors.keys() - names)
             raise UserError(f"{stored.path} does not fit the model: unexpected {unexpected[:3]}, missing {missing[:3]}")
         for key, tensor in tensors.items():
             got, wanted = (stored.shape(key), stored.dtype(key)), (tuple(tensor.shape), tensor.dtype)

@@ -142,6 +142,7 @@ def numbers(folder: Path, facts: Facts) -> None:
         run(folder, f"{name}-mixed", *MIXED, *where)
         run(folder, f"{name}-adapters", *ADAPTERS, *MIXED, *where)
     run(folder, "cut-adapters", *ADAPTERS, *MIXED, *placed(2, 1, "parallel.tensor=2"))
+    run(folder, "stages-mixed", *MIXED, *placed(2, 1, "parallel.pipeline=2", "placement.sync=delta"))
 
 
 def process(folder: Path, facts: Facts) -> None:

@@ -48,6 +48,8 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "copies": {"data": (2, 2)},
     "columns": {"tensor": 2},
     "columns of copies": {"tensor": 2, "data": (2, 1)},
+    "stages of rows": {"pipeline": 2},
+    "stages of columns": {"pipeline": 2, "tensor": 2},
 }
 RING = [*zip(LAYOUTS, [*list(LAYOUTS)[1:], "alone"], strict=True)]
 PAIRS = {

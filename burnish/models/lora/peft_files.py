@@ -18,6 +18,7 @@ from burnish.config.errors import UserError, did_you_mean
 from burnish.config.model import PROJECTIONS, Lora, LoraBase
 from burnish.config.model_ids import model_directory
 from burnish.config.yaml_text import read_json_object
+from burnish.core.pipeline_stage import stage_of
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights
@@ -192,7 +193,7 @@ def adapter_contents(
         "inference_mode": True,
         "modules_to_save": None if head is None else ["score"],
     }
-    parts = block_tensors(*_adapter_parameters(model, lora, head), partial(row_order_of, model))
+    parts = block_tensors(*_adapter_parameters(model, lora, head), partial(row_order_of, model), stage_of(model))
     tensors = {name: stage(tensor) for name, tensor in parts}
     own = [] if lora.base == "dtype" else [BytesFile(BASE_FORMAT_FILE, json.dumps({"base": lora.base}))]
     return [
@@ -226,7 +227,8 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
         raise UserError(f"{directory} has no {ADAPTER_WEIGHTS}{hint}")
     where, whose = directory / ADAPTER_WEIGHTS, f"the model and {ADAPTER_CONFIG} imply"
     parameters, table = _adapter_parameters(model, expected, head)
-    load_weight_blocks(parameters, table, file_tensors(where), str(where), whose, partial(row_order_of, model))
+    order, stage = partial(row_order_of, model), stage_of(model)
+    load_weight_blocks(parameters, table, file_tensors(where), str(where), whose, order, stage=stage)
 
 
 def describe_lora(lora: Lora) -> str:

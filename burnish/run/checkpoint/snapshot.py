@@ -27,7 +27,7 @@ from burnish.config.errors import UserError
 from burnish.run.durable_files import TEMPORARY_PREFIX, atomic_write, commit_directory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch.nn import Module
 
 Checksums = dict[str, dict[str, Any]]
 """Size and CRC-32 of each file, by its name in the folder."""
@@ -189,11 +189,12 @@ def assembled_folder(path: Path, part: WriterRank) -> Iterator[tuple[Path, Check
     commit_directory(folder, path)
 
 
-def writer_rank_of(tensors: Iterable[Tensor]) -> WriterRank:
-    """Return the rank of this process among those that hold the tensors. It is the only one unless a tensor is a DTensor."""
+def writer_rank_of(model: Module) -> WriterRank:
+    """Return the rank of this process among those that hold a model. It is the only one unless the model is divided among several."""
+    from burnish.core.pipeline_stage import stage_of
     from burnish.core.sharded_tensors import is_dtensor
 
-    if not any(is_dtensor(tensor) for tensor in tensors):
+    if stage_of(model) is None and not any(is_dtensor(parameter) for parameter in model.parameters()):
         return WriterRank()
     from torch import distributed
 

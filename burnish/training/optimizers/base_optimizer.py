@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ MAX_PART_SIZE = 1 << 23
 """Most elements of a part. An update needs a few float32 temporaries of this size besides the state."""
 
 MeanOverRanks = Callable[[Tensor], Tensor]
-"""Mean over all processes that train together."""
+"""Mean over all processes that hold the same parameters, whole or in shards; the sum of these means over pipeline stages."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class BaseOptimizer(ABC):
         self.updates: dict[str, int] = {}
         self.sums: dict[str, Tensor] = {}
         self.host: HostStates | None = None
+        self.copies: Collection[str] = ()
+        """Parameters that another pipeline stage owns; their gradients are equal there, and count once in a norm."""
         if config.precision == "stochastic" and not any(self._is_rounded(name) for name in self.parameters):
             raise UserError("optimizer.precision=stochastic rounds weights to bfloat16, and no parameter is bfloat16")
 
@@ -138,6 +140,10 @@ class BaseOptimizer(ABC):
         """The gradient of every parameter that has one; of the local shard if it is sharded."""
         return self.sums | {name: local_tensor(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
+    def num_counted(self, name: str) -> int:
+        """How often the square of a gradient counts in the mean over ranks: once for each shard."""
+        return 0 if name in self.copies else num_shards(self.parameters[name])
+
     @torch.no_grad()
     def clip(self, limit: float) -> float:
         """Scale all gradients to a total norm of at most `limit`; returns the norm before scaling."""
@@ -147,7 +153,7 @@ class BaseOptimizer(ABC):
             norm = nn.utils.get_total_norm(gradients, foreach=True)
         else:  # mean over ranks of (shard x number of shards) = sum over shards; replicas of a shard count once
             squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
-            counts = torch.tensor([num_shards(self.parameters[name]) for name in named], device=squares.device)
+            counts = torch.tensor([self.num_counted(name) for name in named], device=squares.device)
             norm = self.reduce((squares * counts).sum()).sqrt().to(gradients[0].dtype)
         torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return float(norm)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer as Config
+from burnish.core.pipeline_stage import stage_of
 from burnish.core.sharded_tensors import local_tensor
 from burnish.models.kernels.device import use_triton
 from burnish.training.optimizers.base_optimizer import (
@@ -41,10 +42,17 @@ def make_optimizer(
     model: nn.Module, parameters: Mapping[str, Tensor], config: Config, reduce: MeanOverRanks | None = None
 ) -> BaseOptimizer:
     """The configured optimizer for the trained parameters of a model, under the model's names."""
-    settings = parameter_settings(parameters, config, hf_names(model))
+    stage = stage_of(model)
+    # Groups may match parameters of other stages only, so settings are made for the whole model.
+    whole = parameters if stage is None else {name: stage.tensors[name].meta() for name in stage.trained_names}
+    settings = parameter_settings(whole, config, hf_names(model))
+    optimizer: BaseOptimizer
     if config.name == "muon":
-        return Muon(parameters, config, settings, reduce, fused=fused_matrices(model))
-    return {"adamw": AdamW, "adam8bit": Adam8bit}[config.name](parameters, config, settings, reduce)
+        optimizer = Muon(parameters, config, settings, reduce, fused=fused_matrices(model))
+    else:
+        optimizer = {"adamw": AdamW, "adam8bit": Adam8bit}[config.name](parameters, config, settings, reduce)
+    optimizer.copies = [] if stage is None else [name for name in parameters if not stage.owns(name)]
+    return optimizer
 
 
 # --- AdamW -------------------------------------------------------------------------------------------------------------

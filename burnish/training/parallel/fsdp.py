@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from burnish.core.sharded_tensors import full_tensor
+from burnish.core.pipeline_stage import stage_of, whole_tensor, whole_tensors
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel
+from burnish.models.nf4 import quantised_tensors
 from burnish.models.weight_layout import in_hf_order, row_order_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, offload: bool = False) -> Non
     for layer in layers_of(backbone):
         shard(layer)
     shard(backbone)
-    if isinstance(model, ValueModel):  # its scalar head has a wider type, and an FSDP group has one type
+    if isinstance(model, ValueModel) and model.head is not None:  # wider than the rest, and an FSDP group has one type
         shard(model)
         register_fsdp_forward_method(model, "token_values")
     for module in model.modules():
@@ -88,11 +89,27 @@ def layers_of(backbone: nn.Module) -> nn.ModuleList:
 def full_parameters(model: nn.Module, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """All parameters, or those in `names`, gathered one at a time, with rows in Hugging Face's order. Every rank must iterate.
 
-    An unsharded model yields its own tensors. Gathered tensors are new, and are freed when the next one is requested.
+    An unsharded model yields its own tensors. Gathered tensors are new, and are freed when the next one is requested. A model that is
+    divided into stages yields the parameters of all stages.
     """
     reshard(model)
-    backbone = backbone_of(model)
-    wanted = [(name, parameter) for name, parameter in model.named_parameters() if names is None or name in names]
-    for name, parameter in wanted:
-        full = full_tensor(parameter)
-        yield name, in_hf_order(full, row_order_of(backbone, name)) if isinstance(backbone, Decoder) else full
+    backbone, parameters, stage = backbone_of(model), dict(model.named_parameters()), stage_of(model)
+    for name in parameter_names(model):
+        if names is None or name in names:
+            full = whole_tensor(name, parameters, stage)
+            yield name, in_hf_order(full, row_order_of(backbone, name)) if isinstance(backbone, Decoder) else full
+
+
+def full_quantised_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of 4-bit matrices, of all stages. Every rank must iterate; nothing shards them but a pipeline."""
+    own, stage = quantised_tensors(model), stage_of(model)
+    names = own if stage is None else [name for name in stage.tensors if name not in parameter_names(model)]
+    yield from whole_tensors(names, own, stage)
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters of a whole model, in its order, on any stage."""
+    stage = stage_of(model)
+    if stage is None:
+        return [name for name, _ in model.named_parameters()]
+    return [name for name, tensor in stage.tensors.items() if tensor.is_parameter]

@@ -35,6 +35,8 @@ class LearnerMesh:
     parameters: DeviceMesh
     batch: DeviceMesh
     experts: DeviceMesh | None = None
+    gradient_group: ProcessGroup | None = None
+    """The processes of `pipeline_group` a second time, for what goes backward; None with one stage."""
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -104,6 +106,7 @@ def learner_mesh(kind: str, sizes: MeshSizes) -> LearnerMesh:
             ("pipeline", "batch", "context", "tensor"),
         ),
         _device_mesh(kind, experts, ("pipeline", "replicate", "shard", "expert", "tensor")) if expert > 1 else None,
+        _own_group(ranks.reshape(pipeline, -1).t()) if pipeline > 1 else None,
     )
 
 
@@ -111,6 +114,15 @@ def _device_mesh(kind: str, ranks: torch.Tensor, names: tuple[str, ...]) -> Devi
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh(kind, ranks, mesh_dim_names=names)
+
+
+def _own_group(ranks: torch.Tensor) -> ProcessGroup:
+    """The group of this process, if every row of `ranks` is a group."""
+    from torch.distributed import new_subgroups_by_enumeration
+
+    own, _ = new_subgroups_by_enumeration(ranks.tolist())
+    assert own is not None, "every process is in a row"
+    return own
 
 
 def _with_copies(mesh: DeviceMesh, sizes: MeshSizes) -> DeviceMesh:

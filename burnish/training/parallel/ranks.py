@@ -2,7 +2,8 @@
 
 A process has a place in the dimensions of a mesh (`mesh.py`). Data-parallel ranks (`data` x `expert` of the config) work on different
 sequences. The ranks of a context group divide the rows of the same micro-batches. The ranks of a tensor-parallel group divide the
-weights of each layer. "All ranks" below means the data-parallel ones: the others see the same sequences and compute the same numbers.
+weights of each layer, and those of a pipeline have different layers. "All ranks" below means the data-parallel ones: the others see the
+same sequences and compute the same numbers, or get them from the last stage.
 
 Token weights are fixed on the whole mini-batch before it is divided, so losses, gradients and metrics are plain sums over ranks.
 A single process uses `SOLO`, which never loads torch.distributed.
@@ -25,6 +26,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
 from burnish.training.parallel.fsdp import apply_fsdp, reshard
 from burnish.training.parallel.mesh import LearnerMesh, learner_mesh
+from burnish.training.parallel.pipeline import apply_pipeline, sum_tied_gradient
 from burnish.training.parallel.sequence_parallel import apply_sequence_parallel
 from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
 
@@ -79,10 +81,11 @@ class Ranks:
         if self.mesh is not None:
             reshard(model)
 
-    def reduce_partial_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Complete an update's gradients before they are read: sum those that tensor parallelism left partial."""
+    def reduce_partial_gradients(self, gradients: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Complete an update's gradients before they are read: sum those that tensor parallelism or two stages left partial."""
         if self.mesh is not None and self.mesh.sizes.tensor > 1:
             reduce_partial_gradients(gradients, self.mesh.tensor)
+        sum_tied_gradient(gradients, model)
 
     # --- reductions ------------------------------------------------------------------------------------------------------
 
@@ -106,6 +109,11 @@ class Ranks:
         all_gather(values, value)
         return torch.stack(values).mean(0)
 
+    def sum_over_stages(self, value: Tensor) -> Tensor:
+        """The sum over pipeline stages of the mean over each stage's processes; every process gets the same bits."""
+        assert self.mesh is not None, "a single process has no stages"
+        return self.mean_over_processes(value) * self.mesh.sizes.pipeline
+
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process of any mesh dimension."""
         if self.mesh is None:
@@ -123,6 +131,30 @@ class Ranks:
         values = [value]
         broadcast_object_list(values, src=0)
         return values[0]
+
+    def from_last_stage(self, value: Value) -> Value:
+        """The value of the last pipeline stage, which has the outputs of the model; of this process without a pipeline. No tensors."""
+        if self.mesh is None or self.mesh.sizes.pipeline == 1:
+            return value
+        from torch.distributed import broadcast_object_list, get_global_rank
+
+        values, group = [value], self.mesh.pipeline_group
+        broadcast_object_list(values, src=get_global_rank(group, group.size() - 1), group=group)
+        return values[0]
+
+    def columns_from_last_stage(self, columns: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """The [N] columns of the last pipeline stage."""
+        if self.mesh is None or self.mesh.sizes.pipeline == 1:
+            return dict(columns)
+        from torch.distributed import broadcast, get_global_rank
+
+        group, found = self.mesh.pipeline_group, dict[str, Tensor]()
+        dtypes = self.from_last_stage({name: column.dtype for name, column in columns.items()})
+        for name, dtype in dtypes.items():
+            empty = torch.empty(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
+            found[name] = columns[name] if self.mesh.stage == group.size() - 1 else empty
+            broadcast(found[name], src=get_global_rank(group, group.size() - 1), group=group)
+        return found
 
     def gather_batch(self, batch: Batch, outputs: Mapping[str, Tensor]) -> GatheredBatch:
         """The whole mini-batch of which `batch` is this rank's shard, with [N] outputs; in its original order if shards know it."""
@@ -198,10 +230,13 @@ def balanced_shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENT
 def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
     """Divide a whole model over the ranks, in place: afterwards this process has its shard. Make its learner after this call.
 
-    The order is fixed: tensor parallelism divides whole matrices, and FSDP shards what is left of them.
+    The order is fixed: a stage keeps whole layers, tensor parallelism divides their matrices, and FSDP shards what is left of them.
     """
     if ranks.mesh is None:
         return
+    assert ranks.device is not None, "a process of a mesh knows where it computes"
+    if ranks.mesh.sizes.pipeline > 1:
+        apply_pipeline(model, ranks.mesh, ranks.device)
     if ranks.mesh.sizes.tensor > 1:
         apply_tensor_parallel(model, ranks.mesh.tensor)
     if ranks.context_group is not None:

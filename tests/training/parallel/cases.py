@@ -68,6 +68,7 @@ class Case:
     sizes: tuple[int, ...] = (3, 2, 4)
     """Samples of each group."""
     kv_heads: int = 2
+    layers: int = 2
     tied: bool = False
     lora: int = 0
     base: LoraBase = "dtype"
@@ -116,6 +117,18 @@ TWO: dict[str, Case] = {
     "tensor, lora": Case("grpo", {"tensor": 2}, lora=2, steps=FEW),
     "tensor, lora, a critic, recompute": Case("value", {"tensor": 2}, lora=2, activations="recompute", steps=FEW),
     "tensor, muon": Case("grpo", {"tensor": 2}, optimizer="muon", steps=FEW),
+    **{f"pipeline, {loss}": Case(loss, {"pipeline": 2}, token_budget=20) for loss in MAIN},
+    "pipeline, tied": Case("grpo", {"pipeline": 2}, tied=True, token_budget=20, steps=FEW),
+    "pipeline, of a batch": Case("top entropies", {"pipeline": 2}, token_budget=20, steps=FEW),
+    "pipeline, a reference": Case("full kl", {"pipeline": 2}, token_budget=20, steps=FEW),
+    "pipeline, observations": Case("observations", {"pipeline": 2}, steps=FEW),
+    "pipeline, a critic": Case("value", {"pipeline": 2}, token_budget=20, steps=FEW),
+    "pipeline, lora in 4 bits, recompute": Case(
+        "grpo", {"pipeline": 2}, lora=2, base="nf4", activations="recompute", token_budget=20, steps=FEW
+    ),
+    "pipeline, muon, a second batch": Case("grpo", {"pipeline": 2}, optimizer="muon", also=True, steps=FEW),
+    "pipeline, bfloat16": Case("grpo", {"pipeline": 2}, dtype="bfloat16", steps=FEW),
+    "pipeline, gemma3": Case("grpo", {"pipeline": 2}, gemma3=True, token_budget=20, steps=FEW),
     **{f"{kind}, gemma3": Case("grpo", {kind: 2}, gemma3=True, steps=FEW) for kind in ("data", "context", "tensor")},
 }
 FOUR: dict[str, Case] = {
@@ -132,6 +145,14 @@ FOUR: dict[str, Case] = {
     "tensor x fsdp, a critic": Case("value", {"tensor": 2}, steps=FEW),
     "tensor x fsdp, lora, muon": Case("grpo", {"tensor": 2}, lora=2, optimizer="muon", steps=FEW),
     "tensor x copies": Case("grpo", {"tensor": 2, "data": (2, 1)}, steps=FEW),
+    "pipeline of four": Case("grpo", {"pipeline": 4}, layers=5, token_budget=20, steps=FEW),
+    "pipeline x fsdp": Case("grpo", {"pipeline": 2}, token_budget=20, tied=True, steps=FEW),
+    "pipeline x fsdp, a critic": Case("value", {"pipeline": 2}, token_budget=20, steps=FEW),
+    "pipeline x fsdp, fewer sequences than ranks": Case("top entropies", {"pipeline": 2}, sizes=(1,), steps=FEW),
+    "pipeline x copies, muon": Case("grpo", {"pipeline": 2, "data": (2, 1)}, optimizer="muon", steps=FEW),
+    "pipeline x context": Case("dpo", {"pipeline": 2, "context": 2}, token_budget=20, steps=FEW),
+    "pipeline x tensor": Case("grpo", {"pipeline": 2, "tensor": 2}, token_budget=20, tied=True, steps=FEW),
+    "pipeline x tensor, lora": Case("full kl", {"pipeline": 2, "tensor": 2}, lora=2, token_budget=20, steps=FEW),
     "tensor x context": Case("grpo", {"tensor": 2, "context": 2}, kv_heads=4, steps=FEW),
 }
 CASES = {2: TWO, 4: FOUR}
@@ -144,9 +165,11 @@ def parallel_of(case: Case) -> Parallel:
 def make_model(case: Case) -> nn.Module:
     family = "gemma3_text" if case.gemma3 else "qwen3"
     fields = FAMILIES[family].fixed | (
-        FAMILIES[family].new_model_fields(2) | {"window": 3} if case.gemma3 else {"qkv_bias": True}
+        FAMILIES[family].new_model_fields(case.layers) | {"window": 3} if case.gemma3 else {"qkv_bias": True}
     )
-    decoder = Decoder(Architecture(family, VOCAB, 32, 2, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied))
+    decoder = Decoder(
+        Architecture(family, VOCAB, 32, case.layers, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied)
+    )
     initialise(decoder.double(), 0, std=0.3)
     if case.lora:
         add_lora(decoder, Lora(rank=case.lora, base=case.base), 0)
@@ -220,7 +243,7 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
     """What every update tells."""
     model = make_model(case) if model is None else model
     config = Optimizer(lr=0.003, eps=1e-6, clip_norm=0.5, name=case.optimizer)
-    learner = Learner(model, config, 20, token_budget=case.token_budget, temperature=0.9, ranks=ranks)
+    learner = Learner(model, config, 20, token_budget=case.token_budget, temperature=0.9, grad_norms=True, ranks=ranks)
     if case.loss == "full kl":
         learner.reference = reference_of(case, ranks)
     for step in range(case.steps):

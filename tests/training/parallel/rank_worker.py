@@ -68,7 +68,8 @@ def alone(num_ranks: int) -> dict[str, Record]:
             curve = list(train(undivided, model=model))
             after = {n: p.detach() for n, p in model.named_parameters()}
             held = sum(p.numel() for p in model.parameters())
-            seen[repr(undivided)] = {"curve": curve, "after": after, "held": held}
+            embedding = next(p.numel() for n, p in model.named_parameters() if n.endswith("embedding.weight"))
+            seen[repr(undivided)] = {"curve": curve, "after": after, "held": held, "embedding": embedding}
         records[name] = seen[repr(undivided)]
     return records
 

@@ -44,6 +44,7 @@ preference:
 RUNS: dict[str, list[str]] = {
     "plain": [],
     "tensor": ["parallel.tensor=2"],
+    "stages": ["parallel.pipeline=2"],
     "transformers": ["model.new=null", "model.path=base", "model.backend=transformers"],
     "adapters": ["model.new=null", "model.path=base", "model.lora.rank=2"],
     "cut-adapters": [
@@ -55,6 +56,7 @@ RUNS: dict[str, list[str]] = {
         ),
         *("sft.optimizer.name=muon", "parallel.tensor=2"),
     ],
+    "adapters-in-stages": ["model.new=null", "model.path=base", "model.lora.rank=2", "parallel.pipeline=2"],
 }
 """Overrides by name; those that are cut are stopped once and go on with the same processes."""
 ADAPTER = ["model.new=null", "model.adapter=adapter"]
@@ -63,6 +65,7 @@ PREFERENCES: dict[str, list[str]] = {
     "pairs in two passes": ["preference.loss={name: dpo, average: true}", "preference.token_budget=12"],
     "asked": ["preference.loss=ipo", "preference.reference=live"],
     "asked of an adapter": [*ADAPTER, "preference.loss=dpo", "preference.reference=live"],
+    "asked of stages": ["preference.loss=dpo", "preference.reference=live", "parallel.pipeline=2"],
     "asked of a cut adapter": [*ADAPTER, "preference.loss=dpo", "preference.reference=live", "parallel.tensor=2"],
     "labels": ["preference.loss=kto", "preference.batch_size=3"],
 }
@@ -122,9 +125,10 @@ def all_of(folder: Path, rank: int) -> None:
     run(folder, "plain", [])
     run(folder, "adapters", RUNS["adapters"])
     run(folder, "transformers", RUNS["transformers"])
-    for name, overrides in (("tensor", RUNS["tensor"]), ("cut-adapters", RUNS["cut-adapters"]), (HANDED_OVER, [])):
+    stopped = ("tensor", "cut-adapters", "stages", "adapters-in-stages")
+    for name, overrides in (*((name, RUNS[name]) for name in stopped), (HANDED_OVER, ["parallel.pipeline=2"])):
         run_until_told_to_stop(folder, name, overrides, is_told=rank == 1)
-    for name in ("tensor", "cut-adapters"):
+    for name in stopped:
         run(folder, name, RUNS[name])
     for name, overrides in PREFERENCES.items():
         prefer(folder, name, overrides)
