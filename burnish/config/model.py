@@ -52,8 +52,8 @@ class Lora(Record):
 class NewModel(Record):
     """A new decoder with random weights."""
 
-    family: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text"] = "llama"
-    """Architecture."""
+    family: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"] = "llama"
+    """Architecture. qwen3_moe, mixtral and olmoe have experts."""
     hidden_size: int = Field(128, ge=1)
     """Width of the residual stream."""
     num_layers: int = Field(2, ge=1)
@@ -64,6 +64,9 @@ class NewModel(Record):
     """Key/value heads. null: as many as query heads."""
     mlp_size: int = Field(336, ge=1)
     """Width of the gated MLP."""
+    experts: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None = None
+    """Experts in place of the MLP of every layer, as three numbers: experts, experts that compute a token, and the width of one expert's gated
+    MLP. null: [8, 2, 168] in a family with experts. [16, 2, 168] has the arithmetic of a dense model with mlp_size 336 and the parameters of one with 2688."""
     max_positions: int = Field(512, ge=2)
     """Maximum number of tokens of a sequence."""
     tied: bool = False

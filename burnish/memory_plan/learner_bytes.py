@@ -158,17 +158,18 @@ def _pass_bytes(model: nn.Module, decoder: Decoder, passes: LearnerPasses, on_gp
     states = rows * arch.hidden_size * element  # one tensor of hidden states
     activations = forward.layers(policy).of(rows, tokens) + forward.outside_layers().of(rows, tokens) + states
     again = forward.recomputed(policy).of(rows, tokens)
-    layer = (
-        again
-        + rows
-        * (GATE_WIDTHS[policy == "selective", on_gpu or forward.in_c] * arch.mlp_size + arch.hidden_size)
-        * element
-    )
+    mlp_size, sorted_rows = arch.mlp_size, 0
+    if arch.experts is not None:
+        mlp_size = max(arch.mlp_size, arch.experts.experts_per_token * arch.experts.expert_size)
+        # Inputs and input gradients of the experts, one row for each chosen expert.
+        sorted_rows = 2 * arch.experts.experts_per_token * arch.hidden_size
+    gate = GATE_WIDTHS[policy == "selective", on_gpu or forward.in_c] * mlp_size
+    layer = again + rows * (max(gate, 2 * mlp_size + sorted_rows) + arch.hidden_size) * element
     # A 4-bit matrix is dequantised for a moment, when the gate's gradients are freed.
-    layer = max(layer, again + rows * (arch.mlp_size + arch.hidden_size) * element + dequantise_bytes(decoder, on_gpu))
-    to_come = sum(
-        p.nbytes for p in decoder.layers[0].parameters() if p.requires_grad
-    )  # of the gradients of all parameters
+    freed = rows * (mlp_size + sorted_rows + arch.hidden_size) * element
+    layer = max(layer, again + freed + dequantise_bytes(decoder, on_gpu))
+    # Of the gradients of all parameters.
+    to_come = sum(p.nbytes for p in decoder.layers[0].parameters() if p.requires_grad)
     end = max(_embedding_gradient(decoder), layer + forward.layer(policy).of(rows, tokens) - to_come)
     if isinstance(model, ScoreModel):  # it reads one row of the last states for each sequence
         return {"activations": activations - states, "head": 2 * states, "layer": layer, "end": end}

@@ -239,8 +239,8 @@ def _gathered_parts(setup: RunSetup, model: Decoder) -> list[MemoryPart]:
     """Gathered weights of sharded parameters: two layers at a time, embedding and head all the time."""
     if setup.shards == 1:
         return []
-    layer = sum(p.nbytes for p in model.layers[0].parameters())
-    rest = sum(p.nbytes for p in model.parameters()) - layer * len(model.layers)
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    layer, rest = max(layers), sum(p.nbytes for p in model.parameters()) - sum(layers)
     return [MemoryPart("gathered weights", 2 * layer + rest, f"of {setup.shards} processes")]
 
 

@@ -28,9 +28,17 @@ class ActivationBytes:
 
     row: int
     token: int = 0
+    fixed: int = 0
+    """Bytes that depend on neither."""
 
     def of(self, rows: int, tokens: int) -> int:
-        return self.row * rows + self.token * tokens
+        return self.row * rows + self.token * tokens + self.fixed
+
+    def times(self, number: int) -> ActivationBytes:
+        return ActivationBytes(number * self.row, number * self.token, number * self.fixed)
+
+    def plus(self, other: ActivationBytes) -> ActivationBytes:
+        return ActivationBytes(self.row + other.row, self.token + other.token, self.fixed + other.fixed)
 
 
 @dataclass(frozen=True)
@@ -62,50 +70,91 @@ class ActivationEstimate:
             arch.mlp_size,
         )
 
-    def layer(self, policy: str) -> ActivationBytes:
+    def layer(self, policy: str, index: int = 0) -> ActivationBytes:
         """Bytes that one layer saves for its backward pass."""
         if policy == "keep":
-            return self._keep()
+            return self._keep(index)
         if policy == "selective":
-            return self._selective()
+            return self._selective(index)
         return ActivationBytes(self.arch.hidden_size * self.element if policy == "recompute" else 0)
 
-    def _keep(self) -> ActivationBytes:
+    def _keep(self, index: int) -> ActivationBytes:
         h, q, k, m = self.widths
         norms = (4 if self.arch.out_norms else 2) * self._norm(h, 1)
-        inputs = self._input("qkv", h) + self._input("gate_up", h) + self._input("down", m)
-        attention = self._attention()
+        inputs = self._input("qkv", h, index)
+        if self.arch.has_experts(index):
+            mlp, fixed = self._experts(index)
+        else:
+            mlp, fixed = self._input("gate_up", h, index) + self._input("down", m, index) + self._gate(), 0
+        attention = self._attention(index)
         raw = (q + 2 * k) * self.element  # the fused projection, of which attention reads the values
         has_raw = self._by_kernel and not self._expands
         if self.arch.qk_norm:
             has_raw |= self.is_half
             norms += self._norm(0 if self.is_half else q + k, self.arch.num_heads + self.arch.num_kv_heads)
+        if self.arch.wide_qk_norm:
+            has_raw |= self.is_half
+            norms += self._norm(0 if self.is_half else q + k, 2)
         turned = (q + k) * self.element if self._by_kernel else 0
-        rows = norms + inputs + raw * has_raw + turned + attention.row + self._gate() + self._adapters()
-        return ActivationBytes(rows, attention.token)
+        rows = norms + inputs + raw * has_raw + turned + attention.row + mlp + self._adapters(index)
+        return ActivationBytes(rows, attention.token, fixed)
 
-    def _selective(self) -> ActivationBytes:
+    def _selective(self, index: int) -> ActivationBytes:
         h, q, k, m = self.widths
-        attention = self._attention()
-        rows = (2 * h + q + 2 * k + 2 * m) * self.element + attention.row + self._adapters()
-        return ActivationBytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token)
+        attention = self._attention(index)
+        mlp, fixed = self._routing() if self.arch.has_experts(index) else (0, 0)
+        if self.arch.experts is not None and self.arch.has_experts(index):
+            shape = self.arch.experts
+            m = shape.experts_per_token * shape.expert_size
+            mlp += shape.experts_per_token * self._wide  # the weights, in the order of the slots
+        rows = (2 * h + q + 2 * k + 2 * m) * self.element + mlp + attention.row + self._adapters(index)
+        return ActivationBytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token, fixed)
+
+    @property
+    def _wide(self) -> int:
+        """Bytes per element of scores and weights of experts."""
+        return max(4, self.element)
+
+    def _routing(self) -> tuple[int, int]:
+        """Bytes that the choice of experts saves, per row and per layer."""
+        shape = self.arch.experts
+        assert shape is not None
+        # The chosen experts, and the three index columns of a dispatch; then the scores.
+        row = 4 * 8 * shape.experts_per_token + shape.num_experts * self._wide
+        if shape.normalised:  # the division by the sum
+            row += (shape.experts_per_token + 1) * self._wide
+        return row, 4 * shape.num_experts
+
+    def _experts(self, index: int) -> tuple[int, int]:
+        """Bytes that experts save, per row and per layer: the router's input, the routing, the input of the gate and of `down`."""
+        shape = self.arch.experts
+        assert shape is not None
+        row, fixed = self._routing()
+        row += self._input("experts.gate_up", self.arch.hidden_size, index)
+        row += shape.experts_per_token * (2 * shape.expert_size * self.element + self._wide)
+        return row + self._input("experts.down", shape.experts_per_token * shape.expert_size, index), fixed
 
     def _norm(self, width: int, scales: int) -> int:
         """A norm saves its input (in full precision its normalised input) and one scale per vector."""
         return width * self.element + scales * (4 if self.is_half else self.element)
 
-    def _input(self, module: str, width: int) -> int:
+    def _input(self, module: str, width: int, index: int) -> int:
         """A linear layer saves its input for the gradient of its weight or of its adapter."""
-        trained = self.lora is None or module in self._adapted
+        trained = self.lora is None or module in self._adapted(index)
         return width * self.element if trained else 0
 
-    @property
-    def _adapted(self) -> set[str]:
-        return set() if self.lora is None else {target.module for target in lora_targets(self.arch, self.lora)}
+    def _adapted(self, index: int) -> set[str]:
+        return set() if self.lora is None else {target.module for target in lora_targets(self.arch, self.lora, index)}
 
-    def _adapters(self) -> int:
-        """Adapters also save A x."""
-        return 0 if self.lora is None else len(lora_targets(self.arch, self.lora)) * self.lora.rank * self.element
+    def _adapters(self, index: int) -> int:
+        """Adapters also save A x; those of experts for the rows of the token."""
+        if self.lora is None:
+            return 0
+        shape, targets = self.arch.experts, lora_targets(self.arch, self.lora, index)
+        of_experts = sum(target.module.startswith("experts.") for target in targets)
+        rows = len(targets) - of_experts
+        rows += 0 if shape is None else of_experts * shape.experts_per_token // shape.num_experts
+        return rows * self.lora.rank * self.element
 
     @property
     def _by_kernel(self) -> bool:
@@ -136,7 +185,7 @@ class ActivationEstimate:
             in_pieces = self.length > MAX_C_ATTENTION_LENGTH
         return not (in_pieces and self.arch.windows is None)
 
-    def _attention(self) -> ActivationBytes:
+    def _attention(self, index: int) -> ActivationBytes:
         """Bytes that attention saves besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
@@ -145,7 +194,7 @@ class ActivationEstimate:
             return ActivationBytes(out + heads * element)
         if self._by_kernel:
             return ActivationBytes(out + 4 * heads, 2 * k * element if self._expands else 0)
-        result = out if self.lora is None or "out" in self._adapted else 0
+        result = out if self.lora is None or "out" in self._adapted(index) else 0
         if not self.on_gpu:
             stacked = (q + 2 * k + heads * self.length) * element
         else:  # in full precision torch repeats keys and values for every query head, and saves scores and weights
@@ -159,19 +208,33 @@ class ActivationEstimate:
 
     def layers(self, policy: str) -> ActivationBytes:
         """Bytes saved by all layers when the backward pass begins."""
-        one = self.layer(policy)
         if policy == "offload":
             return ActivationBytes(2 * self.arch.hidden_size * self.element)  # the last inputs are still on the device
-        return ActivationBytes(one.row * self.arch.num_layers, one.token * self.arch.num_layers)
+        dense, experts = self._layer_counts()
+        total = ActivationBytes(0)
+        for number, index in (dense, experts):
+            total = total.plus(self.layer(policy, index).times(number)) if number else total
+        return total
+
+    def _layer_counts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(number, index of one of them) of the dense layers and of those with experts."""
+        has_experts = [self.arch.has_experts(index) for index in range(self.arch.num_layers)]
+        first = [has_experts.index(kind) if kind in has_experts else 0 for kind in (False, True)]
+        return (has_experts.count(False), first[0]), (has_experts.count(True), first[1])
 
     def recomputed(self, policy: str) -> ActivationBytes:
         """Bytes recomputed for the one layer whose backward is running, besides what was saved."""
         if policy not in ("recompute", "offload"):
             return ActivationBytes(0)
-        kept = self._keep()
+        number, index = self._layer_counts()[1]
+        kept = self._keep(index if number else 0)
         # The first norm in C saves its input, which is the layer's input and is saved already.
         is_there = policy == "recompute" and self.in_c
-        return ActivationBytes(kept.row - self.arch.hidden_size * self.element, kept.token) if is_there else kept
+        return (
+            ActivationBytes(kept.row - self.arch.hidden_size * self.element, kept.token, kept.fixed)
+            if is_there
+            else kept
+        )
 
     def outside_layers(self) -> ActivationBytes:
         """Bytes saved outside the layers: the final norm's input, and rotations."""

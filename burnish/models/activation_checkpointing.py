@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.experts import dispatch
 from burnish.models.kernels.shared_prefix import Attend
 
 InputsGetter = Callable[[], tuple[Any, ...]]
@@ -238,6 +239,13 @@ def selective_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend:
     with recomputed_output(layer.rotate_heads, qk, cos, sin) as rotated:
         mixed = layer.attention(rotated, v, attend)
     x = x + layer.attention_output(mixed)
+    if layer.experts is not None:
+        with recomputed_output(layer.mlp_norm, x) as normed:
+            choice = layer.experts.choose(layer.experts.router(normed))
+            way = dispatch(choice.experts, layer.experts.shape.num_experts)
+            gate_up = layer.experts.gate_up.from_tokens(normed, way)
+        with recomputed_output(layer.experts.activated, gate_up, choice.weights, way.slots) as activated:
+            return x + layer.experts_output(layer.experts.down.to_tokens(activated, way))
     with recomputed_output(layer.mlp_norm, x) as normed:
         gate_up = layer.gate_up(normed)
     with recomputed_output(layer.gated_activation, gate_up) as activated:

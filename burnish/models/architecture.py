@@ -7,13 +7,14 @@ activation, an unknown rope type) runs through `transformers_model.py`; `why_not
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
-from burnish.models.model_families import FAMILIES
+from burnish.models.expert_shape import ExpertShape
+from burnish.models.model_families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from burnish.config.model import NewModel
@@ -50,6 +51,9 @@ class Architecture:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether queries and keys are normed before their rotation, each head by itself."""
+    wide_qk_norm: bool = False
+    """Whether all query heads are normed as one vector, and all key heads as another (OLMoE)."""
     window: int | None = None
     """Attention window in tokens, the query's own included; None is no limit."""
     local_layers: tuple[bool, ...] | None = None
@@ -65,6 +69,8 @@ class Architecture:
     """Factor of the queries, besides 1 / sqrt(head_dim)."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    experts: ExpertShape | None = None
+    """Experts in place of the MLP of some or all layers."""
 
     @property
     def windows(self) -> Windows:
@@ -77,14 +83,46 @@ class Architecture:
         """Whether a layer is a windowed layer of a model that has both kinds."""
         return self.local_layers is not None and self.local_layers[layer]
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of the MLP."""
+        return self.experts is not None and self.experts.in_layer(layer)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
+
+    @property
+    def active_mlp_size(self) -> float:
+        """Width of the MLP that computes one token, experts included; the mean over the layers."""
+        if self.experts is None:
+            return self.mlp_size
+        chosen = self.experts.experts_per_token * self.experts.expert_size
+        share = self.num_expert_layers / self.num_layers
+        return share * chosen + (1 - share) * self.mlp_size
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters; tied ones are counted once."""
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (qkv + self.num_heads * self.head_dim + 3 * self.mlp_size) + 2 * self.hidden_size
-        layer += qkv * self.qkv_bias + self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
-        layer += (2 * self.mlp_size + self.hidden_size) * self.mlp_bias + 2 * self.hidden_size * self.out_norms
-        return self.num_layers * layer + self.hidden_size + (1 if self.tied else 2) * self.vocab_size * self.hidden_size
+        return self._count_parameters(None if self.experts is None else self.experts.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that compute one token: of the experts only the chosen ones."""
+        return self._count_parameters(None if self.experts is None else self.experts.experts_per_token)
+
+    def _count_parameters(self, counted_experts: int | None) -> int:
+        hidden, qkv = self.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = hidden * (qkv + self.num_heads * self.head_dim) + 2 * hidden
+        attention += qkv * self.qkv_bias + hidden * self.out_bias + 2 * self.head_dim * self.qk_norm
+        attention += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm
+        attention += 2 * hidden * self.out_norms
+        dense = 3 * hidden * self.mlp_size + (2 * self.mlp_size + hidden) * self.mlp_bias
+        layers = self.num_layers * attention + (self.num_layers - self.num_expert_layers) * dense
+        if self.experts is not None and counted_experts is not None:
+            router = (hidden + self.experts.has_score_bias) * self.experts.num_experts
+            layers += self.num_expert_layers * (router + 3 * hidden * self.experts.expert_size * counted_experts)
+        return layers + hidden + (1 if self.tied else 2) * self.vocab_size * hidden
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -200,7 +238,8 @@ def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
     kv_heads = new.num_kv_heads or new.num_heads
     if new.num_heads % kv_heads:
         raise UserError(f"model.new: num_heads {new.num_heads} is not a multiple of num_kv_heads {kv_heads}")
-    return Architecture(
+    fields = {**family.fixed, **family.new_model_fields(new.num_layers), **_new_experts(new, family)}
+    arch = Architecture(
         family=new.family,
         vocab_size=vocab_size,
         hidden_size=new.hidden_size,
@@ -211,9 +250,27 @@ def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
         mlp_size=new.mlp_size,
         max_positions=new.max_positions,
         tied=new.tied,
-        **family.fixed,
-        **family.new_model_fields(new.num_layers),
+        **fields,
     )
+    # Mixtral and OLMoE have one size, that of their experts.
+    return replace(arch, mlp_size=family.config_keys(arch).get("intermediate_size", arch.mlp_size))
+
+
+def _new_experts(new: NewModel, family: Family) -> dict[str, Any]:
+    """The experts of `model.new.experts`, if given."""
+    if new.experts is None:
+        return {}
+    if not family.has_experts:
+        raise UserError(
+            f"model.new.experts: family {new.family} has no experts; remove the key, or set family=qwen3_moe"
+        )
+    num_experts, per_token, size = new.experts
+    shape = ExpertShape(num_experts, per_token, size)
+    if shape.experts_per_token > shape.num_experts:
+        raise UserError(
+            f"model.new.experts: {shape.experts_per_token} experts compute a token, and there are {shape.num_experts}"
+        )
+    return {"experts": shape}
 
 
 def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...], pad_id: int | None) -> dict[str, Any]:

@@ -23,7 +23,14 @@ from burnish.models.decoder import GATED_ACTIVATIONS, Decoder, Layer
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.cpu.c_library import c_kernels, num_threads
 from burnish.models.kernels.elementwise import exact_geglu
-from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits, exact_swiglu, token_logp
+from burnish.models.kernels.exact import (
+    exact_attention,
+    exact_experts,
+    exact_linear,
+    exact_logits,
+    exact_swiglu,
+    token_logp,
+)
 from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
 from burnish.models.kernels.shared_prefix import Attend
@@ -70,6 +77,8 @@ def paged_forward(
         layer = cast(Layer, module)
         keys, values = cache[index]
         qkv = linear(layer.qkv, add_norm(x, delta, layer.attention_norm.weight, eps, shift))
+        if arch.wide_qk_norm:
+            normed_projection(layer, qkv)
         mixed = attend(index, qkv, head_norms(layer), keys, values)
         if which is not None and index == arch.num_layers - 1:
             x, mixed = x[which], mixed[which]
@@ -78,6 +87,10 @@ def paged_forward(
         delta = into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
         normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
+        if layer.experts is not None:
+            delta = exact_experts(layer.experts, normed, activate) if is_exact else layer.experts(normed)
+            delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
+            continue
         if is_exact:
             activated = activate(linear(layer.gate_up, normed))
         else:
@@ -93,6 +106,14 @@ def head_norms(layer: Layer) -> HeadNorms | None:
     if not arch.qk_norm:
         return None
     return HeadNorms(layer.q_norm.weight, layer.k_norm.weight, arch.norm_eps, arch.norm_shift, arch.query_scale)
+
+
+def normed_projection(layer: Layer, qkv: Tensor) -> None:
+    """Norm all queries and all keys of a fused projection [N, all heads * D] as two vectors, in place (OLMoE)."""
+    arch = layer.arch
+    q, k = (heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads))
+    qkv[:, :q] = layer.q_norm(qkv[:, :q])
+    qkv[:, q : q + k] = layer.k_norm(qkv[:, q : q + k])
 
 
 def decode_step_of(model: Decoder) -> Callable[[Tensor, Tensor, Attend, int], Tensor]:
@@ -126,7 +147,8 @@ class _LayerDecodeStep:
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.qkv, self.out = _project(layer.qkv), _project(layer.out)
-        self.gate_up, self.down = _project(layer.gate_up), _project(layer.down)
+        if layer.experts is None:
+            self.gate_up, self.down = _project(layer.gate_up), _project(layer.down)
 
     def add_to(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
         """Apply the layer to x [N, hidden] in place."""
@@ -134,6 +156,9 @@ class _LayerDecodeStep:
         qk, v = layer.split_heads(self.qkv(layer.attention_norm.functional(x)))
         attended = self.out(layer.attention(layer.rotate_heads(qk, cos, sin), v, attend))
         x += layer.attention_out_norm.functional(attended) if has_out_norms else attended
+        if layer.experts is not None:
+            x += layer.experts_output(layer.experts(layer.mlp_norm.functional(x)))
+            return
         computed = self.down(layer.gated_activation(self.gate_up(layer.mlp_norm.functional(x))))
         x += layer.mlp_out_norm.functional(computed) if has_out_norms else computed
 
@@ -172,7 +197,12 @@ class _CDecoder(ctypes.Structure):
 
 def c_decode_step(model: Decoder) -> CDecodeStep | None:
     """The C decode step of a model; None if the model is too large or not plain, or there is no C kernel."""
-    is_plain = type(model).forward is Decoder.forward and all(type(linear) is nn.Linear for linear in _linears(model))
+    is_plain = (
+        type(model).forward is Decoder.forward
+        and model.arch.experts is None
+        and not model.arch.wide_qk_norm
+        and all(type(linear) is nn.Linear for linear in _linears(model))
+    )
     parameters = list(model.parameters())
     is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
     has_versions = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter

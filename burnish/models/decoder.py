@@ -1,6 +1,6 @@
 """The native decoder: one definition for the learner and the engine.
 
-It is a pre-norm transformer with grouped-query attention, rotary positions and a gated MLP; differences between families
+It is a pre-norm transformer with grouped-query attention, rotary positions and a gated MLP or experts; differences between families
 are fields of `Architecture`. The input is packed tokens [N] with their positions. The `attend` callable decides what
 attends to what, so the same layers serve training (packed sequences), prefill (packed, writing the cache) and decoding (one
 token per row over the cache). Query, key and value projections are one matrix, as are gate and up, for fewer and larger
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.models.architecture import Architecture
+from burnish.models.experts import ExpertMlp
 from burnish.models.kernels.aligned_groups import AlignedGroups, head_aligned
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.divergence import head_comparison
@@ -52,8 +53,16 @@ class Layer(nn.Module):
         self.qkv = nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
         self.out = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.out_bias)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
-        self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.mlp_size, bias=arch.mlp_bias)
-        self.down = nn.Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
+        self.experts: ExpertMlp | None = None
+        """Experts in place of `gate_up` and `down`."""
+        if arch.experts is not None and arch.has_experts(index):
+            self.experts = ExpertMlp(arch.hidden_size, arch.experts, self.gated_activation)
+        else:
+            self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.mlp_size, bias=arch.mlp_bias)
+            self.down = nn.Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
+        if arch.wide_qk_norm:
+            self.q_norm = RMSNorm(arch.num_heads * arch.head_dim, arch.norm_eps, arch.norm_shift)
+            self.k_norm = RMSNorm(arch.num_kv_heads * arch.head_dim, arch.norm_eps, arch.norm_shift)
         if arch.qk_norm:
             self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, arch.norm_shift)
             self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, arch.norm_shift)
@@ -82,7 +91,7 @@ class Layer(nn.Module):
         """The forward pass, not compiled."""
         qk, v = self.split_heads(self.qkv(self.attention_norm(x)))
         x = x + self.attention_output(self.attention(self.rotate_heads(qk, cos, sin), v, attend))
-        return x + self.mlp_output(self.gated_activation(self.gate_up(self.mlp_norm(x))))
+        return x + self.mlp(self.mlp_norm(x))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Split a fused projection [N, all heads * D] into query and key heads [N, q + k, D] and value heads [N, v, D]."""
@@ -99,6 +108,9 @@ class Layer(nn.Module):
             q, k = qk.split([arch.num_heads, arch.num_kv_heads], 1)
             q = self.q_norm(q) if arch.query_scale == 1.0 else self.q_norm(q) * arch.query_scale
             qk = torch.cat([q, self.k_norm(k)], 1)
+        elif arch.wide_qk_norm:
+            q, k = (heads.flatten(1) for heads in qk.split([arch.num_heads, arch.num_kv_heads], 1))
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1).view(qk.shape)
         return rotate(qk, cos, sin)
 
     def attention(self, qk: Tensor, v: Tensor, attend: Attend) -> Tensor:
@@ -110,6 +122,16 @@ class Layer(nn.Module):
         """The output projection of attention, which is added to the residual."""
         out: Tensor = self.out(mixed)
         return self.attention_out_norm(out) if self.arch.out_norms else out
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """The MLP or the experts, whose output is added to the residual."""
+        if self.experts is not None:
+            return self.experts_output(self.experts(normed))
+        return self.mlp_output(self.gated_activation(self.gate_up(normed)))
+
+    def experts_output(self, computed: Tensor) -> Tensor:
+        """The experts' output after its norm if the family has one."""
+        return self.mlp_out_norm(computed) if self.arch.out_norms else computed
 
     def mlp_output(self, activated: Tensor) -> Tensor:
         """The output projection of the MLP, which is added to the residual."""
@@ -146,7 +168,7 @@ class Decoder(nn.Module):
         """Relative cost of attention: L tokens cost L + attention_cost L^2 times the matmuls of one token."""
         arch = self.arch
         width = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-        matmuls = arch.hidden_size * (width + arch.num_heads * arch.head_dim + 3 * arch.mlp_size)
+        matmuls = arch.hidden_size * (width + arch.num_heads * arch.head_dim + 3 * arch.active_mlp_size)
         return arch.num_heads * arch.head_dim / matmuls
 
     @property

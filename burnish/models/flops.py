@@ -1,7 +1,7 @@
 """Floating-point operations (FLOPs) of a decoder, counted exactly from its architecture and the shape of a packed batch.
 
 A product of [a, b] and [b, c] takes 2 a b c operations. The counts include the matmuls of every layer (qkv, out, gate and
-up, down), the scores and weighted values of attention over the visible pairs, and the output head at the tokens whose
+up, down; of experts only those that compute a token, and the router), the scores and weighted values of attention over the visible pairs, and the output head at the tokens whose
 log-prob is needed. Norms, activations, rotations and the optimizer are left out: they are below one percent and bound by
 memory.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture, Windows
-from burnish.models.weight_layout import LAYER_MATRICES, lora_targets, num_lora_parameters
+from burnish.models.weight_layout import layer_matrices, lora_targets
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,33 @@ def packed_counts(
     return ForwardCounts(tokens, mean, num_outputs)
 
 
-def matrix_sizes(arch: Architecture) -> dict[str, int]:
-    """Elements of each matrix of a layer."""
+def matrix_sizes(arch: Architecture, layer: int = 0) -> dict[str, int]:
+    """Elements of each matrix of a layer that one token is multiplied by, in the order of the forward pass."""
     hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
-    return {
-        "qkv": hidden * (heads + 2 * arch.num_kv_heads * arch.head_dim),
-        "out": heads * hidden,
-        "gate_up": hidden * 2 * arch.mlp_size,
-        "down": arch.mlp_size * hidden,
-    }
+    attention = {"qkv": hidden * (heads + 2 * arch.num_kv_heads * arch.head_dim), "out": heads * hidden}
+    if arch.experts is not None and arch.has_experts(layer):
+        width = arch.experts.experts_per_token * arch.experts.expert_size
+        router = {"experts.router": hidden * arch.experts.num_experts}
+        return attention | router | {"experts.gate_up": hidden * 2 * width, "experts.down": width * hidden}
+    return attention | {"gate_up": hidden * 2 * arch.mlp_size, "down": arch.mlp_size * hidden}
+
+
+def _matrix_elements(arch: Architecture) -> int:
+    """Elements of all layers' matrices that one token is multiplied by."""
+    return sum(sum(matrix_sizes(arch, layer).values()) for layer in range(arch.num_layers))
+
+
+def _adapter_share(arch: Architecture, module: str) -> float:
+    """The share of a matrix's adapters that compute one token."""
+    if arch.experts is None or not module.startswith("experts."):
+        return 1.0
+    return arch.experts.experts_per_token / arch.experts.num_experts
+
+
+def _adapter_elements(arch: Architecture, lora: Lora) -> int:
+    """Elements of all layers' adapters that one token is multiplied by."""
+    targets = (target for layer in range(arch.num_layers) for target in lora_targets(arch, lora, layer))
+    return round(lora.rank * sum((t.num_inputs + t.num_outputs) * _adapter_share(arch, t.module) for t in targets))
 
 
 def forward_flops(
@@ -98,10 +116,10 @@ def forward_flops(
     """FLOPs of one forward pass. `head_size` is the number of outputs per token if not the vocabulary size: 1 for a critic."""
     size = arch.vocab_size if head_size is None else head_size
     return Flops(
-        matmul=2 * counts.tokens * arch.num_layers * sum(matrix_sizes(arch).values()),
+        matmul=2 * counts.tokens * _matrix_elements(arch),
         attention=2 * _pair_product(arch, counts),
         head=2 * counts.outputs * arch.hidden_size * size,
-        adapters=0 if lora is None else 2 * counts.tokens * num_lora_parameters(arch, lora),
+        adapters=0 if lora is None else 2 * counts.tokens * _adapter_elements(arch, lora),
     )
 
 
@@ -117,10 +135,12 @@ def backward_flops(
     if lora is None:
         return once + once
     adapted = lora_targets(arch, lora)
-    lowest = next(name for name in LAYER_MATRICES if any(target.module == name for target in adapted))
+    lowest = next(name for name in layer_matrices(arch, 0) if any(target.module == name for target in adapted))
     weights = matrix_sizes(arch)
-    frozen = sum(weights[name] for name in LAYER_MATRICES[: LAYER_MATRICES.index(lowest) + 1])
-    inputs = sum(target.num_inputs for target in adapted if target.module == lowest)
+    names = list(weights)
+    frozen = sum(weights[name] for name in names[: names.index(lowest) + 1])
+    share = _adapter_share(arch, lowest)
+    inputs = round(sum(target.num_inputs for target in adapted if target.module == lowest) * share)
     attended = arch.num_layers if lowest == "qkv" else arch.num_layers - 1
     return Flops(
         matmul=once.matmul - 2 * counts.tokens * frozen,
@@ -140,15 +160,16 @@ def recomputed_flops(
 ) -> Flops:
     """FLOPs that the backward recomputes: layers (by activation policy), scores of a fused attention kernel, and logits.
 
-    A layer is recomputed up to the last tensor that its backward reads, the input of `down`; with an adapter there, or a
-    norm after it, it is recomputed to its end. A critic's single output is saved; logits of a vocabulary never are.
+    A layer is recomputed up to the last tensor that its backward reads, the input of `down`; with an adapter there, a norm
+    after it, or experts, it is recomputed to its end. A critic's single output is saved; logits of a vocabulary never are.
     """
     whole, scores = forward_flops(arch, counts, head_size, lora), _pair_product(arch, counts) * fused_attention
     head = whole.head if head_size is None else 0
     if activations in ("keep", "selective"):
         return Flops(attention=scores, head=head)
     runs_to_end = arch.out_norms or (lora is not None and any(t.module == "down" for t in lora_targets(arch, lora)))
-    skipped = 0 if runs_to_end else 2 * counts.tokens * arch.num_layers * matrix_sizes(arch)["down"]
+    num_dense = arch.num_layers - arch.num_expert_layers
+    skipped = 0 if runs_to_end else 2 * counts.tokens * num_dense * arch.mlp_size * arch.hidden_size
     return Flops(whole.matmul - skipped, whole.attention + scores, head, whole.adapters)
 
 

@@ -14,6 +14,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from burnish.models.expert_shape import (
+    MIXTRAL_NAMES,
+    ExpertNames,
+    mixtral_experts,
+    mixtral_keys,
+    new_expert_fields,
+    olmoe_experts,
+    olmoe_keys,
+    olmoe_why_unsupported,
+    qwen3_moe_experts,
+    qwen3_moe_keys,
+    qwen3_moe_why_unsupported,
+    shape_problem,
+)
+
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture
 
@@ -61,6 +76,13 @@ class Family:
         default_factory=lambda: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     )
     """Names of a layer's norms: ours, and Hugging Face's."""
+    expert_names: ExpertNames | None = None
+    """Names of the tensors of experts; None for a family without experts."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether models of the family have experts."""
+        return self.expert_names is not None
 
 
 def attention_bias(config: HfConfig) -> dict[str, Any]:
@@ -72,6 +94,11 @@ def attention_bias(config: HfConfig) -> dict[str, Any]:
 def attention_and_mlp_bias(config: HfConfig) -> dict[str, Any]:
     """Biases of attention and of the MLP."""
     return {**attention_bias(config), "mlp_bias": bool(config.get("mlp_bias", False))}
+
+
+def qwen3_moe_fields(config: HfConfig) -> dict[str, Any]:
+    """Experts and biases of a Qwen3-MoE config."""
+    return {**qwen3_moe_experts(config), **attention_bias(config)}
 
 
 def window_field(config: HfConfig) -> dict[str, Any]:
@@ -186,4 +213,30 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, read_fields=attention_bias),
     "mistral": Family("MistralForCausalLM", read_fields=window_field, config_keys=window_key),
     "gemma3_text": GEMMA3,
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True},
+        read_fields=qwen3_moe_fields,
+        config_keys=qwen3_moe_keys,
+        why_unsupported=qwen3_moe_why_unsupported,
+        new_model_fields=new_expert_fields,
+        expert_names=ExpertNames(),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        read_fields=mixtral_experts,
+        config_keys=mixtral_keys,
+        why_unsupported=shape_problem,
+        new_model_fields=new_expert_fields,
+        expert_names=MIXTRAL_NAMES,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {"wide_qk_norm": True},
+        read_fields=olmoe_experts,
+        config_keys=olmoe_keys,
+        why_unsupported=olmoe_why_unsupported,
+        new_model_fields=new_expert_fields,
+        expert_names=ExpertNames(),
+    ),
 }

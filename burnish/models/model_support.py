@@ -1,6 +1,6 @@
 """What a config asks of its models that their families do not support, found before any weights are downloaded or loaded.
 
-The native decoder has the families of `model_families.py`. Any other decoder, a mixture of experts among them, is trained through
+The native decoder has the families of `model_families.py`. Any other decoder is trained through
 transformers, without adapters, reward models and what else `_native_settings` lists. The facts come from the config.json of a directory or
 of the Hugging Face cache, or else from the table of published models.
 """

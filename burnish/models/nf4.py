@@ -25,9 +25,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.core.pipeline_stage import stage_of
+from burnish.models import adapted_experts
+from burnish.models.adapted_experts import FrozenExperts
 from burnish.models.decoder import Decoder
+from burnish.models.experts import Dispatch, ExpertLinear
 from burnish.models.kernels.device import use_triton
-from burnish.models.weight_layout import LAYER_MATRICES
+from burnish.models.weight_layout import layer_matrices, replace_module
 
 if TYPE_CHECKING:
     from burnish.config.model import LoraBase
@@ -203,6 +206,33 @@ class Nf4Linear(nn.Linear):
         return nf4_linear(x, self.weight.matrix, self.bias)
 
 
+class Nf4ExpertLinear(Nf4Linear):
+    """The matrices of all experts in NF4."""
+
+    def __init__(self, base: ExpertLinear, double: bool) -> None:
+        super().__init__(base, double)
+        self.num_experts = base.num_experts
+
+    def frozen(self) -> FrozenExperts:
+        """The matrices for a product."""
+        return FrozenExperts(self.matrices, self.num_experts)
+
+    def matrices(self, dtype: torch.dtype) -> Tensor:
+        """The dense matrices [experts, outputs, inputs]."""
+        return dequantise_nf4(self.weight.matrix, dtype).view(self.num_experts, -1, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("the rows of an expert layer have an expert each: call `from_tokens` or `to_tokens`")
+
+    def from_tokens(self, x: Tensor, way: Dispatch) -> Tensor:
+        """As `ExpertLinear.from_tokens`."""
+        return adapted_experts.from_tokens(x, None, None, way, self.frozen())
+
+    def to_tokens(self, rows: Tensor, way: Dispatch) -> Tensor:
+        """As `ExpertLinear.to_tokens`."""
+        return adapted_experts.to_tokens(rows, None, None, way, self.frozen())
+
+
 def dense_weight(weight: Tensor | Nf4 | Nf4Weight, dtype: torch.dtype) -> Tensor:
     """A weight as a dense matrix."""
     if isinstance(weight, Tensor):
@@ -217,11 +247,13 @@ def quantise_layers(model: Decoder, base: LoraBase) -> None:
     """Quantise the matrices of all layers if `base` is an NF4 format; quantised ones are left unchanged."""
     if base == "dtype":
         return
-    for layer in model.layers:
-        for name in LAYER_MATRICES:
-            linear = cast(nn.Linear, getattr(layer, name))
+    for index, layer in enumerate(model.layers):
+        for name in layer_matrices(model.arch, index):
+            linear = cast(nn.Linear, layer.get_submodule(name))
             if isinstance(linear.weight, Tensor):
-                setattr(layer, name, Nf4Linear(linear, base == "nf4-double"))
+                is_double = base == "nf4-double"
+                experts = Nf4ExpertLinear(linear, is_double) if isinstance(linear, ExpertLinear) else None
+                replace_module(layer, name, experts or Nf4Linear(linear, is_double))
 
 
 def quantised_weights(model: nn.Module) -> dict[str, Nf4Weight]:

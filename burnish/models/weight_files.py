@@ -133,10 +133,12 @@ def weight_blocks(arch: Architecture) -> list[WeightBlock]:
             ]
         for kind in ("weight", "bias") if arch.out_bias else ("weight",):
             table.append(WeightBlock(f"{theirs}self_attn.o_proj.{kind}", f"{ours}out.{kind}"))
-        if arch.qk_norm:
+        if arch.qk_norm or arch.wide_qk_norm:
             table.append(WeightBlock(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight"))
             table.append(WeightBlock(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight"))
-        for kind in ("weight", "bias") if arch.mlp_bias else ("weight",):
+        if arch.has_experts(i):
+            table += _expert_blocks(arch, theirs, f"{ours}experts.")
+        for kind in () if arch.has_experts(i) else ("weight", "bias") if arch.mlp_bias else ("weight",):
             table += [
                 WeightBlock(f"{theirs}mlp.gate_proj.{kind}", f"{ours}gate_up.{kind}", 0, arch.mlp_size),
                 WeightBlock(f"{theirs}mlp.up_proj.{kind}", f"{ours}gate_up.{kind}", arch.mlp_size, 2 * arch.mlp_size),
@@ -150,6 +152,54 @@ def weight_blocks(arch: Architecture) -> list[WeightBlock]:
     if not arch.tied:
         table.append(WeightBlock("lm_head.weight", "head.weight"))
     return table
+
+
+def _expert_blocks(arch: Architecture, theirs: str, ours: str) -> list[WeightBlock]:
+    """The tensors of a layer's experts; `theirs` and `ours` are the prefixes of the layer and of its experts."""
+    shape, names = arch.experts, FAMILIES[arch.family].expert_names
+    assert shape is not None
+    assert names is not None, f"family {arch.family} has names for its experts"
+    hidden, size = arch.hidden_size, shape.expert_size
+    table = [WeightBlock(f"{theirs}{names.router}.weight", f"{ours}router.weight")]
+    if shape.has_score_bias:
+        table.append(WeightBlock(f"{theirs}{names.router}.e_score_correction_bias", f"{ours}score_bias"))
+    for e in range(shape.num_experts):
+        middle, row = (2 * e + 1) * size, 2 * e * size
+        table += [
+            WeightBlock(f"{theirs}{names.gate.format(e)}.weight", f"{ours}gate_up.weight", row, middle),
+            WeightBlock(f"{theirs}{names.up.format(e)}.weight", f"{ours}gate_up.weight", middle, middle + size),
+        ]
+    for e in range(shape.num_experts):
+        rows = e * hidden, (e + 1) * hidden
+        table.append(WeightBlock(f"{theirs}{names.down.format(e)}.weight", f"{ours}down.weight", *rows))
+    return table
+
+
+def unstacked_experts(
+    tensors: Iterable[tuple[str, Tensor | StoredTensor]], arch: Architecture
+) -> Iterator[tuple[str, Tensor | StoredTensor | StoredMatrix]]:
+    """Named tensors with stacked experts, as transformers' modules hold them, divided into published ones for each expert."""
+    shape, names = arch.experts, FAMILIES[arch.family].expert_names
+    if shape is None or names is None:
+        yield from tensors
+        return
+    stacks: dict[str, tuple[tuple[str, int, int], ...]] = {}
+    size = shape.expert_size
+    stacks[f"{names.module}.experts.gate_up_proj"] = (names.gate, 0, size), (names.up, size, 2 * size)
+    stacks[f"{names.module}.experts.down_proj"] = ((names.down, 0, arch.hidden_size),)
+    for name, tensor in tensors:
+        match = LAYER_NAME.match(name)
+        parts = stacks.get(name[match.end() :]) if match else None
+        if match is None or parts is None:
+            is_router = match is not None and name[match.end() :] == f"{names.module}.gate.weight"
+            yield f"{match[0]}{names.router}.weight" if match is not None and is_router else name, tensor
+            continue
+        sizes = (shape.num_experts, parts[-1][2])
+        if tuple(tensor.shape[:2]) != sizes:
+            raise UserError(f"{name} is {tuple(tensor.shape)} but config.json implies {(*sizes, '...')}")
+        for e in range(shape.num_experts):
+            for pattern, start, stop in parts:
+                yield f"{match[0]}{pattern.format(e)}.weight", StoredMatrix(tensor, e, start, stop)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -213,7 +263,7 @@ def _check_layers(directory: Path, arch: Architecture) -> None:
 def _check_shapes(directory: Path, model: Decoder) -> None:
     """Raise if a tensor's shape differs from what config.json implies, before memory is allocated."""
     known, parameters = {block.hf_name: block for block in weight_blocks(model.arch)}, dict(model.named_parameters())
-    for name, tensor in stored_tensors(directory):
+    for name, tensor in unstacked_experts(stored_tensors(directory), model.arch):
         if name in known and known[name].shard(parameters).sizes != tensor.shape:
             wanted = known[name].shard(parameters).sizes
             raise UserError(f"{directory}: {name} is {tensor.shape} but config.json implies {wanted}")
@@ -226,7 +276,7 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTen
         """Some exporters write the tied head as well, and old exports contain RoPE's derived buffer."""
         return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
 
-    wanted = ((name, tensor) for name, tensor in tensors if not is_spare(name))
+    wanted = ((name, tensor) for name, tensor in unstacked_experts(tensors, model.arch) if not is_spare(name))
     weights = WeightsToFill(model)
     load_weight_blocks(
         weights,
@@ -243,7 +293,7 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTen
 def load_weight_blocks(
     parameters: Mapping[str, Tensor],
     table: Iterable[WeightBlock],
-    tensors: Iterable[tuple[str, Tensor | StoredTensor]],
+    tensors: Iterable[tuple[str, Tensor | StoredTensor | StoredMatrix]],
     where: str,
     whose: str,
     order: RowOrder | None = None,
@@ -296,6 +346,20 @@ class StoredTensor:
     def whole(self) -> Tensor:
         tensor: Tensor = self._handle.get_tensor(self._name)
         return tensor
+
+
+class StoredMatrix:
+    """Rows [start, stop) of matrix `index` of a stacked tensor [experts, rows, columns]; only the requested part is read."""
+
+    def __init__(self, stack: Tensor | StoredTensor, index: int, start: int, stop: int) -> None:
+        self._stack, self._index, self._start = stack, index, start
+        self.shape: tuple[int, ...] = (stop - start, int(stack.shape[2]))
+
+    def __getitem__(self, block: Slices) -> Tensor:
+        rows, columns = (slice(*part.indices(size)) for part, size in zip(block, self.shape, strict=True))
+        rows = slice(self._start + rows.start, self._start + rows.stop)
+        part: Tensor = self._stack[(slice(self._index, self._index + 1), rows, columns)]
+        return part[0]
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, StoredTensor]]:

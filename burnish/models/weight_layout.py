@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.model_families import FAMILIES
 
 LAYER_MATRICES = ("qkv", "out", "gate_up", "down")
-"""The matrices of a decoder layer in the order of the forward pass. Attention comes after the first."""
+"""The matrices of a dense decoder layer in the order of the forward pass. Attention comes after the first."""
+EXPERT_LAYER_MATRICES = ("qkv", "out", "experts.gate_up", "experts.down")
+"""The matrices of a layer with experts; the router is not among them, since it is neither quantised nor adapted."""
 FUSED_MODULES = ("qkv", "gate_up")
 RowOrder = Callable[[str], "Tensor | None"]
 """Parameter name -> order of its rows; None is Hugging Face's order."""
@@ -41,30 +44,61 @@ class Projection:
         return self.stop - self.start
 
 
-def projections(arch: Architecture) -> list[Projection]:
-    """The projections of one decoder layer, in the order of the forward pass."""
+def layer_matrices(arch: Architecture, layer: int) -> tuple[str, ...]:
+    """The names of a layer's matrices in the order of the forward pass."""
+    return EXPERT_LAYER_MATRICES if arch.has_experts(layer) else LAYER_MATRICES
+
+
+def replace_module(layer: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace the submodule `name` of a layer, such as `experts.down`."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(layer.get_submodule(owner), attribute, module)
+
+
+def projections(arch: Architecture, layer: int = 0) -> list[Projection]:
+    """The projections of one decoder layer, in the order of the forward pass; each expert has three."""
     hidden, mlp = arch.hidden_size, arch.mlp_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    return [
+    attention = [
         Projection("q_proj", "self_attn.q_proj", "qkv", 0, q, hidden),
         Projection("k_proj", "self_attn.k_proj", "qkv", q, q + kv, hidden),
         Projection("v_proj", "self_attn.v_proj", "qkv", q + kv, q + 2 * kv, hidden),
         Projection("o_proj", "self_attn.o_proj", "out", 0, hidden, q),
+    ]
+    if arch.has_experts(layer):
+        return attention + _expert_projections(arch)
+    return [
+        *attention,
         Projection("gate_proj", "mlp.gate_proj", "gate_up", 0, mlp, hidden),
         Projection("up_proj", "mlp.up_proj", "gate_up", mlp, 2 * mlp, hidden),
         Projection("down_proj", "mlp.down_proj", "down", 0, hidden, mlp),
     ]
 
 
-def lora_targets(arch: Architecture, lora: Lora) -> list[Projection]:
+def _expert_projections(arch: Architecture) -> list[Projection]:
+    shape, names = arch.experts, FAMILIES[arch.family].expert_names
+    assert shape is not None
+    assert names is not None, f"family {arch.family} has names for its experts"
+    hidden, size, found = arch.hidden_size, shape.expert_size, []
+    for e in range(shape.num_experts):
+        row, module = 2 * e * size, "experts.gate_up"
+        found.append(Projection("gate_proj", names.gate.format(e), module, row, row + size, hidden))
+        found.append(Projection("up_proj", names.up.format(e), module, row + size, row + 2 * size, hidden))
+    for e in range(shape.num_experts):
+        row = e * hidden
+        found.append(Projection("down_proj", names.down.format(e), "experts.down", row, row + hidden, size))
+    return found
+
+
+def lora_targets(arch: Architecture, lora: Lora, layer: int = 0) -> list[Projection]:
     """The projections of one decoder layer that have an adapter."""
-    return [projection for projection in projections(arch) if projection.name in lora.projections]
+    return [projection for projection in projections(arch, layer) if projection.name in lora.projections]
 
 
 def num_lora_parameters(arch: Architecture, lora: Lora) -> int:
     """Number of adapter parameters: A [rank, in] and B [out, rank] for each target of each layer."""
-    widths = sum(projection.num_inputs + projection.num_outputs for projection in lora_targets(arch, lora))
-    return arch.num_layers * lora.rank * widths
+    targets = (target for layer in range(arch.num_layers) for target in lora_targets(arch, lora, layer))
+    return lora.rank * sum(target.num_inputs + target.num_outputs for target in targets)
 
 
 def fused_row_counts(arch: Architecture, module: str) -> tuple[int, ...]:

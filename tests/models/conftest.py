@@ -45,6 +45,8 @@ GEMMA3_LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
 }
+MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MIXTRAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "sliding_window": None}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -57,6 +59,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 5}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "gemma3": ("Gemma3Text", GEMMA3),
+    # The first layer is dense; two of six experts compute a token.
+    "qwen3-moe": ("Qwen3Moe", MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "qwen3-moe-sparse": ("Qwen3Moe", MOE | {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20}),
     "gemma3-linear": ("Gemma3Text", GEMMA3 | {"rope_parameters": GEMMA3_LINEAR, "query_pre_attn_scalar": 16}),
 }
 
@@ -100,6 +107,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
             family, options = VARIANTS[variant]
             config = getattr(transformers, f"{family}Config")(**(COMMON | {"tie_word_embeddings": tied} | options))
             config._attn_implementation = "eager"
+            config._experts_implementation = "eager"
             model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval()
             randomise(model)
             directory = tmp_path_factory.mktemp(f"{variant}-{'tied' if tied else 'untied'}")

@@ -20,7 +20,7 @@ from burnish.models.lora.adapters import add_lora
 from burnish.models.weight_files import load_decoder
 from tests.kernels import without_c
 
-VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3"]
+VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3", "qwen3-moe", "olmoe"]
 TinyModel = Callable[..., tuple[Any, Path]]
 
 

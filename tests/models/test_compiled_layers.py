@@ -18,6 +18,7 @@ from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.compiled_layers import compile_layers
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.transformers_model import TransformersPolicy
 
@@ -27,8 +28,8 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def make(lora: Lora | None = None) -> Decoder:
-    model = Decoder(Architecture("qwen3", 61, 32, 2, 4, 2, 8, 48, 64, qkv_bias=True, qk_norm=True))
+def make(lora: Lora | None = None, experts: ExpertShape | None = None) -> Decoder:
+    model = Decoder(Architecture("qwen3", 61, 32, 2, 4, 2, 8, 48, 64, qkv_bias=True, qk_norm=True, experts=experts))
     initialise(model, 0, 0.1)
     if lora is not None:
         add_lora(model, lora, 0)
@@ -87,14 +88,20 @@ def test_a_compiled_layer_runs_the_pieces_and_an_engine_does_not(monkeypatch: py
     monkeypatch.setattr(
         compiled_layers,
         "_compiled_parts",
-        lambda: (compiled_layers._before_attention, compiled_layers._after_attention, lambda tensor, dim: None),
+        lambda: (
+            compiled_layers._before_attention,
+            compiled_layers._after_attention,
+            compiled_layers._after_attention_of_experts,
+            lambda tensor, dim: None,
+        ),
     )
     monkeypatch.setattr(compiled_layers.shutil, "which", lambda name: name)
-    plain, model = make(), make()
-    compile_layers(model)
-    expected, got = gradients(plain, [6, 4]), gradients(model, [6, 4])
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-4)
+    for experts in (None, ExpertShape(4, 2, 24)):
+        plain, model = make(experts=experts), make(experts=experts)
+        compile_layers(model)
+        expected, got = gradients(plain, [6, 4]), gradients(model, [6, 4])
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-4)
     monkeypatch.setattr(compiled_layers, "_compiled_parts", lambda: pytest.fail("compiled"))
     with torch.inference_mode():
         model.hidden(torch.arange(4), torch.tensor([0, 4]))

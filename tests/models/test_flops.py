@@ -15,6 +15,7 @@ from burnish.config.model import Lora
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.flops import (
     Flops,
     ForwardCounts,
@@ -40,6 +41,12 @@ FAMILIES = {
     "gemma3": replace(
         BASE, family="gemma3_text", window=5, local_layers=(True, False), out_norms=True, norm_shift=1.0, qk_norm=True
     ),
+}
+FAMILIES |= {
+    "qwen3_moe": replace(
+        BASE, family="qwen3_moe", num_layers=3, qk_norm=True, experts=ExpertShape(6, 2, 20, (False, True, True))
+    ),
+    "olmoe": replace(BASE, family="olmoe", wide_qk_norm=True, experts=ExpertShape(6, 3, 20)),
 }
 SEQUENCES, LENGTH = 3, 12
 

@@ -40,19 +40,20 @@ def problems(kind: type[Any], tree: dict[str, Any]) -> list[str]:
     return unsupported(load_tree(kind, tree, None).config, None)
 
 
-def test_a_family_without_a_native_decoder_has_no_reward_model_adapters_or_exact_rollouts() -> None:
-    moe = {"path": "Qwen/Qwen3-30B-A3B"}
-    (scorer,) = problems(RewardModelConfig, {"model": moe, **PAIRS})
-    assert scorer.startswith("model.path=Qwen/Qwen3-30B-A3B: `burnish reward-model` needs the native decoder")
-    assert "'qwen3_moe' is not one of llama" in scorer
+def test_a_family_without_a_native_decoder_has_no_reward_model_adapters_or_exact_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
+    other = {"path": str(tmp_path)}
+    (scorer,) = problems(RewardModelConfig, {"model": other, **PAIRS})
+    assert scorer.startswith(f"model.path={tmp_path}: `burnish reward-model` needs the native decoder")
+    assert "'gpt_neox' is not one of llama" in scorer
     assert "a smaller one" in scorer
-    asked = {**RL, "model": {**moe, "lora": {"rank": 4}}, "training": {"compile": True}}
+    asked = {**RL, "model": {**other, "lora": {"rank": 4}}, "training": {"compile": True}}
     asked["rollout"] = {"max_tokens": 16, "exact": True}
     found = problems(TrainConfig, asked)
     assert [text.split(" ")[1] for text in found] == ["model.lora", "training.compile", "rollout.exact"]
-    assert problems(TrainConfig, {**RL, "model": moe}) == []
+    assert problems(TrainConfig, {**RL, "model": other}) == []
     taught = {"preset": "sdft", "kl": {"context": {"column": "answer"}}}
-    (text,) = problems(TrainConfig, {**RL, "model": moe, "algorithm": taught})
+    (text,) = problems(TrainConfig, {**RL, "model": other, "algorithm": taught})
     assert "set algorithm.loss.support=sampled" in text
     assert problems(TrainConfig, {**asked, "model": {"path": "Qwen/Qwen2.5-7B", "lora": {"rank": 4}}}) == []
 

@@ -22,7 +22,7 @@ from burnish.models.cached_forward import head_norms
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.attention import has_varlen_kernel, varlen_attention
 from burnish.models.kernels.cuda.hopper import all_tiles, compile_gated_kernel
-from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
+from burnish.models.kernels.exact import exact_attention, exact_experts, exact_linear, exact_logits
 from burnish.models.kernels.inference_ops import (
     add_norm,
     decode_attention,
@@ -57,7 +57,8 @@ def warm_up_kernels(
 
     def norm() -> None:
         project = exact_linear if exact else nn.Linear.__call__ if arch.out_norms else partial_linear
-        into_residual = (project(module, zeros(rows, module.in_features)) for module in (layer.out, layer.down))
+        modules = (layer.out,) if layer.experts is not None else (layer.out, layer.down)
+        into_residual = (project(module, zeros(rows, module.in_features)) for module in modules)
         for delta in (None, *into_residual):
             x = zeros(rows, arch.hidden_size)
             add_norm(x, delta, layer.attention_norm.weight, arch.norm_eps, arch.norm_shift)
@@ -81,7 +82,7 @@ def warm_up_kernels(
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)
 
     def matmuls() -> None:
-        for module in (layer.qkv, layer.gate_up) if exact else (layer.qkv,):
+        for module in (layer.qkv, layer.gate_up) if exact and layer.experts is None else (layer.qkv,):
             (exact_linear if exact else nn.Linear.__call__)(module, zeros(rows, arch.hidden_size))
         if exact:
             exact_logits(zeros(rows, arch.hidden_size), model.head_weight)
@@ -96,14 +97,21 @@ def warm_up_kernels(
                 varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
 
     def gate() -> None:
-        if exact:
+        if layer.experts is not None:
+            x = zeros(rows, arch.hidden_size)
+            _ = exact_experts(layer.experts, x, layer.gated_activation) if exact else layer.experts(x)
+        elif exact:
             layer.gated_activation(zeros(rows, 2 * arch.mlp_size))
         else:
             gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated_activation)
 
     def gate_kernels() -> list[Callable[[], None]]:  # for all batch sizes, not only the first
         with torch.inference_mode():
-            if exact or not has_gated_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation):
+            if (
+                exact
+                or layer.experts is not None
+                or not has_gated_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation)
+            ):
                 return []
         processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
         tiles = all_tiles(max(MAX_PREFILL_TOKENS, state.size), arch.mlp_size, processors)

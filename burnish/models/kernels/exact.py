@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burnish.models.experts import Activate, ExpertLinear, ExpertMlp, dispatch, weighted_rows
 from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.elementwise import swiglu
+from burnish.models.kernels.grouped_products import expert_spans, sum_slots
 from burnish.models.kernels.paged_cache import Placement
-from burnish.models.lora.adapters import LoraLinear
-from burnish.models.nf4 import dense_weight
+from burnish.models.lora.adapters import LoraExpertLinear, LoraLinear
+from burnish.models.nf4 import Nf4ExpertLinear, dense_weight
 
 ROW_TILE = 64
 """Rows of one matmul."""
@@ -32,6 +34,36 @@ def exact_linear(layer: nn.Linear, x: Tensor) -> Tensor:
         for ((start, stop), _, b), part in zip(layer.blocks(), z.split(layer.rank, 1), strict=True):
             y[:, start:stop] += layer.scale * _tiled_linear(part.contiguous(), b, None)
     return y
+
+
+def exact_experts(mlp: ExpertMlp, x: Tensor, activate: Activate) -> Tensor:
+    """The experts' output of tokens [N, hidden]. The choice of experts is batch-invariant too."""
+    choice = mlp.choose(exact_linear(mlp.router, x))
+    way = dispatch(choice.experts, mlp.shape.num_experts)
+    gate_up = _exact_expert_linear(mlp.gate_up, x[way.tokens], way.ends)
+    rows = weighted_rows(activate, gate_up, choice.weights.reshape(-1).index_select(0, way.slots))
+    return sum_slots(_exact_expert_linear(mlp.down, rows, way.ends), way.rows)
+
+
+def _exact_expert_linear(
+    layer: ExpertLinear | Nf4ExpertLinear | LoraExpertLinear, rows: Tensor, ends: Tensor
+) -> Tensor:
+    """Apply the layer of their expert and its adapters to sorted rows [M, in]; [M, out]."""
+    if isinstance(layer, ExpertLinear):
+        return _exact_grouped_product(rows, layer.matrices(), ends)
+    adapters = layer.enabled_adapters if isinstance(layer, LoraExpertLinear) else (None, None)
+    return layer.frozen().product(rows, *adapters, ends, _exact_grouped_product)[0]
+
+
+def _exact_grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    if use_triton(rows):
+        from burnish.models.kernels.triton import expert_kernels
+
+        return expert_kernels.grouped_product(rows, matrices, ends)
+    product = rows.new_empty(rows.shape[0], matrices.shape[1])
+    for expert, span in expert_spans(ends):
+        product[span] = _tiled_linear(rows[span], matrices[expert], None)
+    return product
 
 
 def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:

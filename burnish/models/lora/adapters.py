@@ -4,7 +4,8 @@
 
 Query, key and value of a fused projection have one adapter each, as in Hugging Face's unfused layers. All A's form one
 matrix, so that x is read once; each B adds into its columns of y. The backward saves only x and A x, and computes no
-gradient of W, which may be in 4 bits (`nf4.py`).
+gradient of W, which may be in 4 bits (`nf4.py`). Every expert of a mixture has adapters of its own (`adapted_experts.py`), as in
+files that PEFT wrote when experts were modules of their own: `mlp.experts.3.gate_proj.lora_A.weight`. The router has none.
 
 All other parameters are frozen. Adapters have the model's dtype, since engine and learner share them; in a half type the
 optimizer keeps float32 master copies. With its adapters disabled a model equals its base bit for bit, so a KL reference
@@ -26,10 +27,13 @@ from torch.nn import functional
 from burnish.config.model import Lora
 from burnish.core.random_keys import fold
 from burnish.core.sharded_tensors import local_tensor
+from burnish.models import adapted_experts
+from burnish.models.adapted_experts import FrozenExperts
 from burnish.models.decoder import Decoder
-from burnish.models.nf4 import Nf4, Nf4Weight, dense_weight, nf4_linear, quantise_layers
+from burnish.models.experts import Dispatch, ExpertLinear
+from burnish.models.nf4 import Nf4, Nf4ExpertLinear, Nf4Weight, dense_weight, nf4_linear, quantise_layers
 from burnish.models.weight_files import hf_tensors, weight_blocks
-from burnish.models.weight_layout import Projection, lora_targets, projections
+from burnish.models.weight_layout import Projection, layer_matrices, lora_targets, projections, replace_module
 
 Span = tuple[int, int]
 """Output columns [start, stop) that one adapter adds to."""
@@ -124,17 +128,55 @@ class LoraLinear(nn.Linear):
         return list(zip(self.spans, self.lora_a.split(self.rank), rows, strict=True))
 
 
+class LoraExpertLinear(LoraLinear):
+    """The frozen matrices of all experts, each with an adapter on the same `spans` of its outputs."""
+
+    def __init__(
+        self, base: ExpertLinear | Nf4ExpertLinear, spans: Sequence[Span], rank: int, scale: float, dtype: torch.dtype
+    ) -> None:
+        super().__init__(base, spans, rank, scale, dtype)
+        self.num_experts = base.num_experts
+        self.expert_spans = self.spans[: len(self.spans) // base.num_experts]
+
+    def frozen(self) -> FrozenExperts:
+        """The matrices for a product, and where the adapters add to it if they are enabled."""
+        return FrozenExperts(self.matrices, self.num_experts, self.expert_spans, self.rank, self.scale)
+
+    def matrices(self, dtype: torch.dtype) -> Tensor:
+        """The dense matrices [experts, outputs, inputs]."""
+        return dense_weight(self.weight, dtype).view(self.num_experts, -1, self.in_features)
+
+    @property
+    def enabled_adapters(self) -> tuple[Tensor | None, Tensor | None]:
+        return (self.lora_a, self.lora_b) if self.is_on else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("the rows of an expert layer have an expert each: call `from_tokens` or `to_tokens`")
+
+    def from_tokens(self, x: Tensor, way: Dispatch) -> Tensor:
+        """As `ExpertLinear.from_tokens`."""
+        return adapted_experts.from_tokens(x, *self.enabled_adapters, way, self.frozen())
+
+    def to_tokens(self, rows: Tensor, way: Dispatch) -> Tensor:
+        """As `ExpertLinear.to_tokens`."""
+        return adapted_experts.to_tokens(rows, *self.enabled_adapters, way, self.frozen())
+
+
 def wrap_with_lora(model: Decoder, lora: Lora) -> None:
     """Freeze the model and add zero adapters to its target layers, which keep their tensors or are quantised to 4 bits."""
     model.requires_grad_(False)
     quantise_layers(model, lora.base)
     dtype = model.embedding.weight.dtype
-    wanted = lora_targets(model.arch, lora)
-    for layer in model.layers:
+    for index, layer in enumerate(model.layers):
+        wanted = lora_targets(model.arch, lora, index)
         for name in dict.fromkeys(target.module for target in wanted):
             spans = [(target.start, target.stop) for target in wanted if target.module == name]
-            base = cast(nn.Linear, getattr(layer, name))
-            setattr(layer, name, LoraLinear(base, spans, lora.rank, lora.scale, dtype))
+            base = cast(nn.Linear, layer.get_submodule(name))
+            if isinstance(base, ExpertLinear | Nf4ExpertLinear):
+                adapted: LoraLinear = LoraExpertLinear(base, spans, lora.rank, lora.scale, dtype)
+            else:
+                adapted = LoraLinear(base, spans, lora.rank, lora.scale, dtype)
+            replace_module(layer, name, adapted)
     model.lora = lora
 
 
@@ -154,11 +196,14 @@ def add_lora(model: Decoder, lora: Lora, seed: int) -> None:
 def adapters(model: Decoder) -> Iterator[tuple[int, Projection, Tensor, Tensor]]:
     """(layer, projection, A [rank, in], B [out, rank]) of every adapter, as views of the parameters."""
     for index, layer in enumerate(model.layers):
-        for projection in projections(model.arch):
-            module = getattr(layer, projection.module)
+        blocks: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        for name in layer_matrices(model.arch, index):
+            module = layer.get_submodule(name)
             for (start, _), a, b in module.blocks() if isinstance(module, LoraLinear) else ():
-                if start == projection.start:
-                    yield index, projection, a, b
+                blocks[name, start] = a, b
+        for projection in projections(model.arch, index):
+            if (projection.module, projection.start) in blocks:
+                yield index, projection, *blocks[projection.module, projection.start]
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -148,7 +148,7 @@ def adapter_blocks(arch: Architecture, lora: Lora) -> list[WeightBlock]:
     table = []
     for index in range(arch.num_layers):
         modules: dict[str, list[Projection]] = {}
-        for target in lora_targets(arch, lora):
+        for target in lora_targets(arch, lora, index):
             modules.setdefault(target.module, []).append(target)
         for module, parts in modules.items():
             ours, row = f"layers.{index}.{module}", 0

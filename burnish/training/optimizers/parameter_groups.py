@@ -120,9 +120,9 @@ def fused_matrices(model: nn.Module) -> dict[str, FusedMatrices]:
                 orders[prefix + block.parameter_name] = row_order_of(decoder, block.parameter_name)
         for name, module in decoder.named_modules():
             if isinstance(module, LoraLinear) and decoder.lora is not None:
-                sizes = [
-                    t.num_outputs for t in lora_targets(decoder.arch, decoder.lora) if name.endswith(f".{t.module}")
-                ]
+                _, index, path = name.split(".", 2)
+                targets = lora_targets(decoder.arch, decoder.lora, int(index))
+                sizes = [target.num_outputs for target in targets if target.module == path]
                 heights[f"{prefix}{name}.lora_a"] = [module.rank] * len(sizes)
                 heights[f"{prefix}{name}.lora_b"] = sizes
                 orders[f"{prefix}{name}.lora_b"] = row_order_of(decoder, f"{name}.lora_b")

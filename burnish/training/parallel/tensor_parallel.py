@@ -49,6 +49,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.tensor needs the native decoder; this model runs through transformers")
     check_divisible(backbone.arch, num_ranks)
+    if backbone.arch.experts is not None or backbone.arch.wide_qk_norm:
+        raise UserError("parallel.tensor does not divide experts or norms over all heads: use parallel.shard")
     if quantised_weights(backbone):
         raise UserError("parallel.tensor cannot cut matrices in 4 bits: use parallel.data, or model.lora.base=dtype")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in FUSED_MODULES}

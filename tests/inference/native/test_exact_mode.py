@@ -17,6 +17,7 @@ from burnish.core.random_keys import fold
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.kernels.elementwise import swiglu
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_swiglu
 from burnish.models.kernels.paged_cache import Placement
@@ -29,6 +30,8 @@ SHAPES: list[dict[str, Any]] = [
     {"qkv_bias": True, "num_kv_heads": 4},
     {"qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True, "window": 6,
      "local_layers": (True, False), "local_theta": 100.0, "query_scale": 0.8},
+    {"family": "olmoe", "wide_qk_norm": True, "experts": ExpertShape(6, 3, 20, normalised=False)},
+    {"family": "qwen3_moe", "experts": ExpertShape(8, 2, 20, (False, True))},
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
 

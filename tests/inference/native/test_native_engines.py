@@ -17,6 +17,7 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.weight_files import save_decoder
 
 GREEDY = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)]
@@ -32,6 +33,7 @@ GEMMA3 = {
     "scaled_embedding": True, "tied": True, "window": 6, "local_layers": (True, False), "local_theta": 100.0,
     "query_scale": 0.8,
 }  # fmt: skip
+EXPERTS = {"family": "olmoe", "wide_qk_norm": True, "experts": ExpertShape(6, 2, 20, (True, False))}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3],
-    ids=["plain", "window", "norms", "gemma3"],
+    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3, EXPERTS],
+    ids=["plain", "window", "norms", "gemma3", "experts"],
 )
 def test_a_crowd_gets_the_tokens_and_logprobs_of_a_sampler_without_a_cache(
     tools: Any, native: Any, options: dict[str, Any]
