@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.tensor import DTensor
 
 

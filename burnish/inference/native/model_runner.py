@@ -52,7 +52,7 @@ class ModelRunner:
         self.cache = self._make_cache(plan, weight.dtype, quantised)
         self.has_kernels = use_triton(weight)
         self._clear()
-        self.rows = DeviceRows(plan.max_rows, plan.blocks_per_row, weight.device)
+        self.rows = self._make_rows(plan.max_rows, plan.blocks_per_row)
         self.windows = model.arch.windows
         num_positions = plan.blocks_per_row * plan.block_size
         self.rotations = [model.rotations(num_positions, layer) for layer in range(model.arch.num_layers)]
@@ -215,7 +215,10 @@ class ModelRunner:
         return graph
 
     def _inactive_rows(self) -> DeviceRows:
-        return DeviceRows(self.rows.size, self.rows.block_table.shape[1], self.device)
+        return self._make_rows(self.rows.size, self.rows.block_table.shape[1])
+
+    def _make_rows(self, size: int, max_blocks: int) -> DeviceRows:
+        return DeviceRows(size, max_blocks, self.device)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)

@@ -159,23 +159,21 @@ class PagedEngine:
 
     def plan(self, longest: int) -> CachePlan:
         """Plan the cache for requests of up to `longest` tokens, from the memory that is free now."""
-        free, device = None, self.model.embedding.weight.device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # torch's cached memory is free as well
-            free, _ = torch.cuda.mem_get_info(device)
-            if self._runner is not None:
-                free += self._runner.held_bytes  # freed before a new cache is made
         has_splits = use_triton(self.model.embedding.weight) and not self.exact
         return plan_cache(
             token_bytes=self.token_bytes,
             max_rows=self.max_rows,
             longest=longest,
-            free_bytes=free,
+            free_bytes=self._free_bytes(),
             cache_bytes=self.cache_bytes,
             block_size=BLOCK_SIZE,
             kv_heads=self.model.arch.num_kv_heads if has_splits else None,
             num_contexts=self.num_contexts,
         )
+
+    def _free_bytes(self) -> int | None:
+        """GPU memory that a new cache may take, with that of the present one; None on a CPU."""
+        return free_device_bytes(self.model.embedding.weight.device, self._runner)
 
     def reserve(self, longest: int, rows: int = 1) -> None:
         """Make the cache for requests of up to `longest` tokens, and kernels for `rows` rows, before the first request."""
@@ -231,11 +229,14 @@ class PagedEngine:
         self.block_manager = BlockManager(plan.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.max_rows, plan.blocks_per_row)
         with torch.inference_mode():
-            self._runner = ModelRunner(self.model, plan, self.stats, self.exact, self.quantised)
+            self._runner = self._make_runner(plan)
             self._runner.compile(self._runner.batch_size(rows), flags)
         self.stats.plan = plan
         if self.on_cache is not None:
             self.on_cache(plan)
+
+    def _make_runner(self, plan: CachePlan) -> ModelRunner:
+        return ModelRunner(self.model, plan, self.stats, self.exact, self.quantised)
 
     @property
     def runner(self) -> ModelRunner:
@@ -376,6 +377,15 @@ def _queue_order(state: RequestState) -> tuple[bool, int]:
     """Sort key of the waiting queue: preempted requests first, then by priority."""
     is_new = state.admission < 0
     return is_new, -state.request.priority if is_new else 0
+
+
+def free_device_bytes(device: torch.device, runner: ModelRunner | None) -> int | None:
+    """Free memory of a GPU, with what the runner's cache takes, which is freed before a new one is made; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # torch's cached memory is free as well
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + (0 if runner is None else runner.held_bytes)
 
 
 def _kv_token_bytes(model: Decoder, quantised: bool) -> int:

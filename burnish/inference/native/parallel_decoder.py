@@ -1,0 +1,227 @@
+"""One rank's part of a decoder, for an engine whose ranks hold the model together (Megatron, 1909.08053).
+
+Each rank has some heads, some columns of the MLP and some tokens of the vocabulary (`models/tensor_shards.py`). It computes its part
+of a layer's output from the whole input, and the parts are summed: two all-reduces per layer, one for the embedding. The logits are
+gathered on rank 0, which samples. The modules have the names of the whole decoder's, and `arch` is the shape of the rank's layers, so
+that the paged forward, its kernels and its cache run on it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.config.errors import UserError
+from burnish.config.model import Lora
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder, Layer
+from burnish.models.lora.adapters import LoraLinear, wrap_with_lora
+from burnish.models.nf4 import quantised_weights
+from burnish.models.tensor_shards import BY_INPUTS, check_divisible, rank_architecture, rank_blocks, vocabulary_range
+from burnish.models.weight_layout import lora_targets
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CONFIG_KEY = "rollout.tensor_parallel"
+IDLE_TIMEOUT = timedelta(days=365)
+"""How long a rank may wait for the next command: an engine may be idle for as long as the learner trains. A rank that ends closes its
+connection, which the others notice at once."""
+
+
+@dataclass
+class EngineRanks:
+    """One process among those that hold a model together, and their collectives."""
+
+    rank: int
+    size: int
+    group: ProcessGroup
+    """For tensors: NCCL on GPUs, gloo on CPUs."""
+    control: ProcessGroup
+    """For Python objects, over gloo."""
+    is_muted: bool = False
+    """While set, collectives do nothing: kernels compile in threads, in another order on each rank."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        self.is_muted = True
+        try:
+            yield
+        finally:
+            self.is_muted = False
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks, in place."""
+        from torch.distributed import all_reduce
+
+        if not self.is_muted:
+            all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
+        """On the leader, the columns of all ranks [N, num_columns]; elsewhere x. Each rank has an equal part, the last ones less."""
+        from torch.distributed import gather
+
+        width = -(-num_columns // self.size)
+        own = functional.pad(x, (0, width - x.shape[1])).contiguous() if x.shape[1] < width else x.contiguous()
+        if self.is_muted:
+            return x
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.is_leader else None
+        gather(own, parts, group_dst=0, group=self.group)
+        return x if parts is None else torch.cat(parts, 1)[:, :num_columns]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Overwrite x with the leader's."""
+        from torch.distributed import broadcast
+
+        if not self.is_muted:
+            broadcast(x, group_src=0, group=self.group)
+        return x
+
+    def share(self, value: Any) -> Any:
+        """The leader's object; the value of the others is ignored."""
+        from torch.distributed import broadcast_object_list
+
+        values = [value]
+        broadcast_object_list(values, group_src=0, group=self.control)
+        return values[0]
+
+    def minimum(self, number: int) -> int:
+        """The smallest number of all ranks."""
+        from torch.distributed import ReduceOp, all_reduce
+
+        found = torch.tensor(number)
+        all_reduce(found, ReduceOp.MIN, group=self.control)
+        return int(found)
+
+
+def join_engine_ranks(on_gpu: bool) -> EngineRanks:
+    """Join the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one GPU a process."""
+    from torch import distributed
+
+    if on_gpu:
+        torch.cuda.set_device(0)
+    if not distributed.is_initialized():
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    world = distributed.group.WORLD
+    assert world is not None, "the process group was just made"
+    control = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+    return EngineRanks(distributed.get_rank(), distributed.get_world_size(), world, control)
+
+
+class ParallelDecoder(Decoder):
+    """A rank's part of a decoder of the architecture `whole`. Its parameters have no values until they are loaded."""
+
+    def __init__(
+        self,
+        whole: Architecture,
+        ranks: EngineRanks,
+        dtype: torch.dtype,
+        device: torch.device,
+        lora: Lora | None = None,
+    ) -> None:
+        check_divisible(whole, ranks.size, CONFIG_KEY)
+        if lora is not None and lora.base != "dtype":
+            raise UserError(f"{CONFIG_KEY} cannot cut matrices in 4 bits: set model.lora.base=dtype")
+        start, stop = vocabulary_range(whole.vocab_size, ranks.rank, ranks.size)
+        with torch.device("meta"):
+            super().__init__(rank_architecture(whole, ranks.size))
+            self.embedding = nn.Embedding(stop - start, whole.hidden_size)
+            if self.head is not None:
+                self.head = nn.Linear(whole.hidden_size, stop - start, bias=False)
+            if lora is not None:
+                wrap_with_lora(self, lora)
+            for layer in cast("list[Layer]", self.layers):
+                for name in BY_INPUTS:
+                    setattr(layer, name, divided_by_inputs(getattr(layer, name), ranks))
+        self.whole, self.ranks, self.vocabulary = whole, ranks, (start, stop)
+        self.to(dtype).to_empty(device=device).requires_grad_(False)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings of the rank's own tokens; the others come from the ranks that have them."""
+        start, stop = self.vocabulary
+        is_own = (tokens >= start) & (tokens < stop)
+        local = super().embedded(torch.where(is_own, tokens - start, 0))
+        return self.ranks.all_reduce(local.masked_fill_(~is_own[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, vocab] on rank 0, and of its own tokens on every other rank, which does not sample."""
+        return self.ranks.gather_columns(super().logits(hidden), self.whole.vocab_size)
+
+    def cut(self, name: str, full: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """(place in this rank's parameter `name`, block of the full tensor) for each block that the rank holds."""
+        for block in blocks_of(self.whole, self.lora, name, full.shape, self.ranks.rank, self.ranks.size):
+            shard = block.shard
+            of = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True))
+            to = tuple(slice(start, start + size) for start, size in zip(block.at, shard.sizes, strict=True))
+            yield to, full[of]
+
+    @torch.no_grad()
+    def load_full(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's blocks of full tensors into its parameters."""
+        parameters: Mapping[str, Tensor] = dict(self.named_parameters())
+        for name, full in named_tensors:
+            for to, block in self.cut(name, full):
+                parameters[name][to].copy_(block)
+
+
+def blocks_of(arch: Architecture, lora: Lora | None, name: str, shape: Iterable[int], rank: int, size: int) -> Any:
+    """The blocks of a parameter of a decoder, perhaps with adapters, that a rank of an engine holds."""
+    module = ("", *name.split("."))[-2]
+    adapted = [] if lora is None else [t.name for t in lora_targets(arch, lora) if t.module == module]
+    return rank_blocks(arch, name, tuple(shape), rank, size, lora_projections=adapted)
+
+
+def parallel_decoder_of(model: Decoder, ranks: EngineRanks) -> ParallelDecoder:
+    """This rank's part of a whole decoder, with its weights."""
+    if quantised_weights(model):
+        raise UserError(f"{CONFIG_KEY} cannot cut matrices in 4 bits: set model.lora.base=dtype")
+    weight = model.embedding.weight
+    part = ParallelDecoder(model.arch, ranks, weight.dtype, weight.device, model.lora)
+    part.load_full(model.named_parameters())
+    return part
+
+
+class DividedLinear(nn.Linear):
+    """A linear layer that is divided by its inputs: the products of all ranks are summed, then the bias is added once."""
+
+    def __init__(self, base: nn.Linear, ranks: EngineRanks) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias, self.ranks = base.weight, base.bias, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ranks.all_reduce(functional.linear(x, self.weight))
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class DividedLoraLinear(LoraLinear):
+    """The same with adapters: a rank has columns of W and of A, and all of B."""
+
+    def __init__(self, base: LoraLinear, ranks: EngineRanks) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias, self.ranks = base.weight, base.bias, ranks
+        self.spans, self.rank, self.scale, self.is_on = base.spans, base.rank, base.scale, base.is_on
+        self.lora_a, self.lora_b = base.lora_a, base.lora_b
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, Tensor), "4-bit matrices are refused"
+        y = self.ranks.all_reduce(self.product(x, self.weight, None, self.lora_a, self.lora_b))
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def divided_by_inputs(base: nn.Linear, ranks: EngineRanks) -> nn.Linear:
+    """A rank's layer with a sum over the ranks after its product."""
+    return DividedLoraLinear(base, ranks) if isinstance(base, LoraLinear) else DividedLinear(base, ranks)

@@ -1,0 +1,121 @@
+"""Which part of every parameter a tensor-parallel rank holds (Megatron, 1909.08053), as blocks of the full tensor.
+
+A rank has some query heads with the key/value heads they read, and some columns of the MLP. The fused matrices are divided by
+their outputs and the matrices after them by their inputs. An engine also divides the vocabulary: rows of the embedding and of the
+head. Norms are whole on every rank.
+
+The full tensor has Hugging Face's order of rows. A rank's rows of a fused matrix are several blocks of it, which lie one after the
+other in the rank's tensor. Nothing here needs torch: plans of weight transfers (`inference/resharding.py`) are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from burnish.config.errors import UserError
+from burnish.core.sharded_tensors import PlacedShard, Shard, full_shard
+from burnish.models.architecture import Architecture
+
+Range = tuple[int, int]
+"""Rows or columns [start, stop)."""
+VOCABULARY = ("embedding", "head")
+"""Modules with a row for each token of the vocabulary."""
+BY_INPUTS = ("out", "down")
+"""Modules that are divided by their inputs."""
+
+
+def check_divisible(arch: Architecture, size: int, key: str) -> None:
+    """Refuse a number of ranks that cannot have equal parts of the layers. `key` is the config key that sets it."""
+    for what, number in (("query heads", arch.num_heads), ("MLP columns", arch.mlp_size)):
+        if number % size:
+            raise UserError(f"{key}={size} does not divide the model's {number} {what}")
+    kv_heads = arch.num_kv_heads
+    if kv_heads % size and size % kv_heads:
+        raise UserError(
+            f"{key}={size} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
+        )
+
+
+def rank_architecture(arch: Architecture, size: int) -> Architecture:
+    """The architecture of one rank's layers. With fewer key/value heads than ranks, several ranks hold the same one."""
+    kv_heads = max(1, arch.num_kv_heads // size)
+    return replace(arch, num_heads=arch.num_heads // size, num_kv_heads=kv_heads, mlp_size=arch.mlp_size // size)
+
+
+def vocabulary_range(vocab_size: int, rank: int, size: int) -> Range:
+    """The tokens whose embeddings and logits a rank has. All ranks but the last have equally many."""
+    each = -(-vocab_size // size)
+    return min(rank * each, vocab_size), min((rank + 1) * each, vocab_size)
+
+
+def rank_ranges(arch: Architecture, projection: str, rank: int, size: int) -> Range:
+    """The outputs of a Hugging Face projection (`q_proj`, `gate_proj`, ...) that a rank has, counted within the projection."""
+    if projection in ("k_proj", "v_proj"):
+        first = rank * arch.num_kv_heads // size
+        return first * arch.head_dim, (first + max(1, arch.num_kv_heads // size)) * arch.head_dim
+    total = arch.num_heads * arch.head_dim if projection == "q_proj" else arch.mlp_size
+    return rank * total // size, (rank + 1) * total // size
+
+
+def fused_ranges(arch: Architecture, module: str, rank: int, size: int) -> list[Range]:
+    """The rows of a fused matrix that a rank has, one range for each projection in it."""
+    if module == "qkv":
+        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        parts = [("q_proj", 0), ("k_proj", q), ("v_proj", q + kv)]
+    else:
+        parts = [("gate_proj", 0), ("up_proj", arch.mlp_size)]
+    return [_shifted(rank_ranges(arch, name, rank, size), start) for name, start in parts]
+
+
+def rank_blocks(
+    arch: Architecture,
+    name: str,
+    shape: Sequence[int],
+    rank: int,
+    size: int,
+    with_vocabulary: bool = True,
+    lora_projections: Sequence[str] = (),
+) -> list[PlacedShard]:
+    """The blocks of the parameter `name` that a rank of `size` holds, with their places in the rank's tensor.
+
+    `shape` is that of the full tensor. The B matrices of a fused layer stack those of its `lora_projections`, in that order.
+    """
+    module, kind = ("", *name.split("."))[-2:]
+    if size == 1 or (kind == "lora_a" and module not in BY_INPUTS) or (kind == "lora_b" and module in BY_INPUTS):
+        return [PlacedShard(full_shard(shape), (0,) * len(shape))]
+    if with_vocabulary and module in VOCABULARY:
+        return _along(shape, 0, [vocabulary_range(shape[0], rank, size)])
+    if module in BY_INPUTS and kind in ("weight", "lora_a"):
+        columns = arch.num_heads * arch.head_dim if module == "out" else arch.mlp_size
+        return _along(shape, 1, [(rank * columns // size, (rank + 1) * columns // size)])
+    if kind == "lora_b" and module in ("qkv", "gate_up"):
+        return _along(shape, 0, _adapter_ranges(arch, lora_projections, rank, size))
+    if module in ("qkv", "gate_up"):
+        return _along(shape, 0, fused_ranges(arch, module, rank, size))
+    return [PlacedShard(full_shard(shape), (0,) * len(shape))]
+
+
+def _adapter_ranges(arch: Architecture, projections: Sequence[str], rank: int, size: int) -> list[Range]:
+    ranges, start = [], 0
+    for name in projections:
+        ranges.append(_shifted(rank_ranges(arch, name, rank, size), start))
+        is_kv = name in ("k_proj", "v_proj")
+        heads = arch.num_kv_heads if is_kv else arch.num_heads
+        start += arch.mlp_size if name in ("gate_proj", "up_proj") else heads * arch.head_dim
+    return ranges
+
+
+def _along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> list[PlacedShard]:
+    """Blocks that are whole but for one dimension, one after the other along it."""
+    blocks, at = [], 0
+    for start, stop in ranges:
+        offsets, sizes, place = [0] * len(shape), list(shape), [0] * len(shape)
+        offsets[dim], sizes[dim], place[dim] = start, stop - start, at
+        blocks.append(PlacedShard(Shard(tuple(shape), tuple(offsets), tuple(sizes)), tuple(place)))
+        at += stop - start
+    return blocks
+
+
+def _shifted(found: Range, start: int) -> Range:
+    return start + found[0], start + found[1]

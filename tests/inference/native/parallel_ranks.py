@@ -1,0 +1,153 @@
+"""Runs engines of several ranks beside an engine of one: `python -m tests.inference.native.parallel_ranks <ranks> <folder>`.
+
+Rank 0 runs the same requests on both, and writes the completions of each case to `<folder>/results.pt`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burnish.config.errors import UserError
+from burnish.config.model import Lora
+from burnish.core.engine import Completion, Engine, Request
+from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.parallel_decoder import EngineRanks, join_engine_ranks, parallel_decoder_of
+from burnish.inference.native.parallel_engine import ParallelEngine, ParallelFollower
+from burnish.models.decoder import Decoder
+from burnish.models.lora.adapters import adapter_weights, add_lora
+from tests.inference.native.conftest import mixed_requests
+from tests.tiny_engines import decoder, requests, run
+from tests.training.parallel.forked_ranks import start_ranks, wait_for_ranks
+
+GEMMA = {"out_norms": True, "window": 5, "local_layers": (True, False), "local_theta": 500.0, "qk_norm": True,
+         "activation": "gelu_tanh", "norm_shift": 1.0, "scaled_embedding": True, "query_scale": 1.3}  # fmt: skip
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+Play = Callable[[Engine, Decoder], dict[str, Completion]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, an engine and what is asked of it. The key heads of `model` may be fewer than the ranks."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    lora: Lora | None = None
+    play: str = "some"
+
+
+CASES = {
+    "untied": Case(),
+    "tied, norms of heads": Case({"tied": True, "qk_norm": True}),
+    "biases, all heads": Case(BIASES | {"num_kv_heads": 4}),
+    "gemma": Case(GEMMA | {"tied": True}),
+    "adapters": Case({"qkv_bias": True}, lora=Lora(rank=3, alpha=6, targets=["k_proj", "v_proj", "o_proj", "up_proj"])),
+    "a small cache": Case(engine={"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
+    "8-bit cache": Case(engine={"quantised": True}),
+    "a life": Case(play="life"),
+}
+OF_FOUR = ("untied", "adapters")
+"""The cases of four ranks, two of which have the same key heads."""
+
+
+def cases_of(size: int) -> dict[str, Case]:
+    return CASES if size == 2 else {name: CASES[name] for name in OF_FOUR}
+
+
+def made(case: Case) -> Decoder:
+    model = decoder(**case.model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        if case.lora is not None:
+            add_lora(model, case.lora, 0)
+            for parameter in adapter_weights(model).values():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def some(engine: Engine, model: Decoder) -> dict[str, Completion]:
+    """Requests of every kind but the longest."""
+    return run(engine, [r for r in mixed_requests() if r.sampling.max_tokens < 20])
+
+
+def life(engine: Engine, model: Decoder) -> dict[str, Completion]:
+    """Abort, continue, sleep, take new weights, and sample again. Which tokens an aborted request has depends on nothing but time."""
+    wanted = mixed_requests()
+    engine.submit(wanted)
+    found = {c.id: c for c in islice(engine.stream(), 3)}
+    cut = [r.id for r in wanted if r.id not in found][:4]
+    found |= {c.id: c for c in engine.abort(cut, keep=True)} | {c.id: c for c in engine.stream()}
+    engine.sleep()
+    engine.load(1, [(name, 0.8 * p.detach()) for name, p in model.named_parameters()])
+    engine.wake()
+    later = [Request(f"later {r.id}", r.tokens, r.sampling, r.key) for r in wanted]
+    return found | run(engine, later)
+
+
+def crowd(engine: Engine, model: Decoder) -> dict[str, Completion]:
+    """Rows that grow until the blocks run out."""
+    return run(engine, requests([(k, 5, 6) for k in range(7)], max_tokens=40))
+
+
+PLAYS: dict[str, Play] = {"some": some, "life": life, "crowd": crowd}
+
+
+def run_cases(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    ranks, results = join_engine_ranks(on_gpu=False), dict[str, Any]()
+    for name, case in cases_of(ranks.size).items():
+        model = made(case)
+        part = parallel_decoder_of(model, ranks)
+        results[name] = {
+            "share": sum(p.numel() for p in part.parameters()) / sum(p.numel() for p in model.parameters())
+        }
+        options = {"max_rows": 4} | case.engine
+        if not ranks.is_leader:
+            ParallelFollower(part, on_load=lambda version: None).run()
+            continue
+        engine = ParallelEngine(part, **options)
+        results[name]["several"] = PLAYS[case.play](engine, model)
+        engine.close()
+        results[name]["stats"] = engine.stats
+        results[name]["one"] = PLAYS[case.play](PagedEngine(model, **options), model)
+    if ranks.is_leader:
+        results["refused"] = refusals(ranks)
+        torch.save(results, folder / "results.pt")
+
+
+def refusals(ranks: EngineRanks) -> list[str]:
+    """What is refused, in words."""
+    model, said = decoder(), []
+    attempts: list[Callable[[], Any]] = [
+        lambda: ParallelEngine(parallel_decoder_of(model, ranks), exact=True),
+        lambda: parallel_decoder_of(decoder(num_heads=3, num_kv_heads=3), ranks),
+        lambda: parallel_decoder_of(decoder(num_heads=12, num_kv_heads=3, mlp_size=48), ranks),
+        lambda: parallel_decoder_of(_in_4_bits(), ranks),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def _in_4_bits() -> Decoder:
+    model = decoder(hidden_size=64, mlp_size=128)
+    add_lora(model, Lora(rank=2, base="nf4"), 0)
+    return model
+
+
+if __name__ == "__main__":
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    sys.exit(wait_for_ranks(start_ranks(partial(run_cases, folder), size, folder), folder))
