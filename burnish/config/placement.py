@@ -59,7 +59,10 @@ class RayPlacement(Slot):
     workers: int = Field(1, ge=1)
     """Processes that train; `parallel` says how they divide the work."""
     engines: int = Field(1, ge=1)
-    """Processes that sample, each with a copy of the weights."""
+    """Processes that sample. Each has a copy of the weights, unless engine_tensor says that several share one."""
+    engine_tensor: int = Field(1, ge=1)
+    """Processes that form one native engine and hold a part of the model each (tensor parallelism), for models larger than a GPU. Divides
+    the number of processes that sample and the model's query heads and MLP width."""
     cpus: int = Field(1, ge=1)
     """CPUs of each process, and its threads for arithmetic."""
     layout: Literal["colocated", "split"] = "colocated"
@@ -213,6 +216,9 @@ def describe_processes(placement: RayPlacement) -> str:
         return _describe_pools(placement.pools, placement.roles)
     counts = ((placement.workers, "worker"), (placement.engines, "engine"), (placement.cpus, "CPU"))
     workers, engines, cpus = (_plural(number, what) for number, what in counts)
+    if placement.engine_tensor > 1:
+        num_engines = _plural(placement.engines // placement.engine_tensor, "engine")
+        engines = f"{num_engines} of {placement.engine_tensor} processes"
     return f"{workers} and {engines}, {placement.layout}, {cpus} each"
 
 
@@ -294,6 +300,7 @@ def check_placement_fits(config: TrainConfig) -> None:
         check_parallel_fits(parallel, config.model, optimizer, config.training.activations)
     if config.rollout.engine not in ("auto", "native", "transformers"):
         raise ValueError(f"rollout.engine={config.rollout.engine} needs placement=local: it runs in its own processes")
+    _check_engine_ranks(config, placement)
     if config.rollout.mismatch is not None:
         raise ValueError("rollout.mismatch needs placement=local: it changes the learner's own tensors")
     for part in config.reward.parts:
@@ -314,6 +321,22 @@ def check_placement_fits(config: TrainConfig) -> None:
     most_processes = max(placement.size(role) for role in trained)
     if most_processes > 1 and config.training.compile:
         raise ValueError("training.compile needs placement.workers=1, or one place in the pools of actor and critic")
+
+
+def _check_engine_ranks(config: TrainConfig, placement: RayPlacement) -> None:
+    """Refuse engines of several processes where the processes or the model cannot be divided."""
+    size, num_processes = placement.engine_tensor, placement.size(ROLLOUT)
+    if size == 1:
+        return
+    if num_processes % size:
+        where = f"placement.pools.{placement.roles[ROLLOUT]}.places" if placement.pools else "placement.engines"
+        raise ValueError(f"placement.engine_tensor={size} does not divide {where}={num_processes}")
+    if config.model.backend == "transformers" or config.rollout.engine == "transformers":
+        raise ValueError("placement.engine_tensor needs the native decoder, but the model runs through transformers")
+    if config.model.lora is not None and config.model.lora.base != "dtype":
+        raise ValueError(
+            f"placement.engine_tensor cannot split matrices in 4 bits (model.lora.base={config.model.lora.base}): use base=dtype"
+        )
 
 
 def _check_roles(config: TrainConfig, placement: RayPlacement) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from burnish.config.errors import UserError
 from burnish.config.placement import Placement, RayPlacement, describe_processes
@@ -31,15 +31,32 @@ class Layout:
 
     bundles: list[Resources]
     slots: dict[str, list[ProcessSlot]]
+    pools: list[range]
+    """The bundles of each pool, which are all alike."""
 
     def total(self, what: str) -> float:
         return sum(bundle.get(what, 0) for bundle in self.bundles)
+
+    def sorted_by_machine(self, machines: Sequence[str]) -> Layout:
+        """The layout with the places of each pool renumbered, so that consecutive places are on one machine.
+
+        `machines[k]` is where bundle k was reserved. Ranks that exchange most, as those of a tensor-parallel group, are consecutive.
+        """
+        renumbered: dict[int, int] = {}
+        for pool in self.pools:
+            order = sorted(pool, key=lambda bundle: (machines[bundle], bundle))
+            renumbered |= dict(zip(pool, order, strict=True))
+        slots = {
+            role: [replace(slot, bundle=renumbered[slot.bundle]) for slot in own] for role, own in self.slots.items()
+        }
+        return replace(self, slots=slots)
 
 
 def plan_layout(placement: RayPlacement, on_gpu: bool) -> Layout:
     """One bundle per place of a pool. The k-th process of each role of a pool is in its k-th place, and takes an equal part of it."""
     bundles: list[Resources] = []
     slots: dict[str, list[ProcessSlot]] = {}
+    pools: list[range] = []
     for pool, sizes in placement.pool_assignments:
         bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": 1.0} if on_gpu and pool.gpu else {})
         num_processes = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
@@ -48,8 +65,9 @@ def plan_layout(placement: RayPlacement, on_gpu: bool) -> Layout:
                 ProcessSlot(len(bundles) + k, {what: amount / num_processes[k] for what, amount in bundle.items()})
                 for k in range(size)
             ]
+        pools.append(range(len(bundles), len(bundles) + pool.places))
         bundles += [bundle] * pool.places
-    return Layout(bundles, slots)
+    return Layout(bundles, slots, pools)
 
 
 def check_layout(placement: RayPlacement, layout: Layout, nodes: Sequence[Mapping[str, float]], where: str) -> None:

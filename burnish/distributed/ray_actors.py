@@ -72,15 +72,23 @@ class WorkerActor:
 
     @ray.method(concurrency_group="begin")  # a call may arrive earlier through a relay, and waits for it
     def begin(
-        self, kind: type, args: tuple[Any, ...], environment: Mapping[str, str], log: str, folder: str
+        self,
+        kind: type,
+        args: tuple[Any, ...],
+        environment: Mapping[str, str],
+        log: str,
+        folder: str,
+        address: tuple[str, int] | None = None,
     ) -> tuple[int, str]:
-        """Build the worker; returns its process id and node id."""
+        """Build the worker; returns its process id and node id. `address` is where the ranks of a process group meet."""
         self.is_ready.clear()
         self.failure = None
         try:
             if Path(folder).is_dir():  # so that relative paths mean the same as for the driver
                 os.chdir(folder)
             os.environ.update(environment)
+            if address is not None:
+                os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
             _redirect_output(Path(log))
             _dump_stacks_on_signal(stacks_file(Path(log)))
             self.worker = kind(*args)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from burnish.config.errors import UserError
@@ -27,7 +27,6 @@ from burnish.distributed.ray_actors import (
     RayOutcome,
     Relay,
     RelayMessage,
-    exit_reason,
     kill_process,
     ray_outcome,
     request_stack_dump,
@@ -45,7 +44,7 @@ STACKS_TIMEOUT_S = 3.0
 class RayProcesses:
     """The actors of a group of workers of one class, each in its slot of a placement group.
 
-    `args` build each worker. With `together`, the workers can form a torch.distributed process group.
+    `args` build each worker. With `group_size` above 1, so many consecutive ranks can form a torch.distributed process group.
     """
 
     relays_from, fan_out = 64, 64
@@ -59,7 +58,7 @@ class RayProcesses:
         args: tuple[Any, ...],
         logs: Path,
         deadline_s: float,
-        together: bool = False,
+        group_size: int = 1,
     ) -> None:
         self.name, self.cluster, self.deadline_s = name, cluster, deadline_s
         self.slots = cluster.layout.slots[name]
@@ -71,25 +70,21 @@ class RayProcesses:
         self._processes: dict[int, tuple[int, str]] = {}
         self._begun: dict[int, Any] = {}
         self._relays: list[Any] = []
-        if together and self.size > 1:
-            address, port = self._first("its address", self._actors[0].rendezvous_address.remote())
-            self._environments = [
-                {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": "0",
-                    "WORLD_SIZE": str(self.size),
-                    "MASTER_ADDR": address,
-                    "MASTER_PORT": str(port),
-                }
-                for rank in range(self.size)
-            ]
-        for rank in range(self.size):
-            self._begin(rank)
+        assert self.size % group_size == 0, f"{self.size} processes cannot form groups of {group_size}"
+        self.group_size = group_size
+        for first in range(0, self.size, group_size):
+            self._begin_group(first)
 
-    def _begin(self, rank: int) -> None:
-        kind, args = self._made
-        environment, log = self._environments[rank], str(self.logs[rank])
-        self._begun[rank] = self._actors[rank].begin.remote(kind, args, environment, log, str(Path.cwd()))
+    def _begin_group(self, first: int) -> None:
+        """Build the workers of a process group, which meet at an address of the first one."""
+        size = self.group_size
+        address = self._actors[first].rendezvous_address.remote() if size > 1 else None
+        for place, rank in enumerate(range(first, first + size)):
+            if size > 1:
+                self._environments[rank] = {"RANK": str(place), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+            kind, args = self._made
+            environment, log, folder = self._environments[rank], str(self.logs[rank]), str(Path.cwd())
+            self._begun[rank] = self._actors[rank].begin.remote(kind, args, environment, log, folder, address)
 
     def start(self) -> None:
         """Wait until every worker is built; raises the first error of any."""
@@ -120,16 +115,6 @@ class RayProcesses:
         log = self.logs[0].parent / f"{self.name}-relay-{first}.log"
         relay.begin.remote(Relay, (hosts,), {}, str(log), str(Path.cwd()))
         return relay
-
-    def _first(self, what: str, reference: Any) -> Any:
-        try:
-            return ray.get(reference, timeout=self.deadline_s)
-        except GetTimeoutError as error:
-            raise WorkerLost(
-                f"{self.name} rank 0 was not ready in {self.deadline_s:g} s (asked for {what})", 0
-            ) from error
-        except RayActorError as error:
-            raise self._ended_before(0, exit_reason(error)) from error
 
     def _failed(self, rank: int, found: RayOutcome) -> Exception:
         """The error of a rank, as it is raised in the driver."""
@@ -187,15 +172,17 @@ class RayProcesses:
         return f"{told}; ranks {mute} did not report theirs (stopped, swapped out, or gone); what they still write is in {logs}"
 
     def restart(self, rank: int) -> None:
-        """Kill the old process first: Ray would wait for the CPUs that it holds."""
-        self._look_for(rank)
-        ray.kill(self._actors[rank], no_restart=True)
-        self._on_machine_of(rank, kill_process)
-        self._processes.pop(rank, None)
-        self._actors[rank] = self.cluster.host(self.slots[rank])
-        self._begin(rank)  # not awaited: the first call raises its error
-        if self._relays:
-            self._relays[rank // self.fan_out].call.remote("adopt", ((rank, self._actors[rank]), {}))
+        """Start new workers in place of a rank and its process group. Old processes are killed first: Ray would wait for their CPUs."""
+        first = rank - rank % self.group_size
+        for one in range(first, first + self.group_size):
+            self._look_for(one)
+            ray.kill(self._actors[one], no_restart=True)
+            self._on_machine_of(one, kill_process)
+            self._processes.pop(one, None)
+            self._actors[one] = self.cluster.host(self.slots[one])
+            if self._relays:
+                self._relays[one // self.fan_out].call.remote("adopt", ((one, self._actors[one]), {}))
+        self._begin_group(first)  # not awaited: the first call raises its error
 
     def _on_machine_of(self, rank: int, action: Callable[[int], None]) -> None:
         """Run an action on a rank's process, if that is known, without waiting for it."""

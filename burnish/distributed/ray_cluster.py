@@ -16,7 +16,12 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from burnish.config.errors import UserError
@@ -61,6 +66,8 @@ class Cluster:
             self.layout = plan_layout(placement, self.on_gpu)
             check_layout(placement, self.layout, nodes, "the cluster" if joined else "this machine")
             self._group = self._reserve(self.layout)
+            places: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+            self.layout = self.layout.sorted_by_machine([places[k] for k in range(len(self.layout.bundles))])
         except BaseException:
             self.close()
             raise

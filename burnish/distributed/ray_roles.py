@@ -17,6 +17,7 @@ from burnish.config.extras import install_hint
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, RayPlacement
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine, Request
+from burnish.distributed.parallel_rollout import ParallelEngines, ParallelRolloutWorker
 from burnish.distributed.remote_reward_pool import RemoteRewardPool, RewardWorker
 from burnish.distributed.role_proxies import (
     ControllerMetrics,
@@ -144,18 +145,20 @@ def _start_groups(
     apart = [role for role in (REFERENCE, CRITIC) if placement.is_separate(role)]
     together = [ACTOR, *(part for part in TRAINING_ROLES if part != ACTOR and part not in apart)]
 
+    rollout_worker = ParallelRolloutWorker if placement.engine_tensor > 1 else RolloutWorker
+
     def backend(role: str, kind: type, *more: Any) -> RayBackend:
         device = "cuda" if cluster.has_gpu(role) else "cpu"  # decided by its machine, not by the driver's
         own = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
-        is_trained = kind is TrainingWorker
-        return RayBackend(cluster, role, kind, (own, place, *more), logs, deadline_s, together=is_trained)
+        group_size = placement.size(role) if kind is TrainingWorker else placement.engine_tensor
+        return RayBackend(cluster, role, kind, (own, place, *more), logs, deadline_s, group_size)
 
-    backends = {ACTOR: backend(ACTOR, TrainingWorker, start, together), ROLLOUT: backend(ROLLOUT, RolloutWorker)}
+    backends = {ACTOR: backend(ACTOR, TrainingWorker, start, together), ROLLOUT: backend(ROLLOUT, rollout_worker)}
     backends |= {role: backend(role, TrainingWorker, start, [role]) for role in apart}
     groups = {}
     for role, made in backends.items():
         made.start()
-        kind = RolloutWorker if role == ROLLOUT else TrainingWorker
+        kind = rollout_worker if role == ROLLOUT else TrainingWorker
         groups[role] = WorkerGroup(role, kind, made, deadline_s, mini_batches=config.training.mini_batches)
         if kind is TrainingWorker:
             groups[role].shares = groups[role].place()
@@ -209,7 +212,10 @@ def build_remote_engine(
     trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
     asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else sampling and learning alternate
-    engine = RemoteEngine(rollout, trainer, asked, actor.deadline_s, check, metrics.count, note, at_once)
+    assert isinstance(config.placement, RayPlacement)
+    ranks = config.placement.engine_tensor
+    workers = rollout if ranks == 1 else ParallelEngines(rollout, ranks)
+    engine = RemoteEngine(workers, trainer, asked, actor.deadline_s, check, metrics.count, note, at_once)
     if at_once:
         # Before the first update: a resumed run learns from its journal while engines sample for later steps.
         engine.load(0, ())

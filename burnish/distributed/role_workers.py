@@ -25,9 +25,11 @@ from burnish.core.engine import Completion, Engine
 from burnish.distributed import roles
 from burnish.distributed.roles import build_process_reward_model
 from burnish.inference import weight_sync
+from burnish.inference.native.parallel_decoder import rank_part
 from burnish.inference.request_arrays import PackedCompletions, PackedRequests, pack_completions, unpack_requests
 from burnish.inference.threaded_engine import EngineThread
 from burnish.inference.weight_sync import EngineReport, Publication, Publisher, checksum, digest, probe_request
+from burnish.models.decoder import Decoder
 from burnish.models.nf4 import quantised_tensors
 from burnish.models.policy import PolicyModel, resolve_device
 from burnish.run.checkpoint.saver import HostCopy, keep_in_place, wait_for_devices
@@ -67,6 +69,7 @@ class TrainingWorker:
         if isinstance(config.algorithm.loss, Plugin):  # unpickling the user's loss needs its module
             load_plugin(config.algorithm.loss.name, base)
         self._delta, self._overlaps = config.placement.sync == "delta", config.rollout.source.name != "sync"
+        self._engine_ranks = config.placement.engine_tensor
         self._publisher: Publisher | None = None
         self._staged: dict[str, list[Content]] = {}
 
@@ -180,9 +183,9 @@ class TrainingWorker:
         if not self._is_publisher(tensors):
             return None
         if self._publisher is None:
-            self._publisher = Publisher(
-                self.store.put, trained, self._delta, keeps_buckets=self._overlaps and not self._delta
-            )
+            keeps_buckets = self._overlaps and not self._delta
+            ranks, cut = self._engine_ranks, self._part_of_engine
+            self._publisher = Publisher(self.store.put, trained, self._delta, keeps_buckets, num_parts=ranks, cut=cut)
         return self._publisher.publish(version, tensors, as_delta=not complete, complete=complete)
 
     @dispatch("broadcast", "first")
@@ -202,6 +205,12 @@ class TrainingWorker:
         """The parameters in `names`, or all; if `complete`, also the 4-bit tensors, which are frozen."""
         yield from full_parameters(self.policy.module, names)
         yield from full_quantised_tensors(self.policy.module) if complete else ()
+
+    def _part_of_engine(self, name: str, tensor: Tensor, rank: int) -> Tensor:
+        """The part of a full tensor that a rank of an engine has."""
+        module = self.policy.module
+        assert isinstance(module, Decoder), "checked with the config"
+        return rank_part(module.arch, module.lora, name, tensor, rank, self._engine_ranks)
 
     def _is_publisher(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
         """Whether this rank publishes. The other ranks iterate too, since gathering a tensor needs all ranks."""

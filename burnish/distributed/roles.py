@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from burnish.algorithms.losses.distillation_spec import DivergenceLoss, GoldLoss
 from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
@@ -31,6 +31,8 @@ from burnish.environments.workers import ObjectWorkers
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
+from burnish.inference.native.parallel_decoder import ParallelDecoder
+from burnish.inference.native.parallel_engine import ParallelEngine
 from burnish.inference.opponent_engine import Opponent, copy_policy
 from burnish.inference.sglang.sglang_engine import SglangEngine
 from burnish.inference.transformers_engine import TransformersEngine
@@ -210,15 +212,33 @@ def _build_sglang(policy: PolicyModel, rollout: Rollout) -> Engine:
 def _build_paged(
     model: Decoder, rollout: Rollout, decode: Callable[[list[int]], str], listener: Callable[[str, int], None] | None
 ) -> PagedEngine:
-    weight, quantised = model.embedding.weight, rollout.cache_dtype == "fp8"
-    if quantised and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+    _check_cache_dtype(rollout, model.embedding.weight)
+    quantised, size = rollout.cache_dtype == "fp8", _cache_bytes(rollout)
+    return PagedEngine(
+        model, rollout.max_rows, decode, listener, exact=rollout.exact, cache_bytes=size, quantised=quantised
+    )
+
+
+def _cache_bytes(rollout: Rollout) -> int | None:
+    return None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
+
+
+def _check_cache_dtype(rollout: Rollout, weight: Tensor) -> None:
+    """Refuse an 8-bit cache on a GPU without 8-bit floats."""
+    if rollout.cache_dtype == "fp8" and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
         name = torch.cuda.get_device_name(weight.device)
         raise UserError(
             f"rollout.cache_dtype=fp8 needs a GPU that computes with 8-bit floats (Ada, Hopper or later), and this is a {name}"
         )
-    size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
-    return PagedEngine(
-        model, rollout.max_rows, decode, listener, exact=rollout.exact, cache_bytes=size, quantised=quantised
+
+
+def build_parallel_engine(
+    model: ParallelDecoder, rollout: Rollout, decode: Callable[[list[int]], str]
+) -> ParallelEngine:
+    """The leader of an engine of several ranks."""
+    _check_cache_dtype(rollout, model.embedding.weight)
+    return ParallelEngine(
+        model, rollout.max_rows, decode, cache_bytes=_cache_bytes(rollout), quantised=rollout.cache_dtype == "fp8"
     )
 
 

@@ -8,6 +8,9 @@ most values of a half-precision tensor move by less than half of their last bit,
 by checksums of their parameters, and by a probe: a fixed prompt that they continue greedily. Its log-probs must match the
 trainer's. Between the two, engines may get requests, which they start after the weights have arrived. Their samples must not be
 used, and the trainer must not change its weights, before `finish`. `repeat` sends a restarted engine what the others have.
+
+If an engine has several ranks, each tensor is cut into their parts, and a rank reads only the buckets of its own. Checksums are then
+of the parts.
 """
 
 from __future__ import annotations
@@ -111,6 +114,13 @@ class Bucket:
 
     entries: tuple[Entry, ...]
     data: Any
+    part: int = 0
+    """The rank of an engine that has these parts of the tensors."""
+
+
+def part_name(name: str, part: int, num_parts: int) -> str:
+    """The name of a rank's part of a tensor among the parts of all ranks."""
+    return name if num_parts == 1 else f"{name} of rank {part}"
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,12 @@ class Publication:
     base: int | None = None
     is_complete: bool = True
     """Whether it has all tensors, also frozen 4-bit matrices; otherwise only the trained parameters."""
+    num_parts: int = 1
+    """Ranks of an engine, each with a part of every tensor."""
+
+    def of_rank(self, rank: int) -> Publication:
+        """The parts of one rank of an engine."""
+        return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.part == rank), num_parts=1)
 
     @property
     def entries(self) -> list[Entry]:
@@ -133,7 +149,11 @@ class Publication:
 
     @property
     def checksums(self) -> dict[str, int]:
-        return {entry.name: entry.checksum for entry in self.entries}
+        return {
+            part_name(entry.name, bucket.part, self.num_parts): entry.checksum
+            for bucket in self.buckets
+            for entry in bucket.entries
+        }
 
 
 def digest(checksums: Mapping[str, int]) -> int:
@@ -162,8 +182,12 @@ class Publisher:
     keeps_base: bool = False
     keeps_buckets: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    num_parts: int = 1
+    """Ranks of an engine."""
+    cut: Callable[[str, Tensor, int], Tensor] | None = None
+    """`cut(name, tensor, rank)`: the part of a tensor that a rank of an engine has. Needed if there are several ranks."""
     _base: dict[str, Tensor] = field(default_factory=dict)
-    """Flat copies in host memory."""
+    """Copies in host memory."""
     _last_buckets: tuple[Bucket, ...] = ()
     _version: int | None = None
 
@@ -176,7 +200,7 @@ class Publisher:
         buckets = self._bucketed(tensors, is_delta=base is not None, keep=self.keeps_base)
         self._last_buckets = buckets if self.keeps_buckets else ()
         self._version = version
-        return Publication(version, buckets, base, complete)
+        return Publication(version, buckets, base, complete, self.num_parts)
 
     def publish_again(self, others: Iterable[tuple[str, Tensor]]) -> Publication:
         """Publish all tensors of the last version again. `others` are those without a copy or a bucket, which never change."""
@@ -186,40 +210,68 @@ class Publisher:
             replace(b, entries=tuple(entry for entry in b.entries if self._is_trained(entry.name)))
             for b in self._last_buckets
         )
-        return Publication(self._version, buckets + tuple(bucket for bucket in last if bucket.entries))
+        buckets += tuple(bucket for bucket in last if bucket.entries)
+        return Publication(self._version, buckets, num_parts=self.num_parts)
 
     def _bucketed(self, tensors: Iterable[tuple[str, Tensor]], is_delta: bool, keep: bool) -> tuple[Bucket, ...]:
-        buckets: list[Bucket] = []
-        entries: list[Entry] = []
-        parts: list[np.ndarray] = []
-        size = 0
+        writers = [_BucketWriter(self.put, self.bucket_bytes, part) for part in range(self.num_parts)]
         for name, tensor in tensors:
-            raw = raw_bytes(tensor)
-            delta = encode_delta(raw_bytes(self._base[name]), raw, tensor.element_size()) if is_delta else None
-            sent = raw if delta is None else delta
-            if parts and size + sent.size > self.bucket_bytes:
-                buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
-                entries, parts, size = [], [], 0
-            total = checksum(tensor)
-            span = (tensor.numel(), size, size + sent.size)
-            entries.append(Entry(name, tensor.dtype, *span, delta is not None, total))
-            parts.append(sent)
-            size += sent.size
+            old = self._base[name] if is_delta else None
+            for part, writer in enumerate(writers):
+                writer.add(name, self._part(name, tensor, part), None if old is None else self._part(name, old, part))
             if keep and self._is_trained(name):
-                self._copy_base(name, raw, tensor.dtype)
-        if parts:
-            buckets.append(Bucket(tuple(entries), self.put(np.concatenate(parts))))
-        return tuple(buckets)
+                self._copy_base(name, tensor)
+        return tuple(bucket for writer in writers for bucket in writer.finish())
+
+    def _part(self, name: str, tensor: Tensor, part: int) -> Tensor:
+        if self.num_parts == 1:
+            return tensor
+        assert self.cut is not None, "several ranks have parts"
+        return self.cut(name, tensor, part)
 
     def _is_trained(self, name: str) -> bool:
         """Whether a tensor is trained. Others need no copy."""
         return self.trained is None or name in self.trained
 
-    def _copy_base(self, name: str, raw: np.ndarray, dtype: torch.dtype) -> None:
+    def _copy_base(self, name: str, tensor: Tensor) -> None:
         if name in self._base:
-            raw_bytes(self._base[name])[:] = raw
+            self._base[name].copy_(tensor.detach())
         else:
-            self._base[name] = torch.from_numpy(raw.copy()).view(dtype)
+            self._base[name] = tensor.detach().to("cpu", copy=True).contiguous()
+
+
+@dataclass
+class _BucketWriter:
+    """Collects the tensors of one rank of an engine into buckets."""
+
+    put: Callable[[np.ndarray], Any]
+    bucket_bytes: int
+    part: int
+    size: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    arrays: list[np.ndarray] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor, old: Tensor | None) -> None:
+        """Add a tensor, as a delta from `old` if that is smaller."""
+        raw = raw_bytes(tensor)
+        delta = None if old is None else encode_delta(raw_bytes(old), raw, tensor.element_size())
+        sent = raw if delta is None else delta
+        if self.arrays and self.size + sent.size > self.bucket_bytes:
+            self._close()
+        span = (tensor.numel(), self.size, self.size + sent.size)
+        self.entries.append(Entry(name, tensor.dtype, *span, delta is not None, checksum(tensor)))
+        self.arrays.append(sent)
+        self.size += sent.size
+
+    def finish(self) -> list[Bucket]:
+        if self.arrays:
+            self._close()
+        return self.buckets
+
+    def _close(self) -> None:
+        self.buckets.append(Bucket(tuple(self.entries), self.put(np.concatenate(self.arrays)), self.part))
+        self.entries, self.arrays, self.size = [], [], 0
 
 
 @torch.no_grad()

@@ -181,6 +181,22 @@ def own_processes(folder: Path, facts: Facts) -> None:
         ray_cluster.Cluster = PooledCluster
 
 
+def parallel_engine(folder: Path, facts: Facts) -> None:
+    """An engine of two processes, which have no process in common with another run; its second rank is killed in the middle of one."""
+    ray_cluster.Cluster = fresh
+    where = placed(1, 2, "placement.engine_tensor=2", "placement.sync=delta")
+    try:
+        save_base(folder)
+        run(folder, "one-plain-adapters", *ADAPTERS, "training.steps=3")
+        run(folder, "parallel-adapters", *ADAPTERS, "training.steps=3", *where)
+        victims: list[int] = []
+        with at_deal(3, signal.SIGKILL, victims):
+            run(folder, "parallel", *where)
+        facts["parallel"] = len(victims)
+    finally:
+        ray_cluster.Cluster = PooledCluster
+
+
 def killed_engine(folder: Path, facts: Facts) -> None:
     """kill -9, and a stop for ever, of an engine that has just been given requests, in the middle of a run."""
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
@@ -209,7 +225,7 @@ def relayed(folder: Path, facts: Facts) -> None:
 
 @contextmanager
 def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None]:
-    """A signal to the second engine's process, right after it was given requests for the n-th time."""
+    """A signal to the second process of the engines, right after it was given requests for the n-th time."""
     original, count = RemoteEngine._send_requests, 0
 
     def deal(engine: RemoteEngine, requests: Any) -> None:
@@ -218,9 +234,10 @@ def at_deal(n: int, number: signal.Signals, victims: list[int]) -> Iterator[None
         count += 1
         if count == n:
             engine.confirm()  # it is at the requests, and not at the weights before them
-            assert engine.engines[1].running
+            processes: Any = getattr(engine.workers, "processes", engine.workers)
+            assert engine.engines[-1].running
             engine.deadline_s = 3.0
-            victims.append(engine.workers.backend.pid(1))  # type: ignore[attr-defined]
+            victims.append(processes.backend.pid(1))
             os.kill(victims[0], number)
 
     RemoteEngine._send_requests = deal  # type: ignore[method-assign]
@@ -303,7 +320,7 @@ def actors(folder: Path, facts: Facts) -> None:
     from burnish.config.placement import RayPlacement
 
     with PooledCluster(RayPlacement(workers=2, engines=1), False) as cluster:
-        backend = ray_backend.RayBackend(cluster, "actor", Echo, (3,), folder / "echo", 30, together=True)
+        backend = ray_backend.RayBackend(cluster, "actor", Echo, (3,), folder / "echo", 30, group_size=2)
         backend.start()
         group = WorkerGroup("actor", Echo, backend, 30)
         batch = Batch(torch.arange(40_000), offsets_from_lengths(torch.full((400,), 100)))
@@ -346,6 +363,7 @@ SCENARIOS = (
     numbers,
     process,
     games,
+    parallel_engine,
     killed_engine,
     relayed,
     killed_trainer,

@@ -13,7 +13,7 @@ from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.explain import plan_text
 from burnish.config.loading import load
-from burnish.config.placement import ACTOR, ROLLOUT, LocalPlacement, RayPlacement
+from burnish.config.placement import ACTOR, ROLLOUT, LocalPlacement, RayPlacement, describe_processes
 from burnish.config.schema import TrainConfig
 from burnish.core.dispatch import WorkerLost
 from burnish.distributed import placement
@@ -47,6 +47,34 @@ def test_who_shares_a_bundle_asks_for_his_part_of_it() -> None:
     assert [slot.resources for slot in made.slots[ROLLOUT]] == [{"CPU": 2, "GPU": 0.5}, {"CPU": 4, "GPU": 1}]
     for k in range(2):
         assert sum(s.resources["CPU"] for slots in made.slots.values() for s in slots if s.bundle == k) == 4
+
+
+def test_consecutive_processes_are_on_one_machine_and_colocated_ones_stay_so() -> None:
+    made = plan_layout(RayPlacement(workers=4, engines=2, engine_tensor=2), on_gpu=True)
+    placed = made.sorted_by_machine(["x", "y", "x", "y"])
+    assert [slot.bundle for slot in placed.slots[ACTOR]] == [0, 2, 1, 3]
+    assert [slot.bundle for slot in placed.slots[ROLLOUT]] == [0, 2]
+    for k in range(4):
+        assert sum(s.resources["GPU"] for slots in placed.slots.values() for s in slots if s.bundle == k) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["placement.engines=3"], "placement.engine_tensor=2 does not divide placement.engines=3"),
+        (["placement.engines=2", "rollout.engine=transformers"], "needs the native decoder"),
+        (["placement.engines=2", "model.lora={rank: 2, base: nf4}", "model.new=null", "model.path=a"], "in 4 bits"),
+        (["placement.engines=2", "rollout.exact=true"], "rollout.exact needs placement=local"),
+    ],
+)
+def test_engines_that_cannot_be_divided_are_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        config_of(tmp_path, "placement.engine_tensor=2", *overrides)
+
+
+def test_engines_of_several_processes_are_named_in_the_plan(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "placement.engines=4", "placement.engine_tensor=2")
+    assert "1 worker and 2 engines of 2 processes" in describe_processes(config.placement)
 
 
 POOLS = {"train": {"places": 2, "cpus": 2}, "more": {"places": 1}, "checks": {"places": 2, "gpu": False}}

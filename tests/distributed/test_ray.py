@@ -19,8 +19,18 @@ from tests.distributed.shared_runs import assert_same, made, numbers, samples
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
 pytestmark = pytest.mark.slow  # a Ray of its own and a dozen runs: one to two minutes
 
-SCENARIOS = ["numbers", "killed_engine", "relayed", "killed_trainer", "refused", "taken", "actors", "own_processes"]
-DEADLINE_S = 400
+SCENARIOS = [
+    "numbers",
+    "parallel_engine",
+    "killed_engine",
+    "relayed",
+    "killed_trainer",
+    "refused",
+    "taken",
+    "actors",
+    "own_processes",
+]
+DEADLINE_S = 600
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +48,7 @@ def facts(folder: Path) -> dict[str, Any]:
 RELAYS = ["actor-relay-0.log", "rollout-relay-0.log"]
 
 
-@pytest.mark.parametrize("name", ["two", "fresh", "killed", "stopped", "relayed", "resumed"])
+@pytest.mark.parametrize("name", ["two", "fresh", "killed", "stopped", "relayed", "resumed", "parallel"])
 def test_tokens_and_losses_are_those_of_one_process(folder: Path, name: str) -> None:
     expected = numbers(folder, "one")
     assert len(expected) == 10
@@ -80,6 +90,19 @@ def test_other_divisions_roles_and_types_agree_too(folder: Path, one: str, two: 
                 key.startswith(("actor/", "critic/", "reward/")) and key != "actor/lr"
             ):  # whose schedule knows the last step
                 assert value == pytest.approx(other[key], abs=within), key
+
+
+def test_an_engine_of_two_processes_samples_with_adapters_as_one_does(folder: Path) -> None:
+    assert_same(folder, "parallel-adapters", "one-plain-adapters", 1e-9)
+
+
+def test_an_engine_that_lost_one_of_its_processes_is_started_again_as_a_whole(
+    folder: Path, facts: dict[str, Any]
+) -> None:
+    assert facts["parallel"] == 1
+    said = (folder / "parallel" / "log.txt").read_text()
+    assert "engine 0 is started again, and its 16 unfinished requests are issued again" in said
+    assert "rollout rank 1 of 2 has ended" in said
 
 
 @pytest.mark.parametrize("name", ["killed", "stopped", "relayed"])

@@ -19,7 +19,9 @@ from burnish.inference.weight_sync import (
     apply_publication,
     checksum,
     decode_delta,
+    digest,
     encode_delta,
+    part_name,
     raw_bytes,
 )
 
@@ -73,6 +75,36 @@ def test_changes_are_exact_over_many_versions(dtype: torch.dtype) -> None:
         apply_publication(sent(publication), ours, lambda data: data)
         assert same_bits(ours, theirs)
     assert any(entry.is_delta for entry in publication.entries)
+
+
+def test_ranks_of_an_engine_get_their_parts_whole_as_deltas_and_again() -> None:
+    """Rows for one rank, columns for both where they are cut so; the digests of the ranks add up to that of the publication."""
+
+    def cut(name: str, tensor: Tensor, rank: int) -> Tensor:
+        return tensor if tensor.dim() == 1 else tensor.tensor_split(2, 1)[rank]
+
+    theirs = weights(torch.float32, 1)
+    publisher = Publisher(lambda data: data, keeps_base=True, bucket_bytes=64, num_parts=2, cut=cut)
+    ours = [{name: torch.zeros_like(cut(name, t, rank)).contiguous() for name, t in theirs.items()} for rank in (0, 1)]
+    for version in range(3):
+        theirs["embedding"][0, version] += 1.0
+        published = publisher.publish(version, theirs.items(), as_delta=version > 0, complete=version == 0)
+        found = {}
+        for rank, parts in enumerate(ours):
+            own = sent(published).of_rank(rank)
+            assert own.num_bytes < published.num_bytes
+            apply_publication(own, parts, lambda data: data)
+            assert same_bits(parts, {name: cut(name, t, rank) for name, t in theirs.items()})
+            found |= {part_name(name, rank, 2): checksum(tensor) for name, tensor in parts.items()}
+        assert found == published.checksums
+        assert (
+            digest(found)
+            == sum(digest({n: c for n, c in found.items() if n.endswith(f" {r}")}) for r in (0, 1)) % 2**64
+        )
+        assert (published.base is None) == (version == 0)
+    again, late = publisher.publish_again(()), {name: torch.zeros_like(t) for name, t in ours[1].items()}
+    apply_publication(again.of_rank(1), late, lambda data: data)
+    assert same_bits(late, ours[1])
 
 
 def test_what_changed_everywhere_is_sent_whole() -> None:

@@ -30,7 +30,7 @@ from burnish.models.weight_layout import lora_targets
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-CONFIG_KEY = "rollout.tensor_parallel"
+CONFIG_KEY = "placement.engine_tensor"
 IDLE_TIMEOUT = timedelta(days=365)
 """How long a rank may wait for the next command: an engine may be idle for as long as the learner trains. A rank that ends closes its
 connection, which the others notice at once."""
@@ -159,28 +159,24 @@ class ParallelDecoder(Decoder):
         """Logits [N, vocab] on rank 0, and of its own tokens on every other rank, which does not sample."""
         return self.ranks.gather_columns(super().logits(hidden), self.whole.vocab_size)
 
-    def cut(self, name: str, full: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """(place in this rank's parameter `name`, block of the full tensor) for each block that the rank holds."""
-        for block in blocks_of(self.whole, self.lora, name, full.shape, self.ranks.rank, self.ranks.size):
-            shard = block.shard
-            of = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True))
-            to = tuple(slice(start, start + size) for start, size in zip(block.at, shard.sizes, strict=True))
-            yield to, full[of]
-
     @torch.no_grad()
     def load_full(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's blocks of full tensors into its parameters."""
+        """Copy this rank's part of full tensors into its parameters."""
         parameters: Mapping[str, Tensor] = dict(self.named_parameters())
         for name, full in named_tensors:
-            for to, block in self.cut(name, full):
-                parameters[name][to].copy_(block)
+            part = rank_part(self.whole, self.lora, name, full, self.ranks.rank, self.ranks.size)
+            parameters[name].copy_(part)
 
 
-def blocks_of(arch: Architecture, lora: Lora | None, name: str, shape: Iterable[int], rank: int, size: int) -> Any:
-    """The blocks of a parameter of a decoder, perhaps with adapters, that a rank of an engine holds."""
+def rank_part(arch: Architecture, lora: Lora | None, name: str, full: Tensor, rank: int, size: int) -> Tensor:
+    """The part of a decoder's parameter that a rank of an engine has: a view of the full tensor if its rows are adjacent there."""
     module = ("", *name.split("."))[-2]
     adapted = [] if lora is None else [t.name for t in lora_targets(arch, lora) if t.module == module]
-    return rank_blocks(arch, name, tuple(shape), rank, size, lora_projections=adapted)
+    parts = []
+    for block in rank_blocks(arch, name, full.shape, rank, size, lora_projections=adapted):
+        starts, sizes = block.shard.offsets, block.shard.sizes
+        parts.append(full[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def parallel_decoder_of(model: Decoder, ranks: EngineRanks) -> ParallelDecoder:

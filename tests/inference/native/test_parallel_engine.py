@@ -48,6 +48,6 @@ def test_what_cannot_be_divided_is_refused(results: tuple[int, dict[str, Any]]) 
     size, found = results
     exact, heads, kv_heads, in_4_bits = found["refused"]
     assert "rollout.exact cannot hold" in exact
-    assert f"rollout.tensor_parallel={size} does not divide the model's 3 query heads" in heads
+    assert f"placement.engine_tensor={size} does not divide the model's 3 query heads" in heads
     assert "key/value heads" in kv_heads
     assert "4 bits" in in_4_bits
