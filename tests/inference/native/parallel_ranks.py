@@ -19,7 +19,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.core.engine import Completion, Engine, Request
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.inference.native.parallel_decoder import EngineRanks, join_engine_ranks, parallel_decoder_of
+from burnish.inference.native.parallel_decoder import EngineRanks, join_engine_ranks, parallel_decoder_of, rank_part
 from burnish.inference.native.parallel_engine import ParallelEngine, ParallelFollower
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights, add_lora
@@ -120,9 +120,58 @@ def run_cases(folder: Path, rank: int) -> None:
         engine.close()
         results[name]["stats"] = engine.stats
         results[name]["one"] = PLAYS[case.play](PagedEngine(model, **options), model)
+    if ranks.size == 4:
+        results["resharded"] = {name: resharded(*case, ranks.control) for name, case in RESHARDED.items()}
+        torch.save(results["resharded"], folder / f"resharded-{rank}.pt")
     if ranks.is_leader:
         results["refused"] = refusals(ranks)
         torch.save(results, folder / "results.pt")
+
+
+RESHARDED = {
+    "fsdp to four parts": ({"shard": 4}, 4),
+    "tensor x fsdp to two copies of two parts": ({"tensor": 2}, 2),
+    "copies to four copies": ({"replicate": 2}, 1),
+    "one learner to another order of parts": ({"tensor": 4}, 2),
+}
+"""The division of a learner over four ranks, and the ranks of each engine on the same four."""
+
+
+def resharded(parallel: dict[str, int], engine_ranks: int, control: Any) -> dict[str, Any]:
+    """Weights of a divided learner on their way to engines, with two ranks on each machine."""
+    from burnish.config.placement import Parallel
+    from burnish.core.sharded_tensors import local_tensor
+    from burnish.inference import reshard_transfer
+    from burnish.inference.resharding import TensorLayout, lower_bound, make_plan
+    from burnish.models.tensor_shards import rank_blocks
+    from burnish.training.parallel.ranks import join_process_group, parallelize_model
+
+    model = decoder(num_kv_heads=4, qkv_bias=True, seed=5)
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parallelize_model(model, join_process_group(Parallel.model_validate(parallel), on_gpu=False))
+    held = reshard_transfer.exchange_layouts(reshard_transfer.learner_layout(model), control)
+    arch, place = model.arch, [rank % engine_ranks for rank in range(control.size())]
+    tensors = [
+        TensorLayout(
+            name,
+            tensor.element_size(),
+            {rank: blocks[name] for rank, blocks in enumerate(held)},
+            {rank: rank_blocks(arch, name, tensor.shape, own, engine_ranks) for rank, own in enumerate(place)},
+        )
+        for name, tensor in full.items()
+    ]
+    plan, bound = make_plan(tensors, lambda rank: rank // 2), lower_bound(tensors, lambda rank: rank // 2)
+    wanted = {name: rank_part(arch, None, name, t, place[control.rank()], engine_ranks) for name, t in full.items()}
+    targets = {name: torch.full(t.shape, torch.nan, dtype=t.dtype) for name, t in wanted.items()}
+    sources = {name: local_tensor(p) for name, p in model.named_parameters()}
+    received = reshard_transfer.execute(plan.transfers, sources, targets, control, bucket_bytes=1 << 12)
+    return {
+        "equal": all(torch.equal(targets[name], wanted[name]) for name in wanted),
+        "received": received == plan.within.received[control.rank()] + plan.across.received[control.rank()],
+        "least": (plan.moved_bytes, plan.across.total) == (bound.moved_bytes, bound.across_bytes),
+        "moved": plan.moved_bytes,
+        "relayed": sum(one.is_relayed for one in plan.transfers),
+    }
 
 
 def refusals(ranks: EngineRanks) -> list[str]:

@@ -24,7 +24,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     said = "\n".join(file.read_text() for file in sorted(folder.glob("*.txt")))
     assert ran.returncode == 0, f"{said}\n{ran.stdout}\n{ran.stderr}"
-    return request.param, torch.load(folder / "results.pt", weights_only=False)
+    found = torch.load(folder / "results.pt", weights_only=False)
+    found["resharded by rank"] = [torch.load(file) for file in sorted(folder.glob("resharded-*.pt"))]
+    return request.param, found
 
 
 def test_several_ranks_sample_the_tokens_of_one(results: tuple[int, dict[str, Any]], native: Any) -> None:
@@ -51,3 +53,16 @@ def test_what_cannot_be_divided_is_refused(results: tuple[int, dict[str, Any]]) 
     assert f"placement.engine_tensor={size} does not divide the model's 3 query heads" in heads
     assert "key/value heads" in kv_heads
     assert "4 bits" in in_4_bits
+
+
+def test_weights_of_a_divided_learner_reach_the_ranks_of_engines_with_the_fewest_bytes(
+    results: tuple[int, dict[str, Any]],
+) -> None:
+    size, found = results
+    by_rank = found["resharded by rank"]
+    assert len(by_rank) == (size if size == 4 else 0), "four ranks reshard"
+    for own in by_rank:
+        assert all(case["equal"] and case["received"] and case["least"] for case in own.values()), own
+    if by_rank:
+        assert all(case["moved"] > 0 for case in by_rank[0].values())
+        assert sum(case["relayed"] for case in by_rank[0].values()) > 0
