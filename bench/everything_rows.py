@@ -1,0 +1,523 @@
+"""The rows of `bench/gpu_everything.py`: each runs one command of burnish for real and returns a number that shows that it worked.
+
+A row is a function of a `Job`. It returns what to show, raises `NotHere` where this machine lacks something, and `Failed` where the
+command ended badly or its result is wrong. Rows that need the outputs of others name them in `NEEDS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from burnish.run.metrics import read_metrics
+
+START_LIMIT_S = 120.0
+"""How long a server may take until it answers."""
+KILL_AFTER = 4
+"""The run that is killed has this many lines of metrics: the validation before it, and the steps that it has committed."""
+
+
+class NotHere(Exception):
+    """This machine cannot run the row; the text says what is missing."""
+
+
+class Failed(Exception):
+    """The row did not work; the text says why."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where and with what the rows run."""
+
+    work: Path
+    model: Path | None
+    """A Hugging Face directory; None: a small decoder from nothing."""
+    device: str
+    dtype: str
+    is_tiny: bool
+    limit_s: float
+    """Time limit of one command."""
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The longest prompt and answer in tokens. A chat template takes most of a real model's prompt."""
+        return (16, 10) if self.model is None else (96, 24)
+
+    def number(self, tiny: int, full: int) -> int:
+        return tiny if self.is_tiny else full
+
+    def burnish(self, *words: str, name: str) -> str:
+        """Run a command in the work folder. Its output is in NAME.log and is returned."""
+        log = self.work / f"{name}.log"
+        with log.open("w") as file:
+            try:
+                done = subprocess.run(command(*words), cwd=self.work, stdout=file, stderr=subprocess.STDOUT, timeout=self.limit_s)  # fmt: skip
+            except subprocess.TimeoutExpired as error:
+                raise Failed(f"burnish {words[0]} took more than {self.limit_s:.0f} s; see {log.name}") from error
+        text = log.read_text()
+        if done.returncode:
+            raise Failed(f"burnish {words[0]} ended with status {done.returncode}: {last_line(text)}")
+        return text
+
+    def offline(self, kind: str, section: dict[str, Any], model: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """Train on a fixed data set with `burnish KIND` and return the metrics of its steps."""
+        recipe = self.recipe(name, {"model": model, kind.replace("-", "_").replace("prefer", "preference"): section})
+        self.burnish(kind, recipe, "--fresh", name=name)
+        return read_metrics(self.work / name / "metrics.jsonl")
+
+    def recipe(self, name: str, content: dict[str, Any]) -> str:
+        """Write a recipe; JSON is YAML."""
+        content = {**content, "run": {"directory": ".", "name": name, **content.get("run", {})}}
+        content["model"] = {"device": self.device, "dtype": self.dtype, **content["model"]}
+        (self.work / f"{name}.yaml").write_text(json.dumps(content, indent=1))
+        return f"{name}.yaml"
+
+    def rl_recipe(self, name: str, **changes: Any) -> str:
+        """A recipe of GRPO on sorting digits, from the model that the row `sft` made. `changes` are whole sections."""
+        prompt, answer = self.lengths
+        content = {
+            "model": {"path": str(trained(self, "sft"))},
+            "data": {"train": {"task": "sort_digits"}, "validation": {"task": "sort_digits"}, "max_prompt_tokens": prompt},
+            "reward": {"parts": "task", "workers": 2},
+            "rollout": {"prompts": self.number(8, 64), "n": 8, "max_tokens": answer, "max_rows": 512},
+            "algorithm": {"preset": "grpo", "aggregation": "token-mean"},
+            "training": {"steps": self.number(6, 12), "optimizer": {"lr": 2e-4 if self.model is None else 1e-5}},
+            "validation": {"limit": self.number(64, 256)},
+            "run": {"save_every": 2},
+        }  # fmt: skip
+        for section, values in changes.items():
+            content[section] = {**content.get(section, {}), **values}
+        return self.recipe(name, content)
+
+    def train(self, name: str, *options: str, **changes: Any) -> list[dict[str, Any]]:
+        """Train with RL and return the metrics of its steps."""
+        self.burnish("train", self.rl_recipe(name, **changes), "--fresh", "--max-restarts", "0", *options, name=name)
+        return read_metrics(self.work / name / "metrics.jsonl")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "burnish.cli.main", *words]
+
+
+def last_line(text: str) -> str:
+    """The error of a command: its last line that is not empty."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"
+
+
+def trained(job: Job, name: str) -> Path:
+    """The last checkpoint of a run."""
+    found = sorted((job.work / name / "checkpoints").glob("step-*"))
+    if not found:
+        raise Failed(f"the row {name} has left no checkpoint")
+    return found[-1]
+
+
+def weights(job: Job, name: str) -> dict[str, torch.Tensor]:
+    return load_file(trained(job, name) / "model.safetensors")
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference of two sets of weights; 0 only if all values are equal."""
+    if one.keys() != other.keys():
+        raise Failed(f"tensors of one model alone: {sorted(one.keys() ^ other.keys())[:3]}")
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:
+    difference = largest_difference(one, other)
+    return "bit-equal" if difference == 0 else f"weights differ by {difference:.1e}"
+
+
+def accuracy_change(metrics: list[dict[str, Any]]) -> str:
+    """Held-out accuracy before and after, and the number of updates."""
+    found = [row["validation/greedy/accuracy"] for row in metrics if "validation/greedy/accuracy" in row]
+    updates = sum("actor/loss" in row for row in metrics)
+    if not updates:
+        raise Failed("no step made an update")
+    return f"accuracy {found[0]:.3f} -> {found[-1]:.3f}, {updates} updates"
+
+
+def rl_shown(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a row of RL shows: accuracy, seconds of a step after the first, and the gap between engine and learner."""
+    times = [row["time/step_s"] for row in metrics if row["step"] > 1]
+    gap = max((row.get("mismatch/max", 0.0) for row in metrics), default=0.0)
+    shown = f"{accuracy_change(metrics)}, largest log-prob gap {gap:.1e}"
+    return {"shown": shown, "step_s": statistics.median(times) if times else None}
+
+
+# --- training on fixed data ------------------------------------------------------------------------------------------------------
+
+
+def sft(job: Job) -> dict[str, Any]:
+    size = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "mlp_size": 672} if not job.is_tiny else {}
+    model = {"new": {"max_positions": 64, **size}} if job.model is None else {"path": str(job.model)}
+    rate = 3e-3 if job.is_tiny else 1e-3 if job.model is None else 1e-5
+    metrics = job.offline("sft", {
+        "data": {"task": "sort_digits", "options": {"num": 2000}}, "updates": job.number(60, 200 if job.model is None else 40),
+        "batch_size": 128, "max_tokens": sum(job.lengths) + 6, "optimizer": {"lr": rate, "warmup": 5},
+    }, model, "sft")  # fmt: skip
+    return {"shown": falling(metrics, "sft/loss")}
+
+
+def prefer(job: Job) -> dict[str, Any]:
+    pairs = {"task": "sort_digits", "options": {"num": 1000}}
+    metrics = job.offline("prefer", {
+        "loss": "dpo", "data": pairs, "held_out": {"task": "sort_digits", "options": {"num": 100}}, "held_out_every": 10,
+        "updates": 20, "batch_size": 32, "max_tokens": sum(job.lengths) + 6, "optimizer": {"lr": 3e-4 if job.model is None else 1e-6},
+    }, {"path": str(trained(job, "sft"))}, "prefer")  # fmt: skip
+    return {"shown": f"{falling(metrics, 'preference/loss')}, held-out pairs {metrics[-1]['validation/pairs/accuracy']:.2f} right"}  # fmt: skip
+
+
+def reward_model(job: Job) -> dict[str, Any]:
+    pairs = {"task": "sort_digits", "options": {"num": 1000}}
+    metrics = job.offline("reward-model", {
+        "data": pairs, "held_out": {"task": "sort_digits", "options": {"num": 100}}, "held_out_every": 10, "updates": 30,
+        "batch_size": 64, "max_tokens": sum(job.lengths) + 6, "optimizer": {"lr": 1e-3 if job.model is None else 1e-5},
+    }, {"path": str(trained(job, "sft"))}, "reward_model")  # fmt: skip
+    accuracy = next(value for key, value in metrics[-1].items() if key.startswith("validation/") and key.endswith("accuracy"))  # fmt: skip
+    return {"shown": f"{falling(metrics, 'reward_model/loss')}, held-out pairs {accuracy:.2f} right"}
+
+
+def falling(metrics: list[dict[str, Any]], key: str) -> str:
+    """`loss 2.4 -> 0.5`: means of the first and last three steps. The loss must have fallen."""
+    values = [row[key] for row in metrics if key in row]
+    first, last = statistics.mean(values[:3]), statistics.mean(values[-3:])
+    if not last < first:
+        raise Failed(f"{key} has not fallen: {first:.4f} -> {last:.4f}")
+    return f"loss {first:.3f} -> {last:.3f}"
+
+
+def stages(job: Job) -> dict[str, Any]:
+    """The stages of R1 on sorting digits: SFT, RL, rejection sampling, SFT, a reward model, RL against it."""
+    prompt, answer = job.lengths
+    words = [
+        f"model.device={job.device}",
+        f"model.dtype={job.dtype}",
+        "run.directory=.",
+        "run.name=stages",
+        "measure.limit=100",
+    ]
+    if job.model is not None:
+        words += ["model.new=null", f"model.path={job.model}"]
+    words += [f"stages.{name}.config.sft.updates={job.number(40, 60)}" for name in ("cold_start", "second_sft")]
+    words += [f"stages.{name}.config.sft.max_tokens={prompt + answer + 6}" for name in ("cold_start", "second_sft")]
+    words += [
+        "stages.samples.options.limit=100",
+        f"stages.samples.options.max_tokens={answer}",
+        f"measure.max_tokens={answer}",
+    ]
+    words += [
+        "stages.scorer.config.reward_model.updates=10",
+        f"stages.scorer.config.reward_model.max_tokens={prompt + answer + 6}",
+    ]
+    for name in ("reasoning", "all_scenarios"):
+        words += [
+            f"stages.{name}.config.{key}" for key in ("training.steps=4", "validation.limit=50", "validation.every=0")
+        ]
+        words += [
+            f"stages.{name}.config.data.max_prompt_tokens={prompt}",
+            f"stages.{name}.config.rollout.max_tokens={answer}",
+        ]
+    remove(job.work / "stages")
+    job.burnish("stages", "r1_toy", *words, "--max-restarts", "0", name="stages")
+    found = [json.loads((job.work / "stages" / f"{name}.measured" / f"{name}.measured.json").read_text())["accuracy"] for name in ("base", "cold_start", "all_scenarios")]  # fmt: skip
+    return {
+        "shown": f"accuracy {found[0]:.2f} base, {found[1]:.2f} after the cold start, {found[2]:.2f} after all stages"
+    }
+
+
+# --- reinforcement learning --------------------------------------------------------------------------------------------------------
+
+
+def train(job: Job) -> dict[str, Any]:
+    return rl_shown(job.train("train"))
+
+
+def ppo(job: Job) -> dict[str, Any]:
+    metrics = job.train("ppo", algorithm={"preset": "ppo"})
+    losses = [row["critic/loss"] for row in metrics if "critic/loss" in row]
+    row = rl_shown(metrics)
+    return {**row, "shown": f"{row['shown']}, critic loss {losses[0]:.3f} -> {losses[-1]:.3f}"}
+
+
+def lora(job: Job) -> dict[str, Any]:
+    return adapted(job, "lora", {"rank": 8})
+
+
+def nf4(job: Job) -> dict[str, Any]:
+    return adapted(job, "nf4", {"rank": 8, "base": "nf4"})
+
+
+def adapted(job: Job, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    path = str(trained(job, "sft"))
+    metrics = job.train(name, model={"path": path, "lora": options}, training={"steps": job.number(3, 8), "optimizer": {"lr": 1e-3}})  # fmt: skip
+    return rl_shown(metrics)
+
+
+def ahead(job: Job) -> dict[str, Any]:
+    return overlapping(job, "ahead", {"name": "ahead"})
+
+
+def asynchronous(job: Job) -> dict[str, Any]:
+    """Weights are loaded in the middle of samples, which are then continued: partial rollouts."""
+    return overlapping(job, "async", {"name": "async", "max_staleness": 2}, max_rows=16)
+
+
+def overlapping(job: Job, name: str, source: dict[str, Any], max_rows: int = 256) -> dict[str, Any]:
+    rollout = {
+        "prompts": job.number(8, 64),
+        "n": 8,
+        "max_tokens": job.lengths[1],
+        "max_rows": max_rows,
+        "source": source,
+    }
+    metrics = job.train(name, rollout=rollout)
+    ages = [row["staleness/max"] for row in metrics if "staleness/max" in row]
+    mixed = max(row["staleness/mixed"] for row in metrics if "staleness/mixed" in row)
+    if max(ages) < 1:
+        raise Failed(
+            f"no token was older than its step (staleness/max {ages}): nothing was sampled while the learner trained"
+        )
+    row = rl_shown(metrics)
+    return {
+        **row,
+        "shown": f"{row['shown']}, tokens up to {max(ages):.0f} steps old, {mixed:.0%} of samples continued with newer weights",
+    }
+
+
+def ray(job: Job) -> dict[str, Any]:
+    """One worker and one engine, colocated."""
+    if importlib.util.find_spec("ray") is None:
+        raise NotHere("ray is not installed")
+    return rl_shown(job.train("ray", placement={"name": "ray", "workers": 1, "engines": 1}))
+
+
+def vllm_server(job: Job) -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        raise NotHere("vllm is not installed")
+    port = free_port()
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(trained(job, "sft")),
+        "--port",
+        str(port),
+    ]
+    words += [
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--scheduling-policy",
+        "priority",
+        "--gpu-memory-utilization",
+        "0.3",
+    ]
+    with server(job, "vllm_server", words, f"http://127.0.0.1:{port}/health", {"VLLM_SERVER_DEV_MODE": "1"}):
+        metrics = job.train("vllm", rollout={**vllm_rollout(job), "engine": "vllm", "vllm": {"url": f"http://127.0.0.1:{port}"}})  # fmt: skip
+    return rl_shown(metrics)
+
+
+def sglang_server(job: Job) -> dict[str, Any]:
+    if importlib.util.find_spec("sglang") is None:
+        raise NotHere("sglang is not installed")
+    port = free_port()
+    words = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(trained(job, "sft")),
+        "--port",
+        str(port),
+    ]
+    with server(job, "sglang_server", [*words, "--mem-fraction-static", "0.3"], f"http://127.0.0.1:{port}/health"):
+        metrics = job.train("sglang", rollout={**vllm_rollout(job), "engine": "sglang", "sglang": {"urls": f"http://127.0.0.1:{port}"}})  # fmt: skip
+    return rl_shown(metrics)
+
+
+def vllm_rollout(job: Job) -> dict[str, Any]:
+    return {"prompts": job.number(8, 64), "n": 8, "max_tokens": job.lengths[1], "max_rows": 256}
+
+
+# --- failures and repeatability -----------------------------------------------------------------------------------------------------
+
+
+def resume(job: Job) -> dict[str, Any]:
+    """Kill the run of the row `train` in the middle with SIGKILL, start it again, and compare with the undisturbed one."""
+    return {"shown": f"killed and resumed: {killed_and_resumed(job, 'resume', 'train')}"}
+
+
+def killed_and_resumed(job: Job, name: str, undisturbed: str, **changes: Any) -> str:
+    words = command("train", job.rl_recipe(name, **changes), "--max-restarts", "0")
+    metrics = job.work / name / "metrics.jsonl"
+    remove(job.work / name)  # a run of an earlier try would be taken for this one's steps
+    with (job.work / f"{name}-killed.log").open("w") as log:
+        process = subprocess.Popen(words, cwd=job.work, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        until = time.monotonic() + job.limit_s
+        while process.poll() is None and time.monotonic() < until and num_lines(metrics) < KILL_AFTER:
+            time.sleep(0.005)
+        if process.poll() is not None:
+            raise Failed(f"the run ended by itself with status {process.returncode} before it could be killed")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    done = num_lines(metrics)
+    if done < KILL_AFTER:
+        raise Failed(f"the run wrote {done} lines of metrics in {job.limit_s:.0f} s")
+    text = job.burnish(*words[3:], name=name)
+    whole = read_metrics(job.work / undisturbed / "metrics.jsonl")
+    steps = [row["step"] for row in read_metrics(metrics)]
+    if done >= len(whole):
+        raise Failed("the run was complete when it was killed: give it more steps")
+    if steps != [row["step"] for row in whole]:
+        raise Failed(f"the resumed run has steps {steps}, and not those of an undisturbed one: {last_line(text)}")
+    return f"after {done - 1} of {len(whole) - 1} steps, {same(weights(job, name), weights(job, undisturbed))}"
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+# --- models as files and servers ----------------------------------------------------------------------------------------------------
+
+
+def evaluate(job: Job) -> dict[str, Any]:
+    out = job.work / "evaluation"
+    job.burnish("eval", "train", "task:sort_digits", "--limit", "200", "--max-tokens", str(job.lengths[1]), "--out", str(out), "--force", "--device", job.device, name="eval")  # fmt: skip
+    found = json.loads(next(out.glob("*.json")).read_text())
+    low, high = found["ci"]
+    return {"shown": f"accuracy {found['accuracy']:.3f} [{low:.3f}, {high:.3f}] of {found['num_samples']} answers"}
+
+
+def export(job: Job) -> dict[str, Any]:
+    """Export the LoRA run with its adapters merged; transformers loads the directory and gives the logits of our decoder."""
+    out = job.work / "exported"
+    remove(out)
+    job.burnish("export", "lora", str(out), "--merged", name="export")
+    from transformers import AutoModelForCausalLM
+
+    from burnish.config.model import Model
+    from burnish.models.policy import load_policy
+
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ours = load_policy(Model(dtype="float32", device="cpu"), out, None, 0)
+    tokens = torch.arange(12) % ours.module.arch.vocab_size
+    with torch.no_grad():
+        difference = (
+            (theirs(tokens[None]).logits[0] - ours.module.logits(ours.module.hidden(tokens, torch.tensor([0, 12]))))
+            .abs()
+            .max()
+        )
+    if difference > 1e-3:
+        raise Failed(f"logits of transformers and of burnish differ by {difference:.2e}")
+    return {"shown": f"transformers loads it; logits differ by {difference:.1e} in float32"}
+
+
+def merge(job: Job) -> dict[str, Any]:
+    out = job.work / "merged"
+    remove(out)
+    parts = [str(trained(job, "sft")), str(trained(job, "train"))]
+    job.burnish("merge", str(out), *parts, "--dtype", "float32", name="merge")
+    one, other = (load_file(Path(part) / "model.safetensors") for part in parts)
+    mean = {name: (one[name].double() + other[name].double()) / 2 for name in one}
+    difference = largest_difference(load_file(out / "model.safetensors"), mean)
+    if difference > 1e-6:
+        raise Failed(f"the merged weights differ from the mean by {difference:.1e}")
+    return {"shown": f"the mean of two models to {difference:.1e}"}
+
+
+def remove(folder: Path) -> None:
+    """Delete the output of an earlier try."""
+    import shutil
+
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def serve(job: Job) -> dict[str, Any]:
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotHere(f"{' and '.join(missing)} not installed")
+    port = free_port()
+    words = command(
+        "serve", "train", "--port", str(port), "--device", job.device, "--cache-gib", "0.5", "--max-rows", "64"
+    )
+    with server(job, "serve", words, f"http://127.0.0.1:{port}/v1/models"):
+        body = {"model": "train", "prompt": "4312>", "max_tokens": job.lengths[1], "temperature": 0}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})  # fmt: skip
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            reply = json.loads(answer.read())
+    if not reply["usage"]["completion_tokens"]:
+        raise Failed(f"the reply has no tokens: {reply}")
+    return {
+        "shown": f"'4312>' is answered by {reply['choices'][0]['text']!r}, {reply['usage']['completion_tokens']} tokens"
+    }
+
+
+@contextmanager
+def server(job: Job, name: str, words: list[str], url: str, variables: dict[str, str] | None = None) -> Iterator[None]:
+    """Start a server, wait until a URL answers, and end its process group with the block."""
+    log = job.work / f"{name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(words, cwd=job.work, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(variables or {})})  # fmt: skip
+        try:
+            until = time.monotonic() + START_LIMIT_S
+            while not answers(url):
+                if process.poll() is not None:
+                    raise Failed(f"the server ended with status {process.returncode}: {last_line(log.read_text())}")
+                if time.monotonic() > until:
+                    raise Failed(
+                        f"the server does not answer after {START_LIMIT_S:.0f} s: {last_line(log.read_text())}"
+                    )
+                time.sleep(0.2)
+            yield
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+ROWS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "sft": sft, "train": train, "lora": lora, "nf4": nf4, "ppo": ppo, "ahead": ahead, "async": asynchronous, "resume": resume,
+    "eval": evaluate, "export": export, "merge": merge, "serve": serve, "prefer": prefer, "reward-model": reward_model,
+    "stages": stages, "ray": ray, "vllm server": vllm_server, "sglang server": sglang_server,
+}  # fmt: skip
+"""Rows by name, in the order in which they run."""
+NEEDS = {"resume": ("sft", "train"), "eval": ("sft", "train"), "serve": ("sft", "train"), "merge": ("sft", "train"), "export": ("sft", "lora"), "sft": (), "stages": ()}  # fmt: skip
+"""The rows whose outputs a row reads; without an entry, those of `sft`."""
