@@ -72,16 +72,6 @@ def check_source_fits(config: TrainConfig) -> None:
             f"{what} needs an engine that samples while the learner trains, but vLLM in this process takes turns with it: "
             "start a server and set rollout.vllm.url"
         )
-    if config.model.device.startswith("cuda") and rollout.engine not in ("vllm", "sglang"):
-        raise ValueError(gpu_refusal(rollout.source.name))
-
-
-def gpu_refusal(name: str) -> str:
-    """The error for a source that would sample and train on one GPU at the same time."""
-    return (
-        f"rollout.source={name} with placement=local on a GPU: sampler and learner would slow each other down on one device; "
-        "set placement=ray and placement.layout=split (a GPU for each), or rollout.engine to a vLLM or SGLang server on another GPU"
-    )
 
 
 # --- engines with their own weights -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
 from burnish.config.records import slot_options
-from burnish.config.rollout import Opponents, Rollout, Vllm, gpu_refusal
+from burnish.config.rollout import Opponents, Rollout, Vllm
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
@@ -243,11 +243,18 @@ def build_parallel_engine(
 
 
 def engine_with_own_weights(engine: Engine, policy: PolicyModel, rollout: Rollout) -> Engine:
-    """The engine for a source that samples while the learner trains. An engine that shares the policy's tensors gets a copy."""
+    """The engine for a source that samples while the learner trains. An engine that shares the policy's tensors gets a copy.
+
+    On a GPU the sampling thread and the learner launch kernels to the same stream, so the device works on them in turns.
+    """
     if not isinstance(engine, DenseEngine | PagedEngine | TransformersEngine):
         return engine  # a server has its own weights
-    if next(policy.module.parameters()).is_cuda:
-        raise UserError(gpu_refusal(rollout.source.name))
+    device = next(policy.module.parameters()).device
+    if device.index:  # the current device of a new thread is the first one
+        raise UserError(
+            f"rollout.source={rollout.source.name} samples in a thread of its own, which works on the first GPU: set model.device=cuda "
+            f"and start the run with CUDA_VISIBLE_DEVICES={device.index}"
+        )
     return WeightCopyEngine(lambda module: _build_engine(replace(policy, module=module), rollout, None), policy.module)
 
 

@@ -292,6 +292,7 @@ def _rl_setup(
             or (rollout.mismatch is not None and rollout.mismatch.name in FAULTS_WITH_OWN_WEIGHTS)
         ),
         plain_copy=rollout.engine == "vllm",
+        overlaps=rollout.source.name != "sync",
     )
     return replace(setup, cache=_cache_bytes(config, setup, sequences, capacity))
 

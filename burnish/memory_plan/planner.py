@@ -1,7 +1,8 @@
 """Peak memory of a run by part and phase, computed before anything is loaded.
 
 The phases are sampling (with the engine's KV cache) and the updates of the policy, the critic or the process reward model.
-Resident parts are there in all of them: weights, master copies, moments, a reference. The KV cache is freed during updates.
+Resident parts are there in all of them: weights, master copies, moments, a reference. The KV cache is freed during updates, unless
+the engine samples meanwhile.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class RunSetup:
     reward_model_bytes: int = 0
     """Bytes of reward models in this process."""
     cache: int = 0
-    """Bytes of the engine's KV cache, which is freed during updates."""
+    """Bytes of the engine's KV cache."""
+    overlaps: bool = False
+    """Whether the engine samples during updates, so that its cache stays. Otherwise the cache is freed then."""
     engine_copy: bool = False
     """Whether the engine has a copy of the weights."""
     plain_copy: bool = False
@@ -144,7 +147,7 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
     others = [*_gathered_parts(setup, model), *_reference_parts(setup, actor)]
     if setup.engine_copy:
         own = setup.arch.num_parameters * dtype.itemsize if setup.plain_copy else weights
-        others.append(MemoryPart("engine's weights", own, "a sampler with a fault has its own"))
+        others.append(MemoryPart("engine's weights", own, "the sampler has its own"))
     if setup.reward_model_bytes:
         others.append(MemoryPart("reward models", setup.reward_model_bytes, "weights, in this process"))
     if setup.critic is not None:
@@ -159,9 +162,11 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
         others.append(
             MemoryPart("process reward model", process.resident + start, "weights, copies, moments; its start")
         )
+    if setup.cache and setup.overlaps:
+        others.append(MemoryPart("KV cache", setup.cache, "stays, since sampling and updates overlap"))
     resident = [*_state_parts(setup, actor), *others]
     phases = {name: _learning_parts(setup, name, learners) for name in learners}
-    if setup.cache:
+    if setup.cache and not setup.overlaps:
         phases[SAMPLING] = [MemoryPart("KV cache", setup.cache, "freed while the learners work")]
     before = sum(part.bytes for part in others) + weights
     first = {

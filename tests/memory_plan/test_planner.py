@@ -303,6 +303,16 @@ def test_a_cache_that_is_larger_than_the_learners_work_makes_sampling_the_peak()
     assert large.learners_peak(2) == small.learners_peak(2)  # it sleeps then
 
 
+def test_a_cache_stays_during_updates_that_overlap_with_sampling() -> None:
+    cache = 50 * GIB
+    turns, overlapping = (plan_memory(on_gpu(OF_1_5B, cache=cache, overlaps=overlaps)) for overlaps in (False, True))
+    learners = plan_memory(on_gpu(OF_1_5B))
+    assert SAMPLING in turns.phases
+    assert SAMPLING not in overlapping.phases
+    assert overlapping.total == learners.total + cache
+    assert all(overlapping.learners_peak(k) == learners.learners_peak(k) + cache for k in (1, 2))
+
+
 def test_processes_that_share_a_model_hold_a_piece_each() -> None:
     one, four = plan_memory(on_gpu(OF_7B)), plan_memory(on_gpu(OF_7B, shards=4))
     pieces = {part.name: part.bytes for part in four.parts}

@@ -207,7 +207,8 @@ class ModelRunner:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+        # thread_local: a learner that trains in another thread may allocate memory meanwhile (rollout.source=ahead or async).
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._step(self.rows, rows, flags, splits)
         self._graphs[rows, flags, splits] = graph
         self.stats.capture_s += time.perf_counter() - started
