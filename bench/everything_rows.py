@@ -63,6 +63,10 @@ class Job:
     def number(self, tiny: int, full: int) -> int:
         return tiny if self.is_tiny else full
 
+    @property
+    def training(self) -> dict[str, Any]:
+        return {"steps": self.number(6, 12), "optimizer": {"lr": 2e-4 if self.model is None else 1e-5}}
+
     def burnish(self, *words: str, name: str) -> str:
         """Run a command in the work folder. Its output is in NAME.log and is returned."""
         log = self.work / f"{name}.log"
@@ -98,7 +102,7 @@ class Job:
             "reward": {"parts": "task", "workers": 2},
             "rollout": {"prompts": self.number(8, 64), "n": 8, "max_tokens": answer, "max_rows": 512},
             "algorithm": {"preset": "grpo", "aggregation": "token-mean"},
-            "training": {"steps": self.number(6, 12), "optimizer": {"lr": 2e-4 if self.model is None else 1e-5}},
+            "training": self.training,
             "validation": {"limit": self.number(64, 256)},
             "run": {"save_every": 2},
         }  # fmt: skip
@@ -366,6 +370,31 @@ def resume(job: Job) -> dict[str, Any]:
     return {"shown": f"killed and resumed: {killed_and_resumed(job, 'resume', 'train')}"}
 
 
+def deterministic(job: Job) -> dict[str, Any]:
+    """Two equal runs with training.deterministic must have equal weights; the row `train` has the time of a step without it."""
+    runs = [f"deterministic-{number}" for number in (1, 2)]
+    metrics = [job.train(name, **deterministic_training(job)) for name in runs]
+    one, other = (weights(job, name) for name in runs)
+    if (difference := largest_difference(one, other)) > 0:
+        raise Failed(f"the weights of two equal runs differ by {difference:.1e}")
+    without = rl_shown(read_metrics(job.work / "train" / "metrics.jsonl"))["step_s"]
+    steps = [rl_shown(rows)["step_s"] for rows in metrics]
+    shown = f"two runs bit-equal; a step takes {min(steps):.3f} s, and {without:.3f} s without ({same(one, weights(job, 'train'))})"
+    return {"shown": shown, "step_s": min(steps), "step_s_without": without}
+
+
+def deterministic_resume(job: Job) -> dict[str, Any]:
+    """As `resume`, with training.deterministic: the weights must be equal bit for bit."""
+    shown = killed_and_resumed(job, "deterministic-resume", "deterministic-1", **deterministic_training(job))
+    if not shown.endswith("bit-equal"):
+        raise Failed(f"killed and resumed: {shown}")
+    return {"shown": f"killed and resumed: {shown}"}
+
+
+def deterministic_training(job: Job) -> dict[str, Any]:
+    return {"training": {**job.training, "deterministic": True}}
+
+
 def killed_and_resumed(job: Job, name: str, undisturbed: str, **changes: Any) -> str:
     words = command("train", job.rl_recipe(name, **changes), "--max-restarts", "0")
     metrics = job.work / name / "metrics.jsonl"
@@ -515,9 +544,10 @@ def free_port() -> int:
 
 ROWS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "sft": sft, "train": train, "lora": lora, "nf4": nf4, "ppo": ppo, "ahead": ahead, "async": asynchronous, "resume": resume,
+    "deterministic": deterministic, "deterministic resume": deterministic_resume,
     "eval": evaluate, "export": export, "merge": merge, "serve": serve, "prefer": prefer, "reward-model": reward_model,
     "stages": stages, "ray": ray, "vllm server": vllm_server, "sglang server": sglang_server,
 }  # fmt: skip
 """Rows by name, in the order in which they run."""
-NEEDS = {"resume": ("sft", "train"), "eval": ("sft", "train"), "serve": ("sft", "train"), "merge": ("sft", "train"), "export": ("sft", "lora"), "sft": (), "stages": ()}  # fmt: skip
+NEEDS = {"resume": ("sft", "train"), "deterministic": ("sft", "train"), "deterministic resume": ("sft", "train", "deterministic"), "eval": ("sft", "train"), "serve": ("sft", "train"), "merge": ("sft", "train"), "export": ("sft", "lora"), "sft": (), "stages": ()}  # fmt: skip
 """The rows whose outputs a row reads; without an entry, those of `sft`."""

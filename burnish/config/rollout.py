@@ -74,6 +74,23 @@ def check_source_fits(config: TrainConfig) -> None:
         )
 
 
+def check_repeatable(config: TrainConfig) -> None:
+    """Refuse `training.deterministic` where samples depend on time, so that no two runs are equal."""
+    if not config.training.deterministic:
+        return
+    rollout = config.rollout
+    if rollout.source.name == "async":
+        raise ValueError(
+            "training.deterministic with rollout.source=async: a step trains on the groups that are complete by then, so no two runs "
+            "are equal; use sync or ahead"
+        )
+    if rollout.engine in ("vllm", "sglang"):
+        raise ValueError(
+            f"training.deterministic with rollout.engine={rollout.engine}: its batches depend on time, and rounding on its batches; "
+            "use the native engine"
+        )
+
+
 # --- engines with their own weights -----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,14 @@ from burnish.config.errors import did_you_mean
 from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
 from burnish.config.placement import LocalPlacement, Parallel, PlacementSlot, check_parallel_fits, check_placement_fits
 from burnish.config.records import Record, as_list, name_to_record
-from burnish.config.rollout import Rollout, Sampling, check_mismatch_fits, check_opponents_fit, check_source_fits
+from burnish.config.rollout import (
+    Rollout,
+    Sampling,
+    check_mismatch_fits,
+    check_opponents_fit,
+    check_repeatable,
+    check_source_fits,
+)
 from burnish.config.trackers import AnyTracker
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
@@ -50,6 +57,9 @@ class Training(Record):
     offload: none on the GPU. Each needs less memory and more time than the one before, and gives the same gradient."""
     compile: bool = False
     """Compile the layers with torch.compile, which takes a minute at the start. It fuses the operations between the matmuls."""
+    deterministic: bool = False
+    """Make two equal runs on a GPU equal bit for bit, and a resumed run equal to one that never stopped: sums of gradients get a fixed order,
+    which takes time. On a CPU runs are equal anyway. Episodes of several turns need rollout.exact too."""
     optimizer: Optimizer = Optimizer()
     """The optimizer and its schedule."""
 
@@ -198,6 +208,7 @@ class TrainConfig(Record):
         check_trainable(self.model)
         check_placement_fits(self)
         check_source_fits(self)
+        check_repeatable(self)
         check_opponents_fit(self)
         check_mismatch_fits(self.rollout, self.model)
         for where, section in (

@@ -52,6 +52,13 @@ def segment_min(values: Tensor, ids: Tensor, num: int) -> Tensor:
     return -segment_max(-values, ids, num)
 
 
+def running_sum(x: Tensor) -> Tensor:
+    """The cumulative sums of x [n]. In deterministic mode they are made on the host: torch's on a GPU have no fixed order."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x.cpu().cumsum(0).to(x.device)
+    return x.cumsum(0)
+
+
 def contiguous_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each run values[offsets[k]:offsets[k+1]], with gradient. Several times faster than `segment_sum`."""
     return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0)

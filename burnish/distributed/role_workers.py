@@ -30,6 +30,7 @@ from burnish.inference.request_arrays import PackedCompletions, PackedRequests, 
 from burnish.inference.threaded_engine import EngineThread
 from burnish.inference.weight_sync import EngineReport, Publication, Publisher, checksum, digest, probe_request
 from burnish.models.decoder import Decoder
+from burnish.models.kernels.device import use_deterministic_algorithms
 from burnish.models.nf4 import quantised_tensors
 from burnish.models.policy import PolicyModel, resolve_device
 from burnish.run.checkpoint.saver import HostCopy, keep_in_place, wait_for_devices
@@ -58,6 +59,8 @@ class TrainingWorker:
         self.parts = parts
         torch.set_num_threads(config.placement.cpus_of(parts[0]))
         on_gpu = resolve_device(config.model.device).type == "cuda"
+        if config.training.deterministic and on_gpu:
+            use_deterministic_algorithms()
         self.ranks = join_process_group(config.parallel, on_gpu) if is_launched() else SOLO
         # A sharded model is moved to the device layer by layer, since it may not fit there as a whole.
         model = config.model if self.ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
@@ -273,6 +276,8 @@ class RolloutWorker:
     def __init__(self, config: TrainConfig, base: Path | None) -> None:
         assert isinstance(config.placement, RayPlacement)
         torch.set_num_threads(config.placement.cpus_of(ROLLOUT))
+        if config.training.deterministic and resolve_device(config.model.device).type == "cuda":
+            use_deterministic_algorithms()
         sources = [*config.data.train, *config.data.validation]
         self.policy = roles.build_policy(config.model, sources, config.seed, base)
         self.policy.module.requires_grad_(False)

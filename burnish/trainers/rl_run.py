@@ -24,8 +24,9 @@ from burnish.distributed.judge_process import EngineJudge
 from burnish.distributed.placement import check_placement
 from burnish.distributed.ray_roles import open_cluster
 from burnish.distributed.roles import build_outline, build_policy, build_scorers, policy_updates
-from burnish.memory_plan.from_config import plan_run
+from burnish.memory_plan.from_config import is_gpu_device, plan_run
 from burnish.models.activation_checkpointing import set_activations
+from burnish.models.kernels.device import deterministic_algorithms
 from burnish.rewards.reward_parts import JUDGE, MODEL
 from burnish.rewards.scoring import Rewards
 from burnish.run.durable_files import FolderId, atomic_write
@@ -72,6 +73,7 @@ def checked_run(
     location = _run_location(config, name)
     rewards_are_remote = has_remote_rewards(config.placement)
     with (
+        deterministic_algorithms(config.training.deterministic and is_gpu_device(config.model.device)),
         RunDirectory.claim(*location, partial(add_missing_defaults, TrainConfig), replaced) as directory,
         Rewards(config.reward, base, rewards_are_remote, config.training.steps) as rewards,
     ):

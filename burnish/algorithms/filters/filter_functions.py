@@ -31,6 +31,7 @@ from burnish.core.segments import (
     compact_ids,
     ids_from_offsets,
     offsets_from_lengths,
+    running_sum,
     segment_count,
     segment_max,
     segment_mean,
@@ -112,10 +113,10 @@ def snr(
     if mode == "linear" and share == 1:
         taken = torch.ones_like(has_spread)
     elif mode == "linear":
-        taken = (ordered.cumsum(0) - ordered < share * ordered.sum() - slack) & has_spread
+        taken = (running_sum(ordered) - ordered < share * ordered.sum() - slack) & has_spread
     elif mode == "softmax":
         probabilities = ordered.softmax(0)
-        taken = probabilities.cumsum(0) - probabilities < share - 1e-12  # rounding must not take one group more
+        taken = running_sum(probabilities) - probabilities < share - 1e-12  # rounding must not take one group more
     elif mode == "top":
         taken = torch.arange(num, device=order.device) < math.ceil(share * num - 1e-9)
     else:
@@ -472,7 +473,7 @@ def pf_ppo(batch: Batch, *, mode: PfPpoMode, power: float) -> Tensor:
     draw = torch.arange(order.numel(), device=order.device) - starts[group]
     keys = batch.sequence["key"][first_index(of_sequence, num)] ^ PF_PPO_STREAM
     # The probabilities of a group sum to 1, so those of group g fill the interval from g to g + 1.
-    cumulative = pf_probabilities(rewards, groups, num, mode, power)[order].cumsum(0)
+    cumulative = running_sum(pf_probabilities(rewards, groups, num, mode, power)[order])
     picked = torch.searchsorted(cumulative, group + uniforms(keys[group], draw))
     picked = picked.clamp(starts[group], starts[group + 1] - 1)  # rounding must not move a draw to the next group
     return _sequences_of(order[picked], trajectory_ids, groups.numel())

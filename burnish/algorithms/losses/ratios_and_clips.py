@@ -20,6 +20,7 @@ from torch import Tensor
 
 from burnish.algorithms.losses.loss_view import LossView, TokenLoss
 from burnish.core.random_keys import uniforms
+from burnish.core.segments import running_sum
 
 MAX_TOKEN_LOG_RATIO = 20.0
 MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -291,7 +292,7 @@ def second_moment_mask(squares: Tensor, tau: float) -> Tensor:
     if squares.numel() == 0:
         return torch.zeros_like(squares, dtype=torch.bool)
     ordered, order = squares.double().sort(descending=True, stable=True)
-    sums = ordered.flip(0).cumsum(0).flip(0)  # [M] sum of the squares from each rank on
+    sums = running_sum(ordered.flip(0)).flip(0)  # [M] sum of the squares from each rank on
     means = sums / torch.arange(ordered.numel(), 0, -1, device=ordered.device)
     fits = (means < tau).nonzero()
     num_dropped = int(fits[0]) if fits.numel() else ordered.numel() - 1
