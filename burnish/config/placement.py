@@ -172,7 +172,8 @@ class Parallel(Record):
     """Processes that train on different sequences and hold a shard of every parameter each (FSDP2). A list [copies, shards] makes several
     copies of the model, each sharded over so many processes (HSDP). null: all remaining processes."""
     context: int = Field(1, ge=1)
-    """Processes that split the tokens of the same micro-batches, for long sequences (Ulysses). Parameters are sharded over them too."""
+    """Processes that split the tokens of the same micro-batches, for long sequences. Attention exchanges heads (Ulysses) if their number
+    divides the key/value heads, and gathers keys otherwise. Parameters are sharded over them too."""
     expert: int = Field(1, ge=1)
     """Processes that divide the experts of every layer. All other layers treat them like `data`: they have different sequences."""
     tensor: int = Field(1, ge=1)

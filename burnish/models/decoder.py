@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         self.exact: ExactLogprobs | None = None
         """If set, log-probs have the values of this function (`cached_forward.py`) and the gradient of the usual forward."""
         self.shard_rows: ShardRows | None = None
-        """If set, this process computes a shard of a micro-batch's rows (sequence parallelism)."""
+        """If set, this process computes a shard of a micro-batch's rows (sequence or context parallelism)."""
         self.receive: Callable[[Tensor], Tensor] | None = None
         """If set, the input of the first layer comes from the stage before (`training/parallel/pipeline.py`)."""
         self.send: Callable[[Tensor], Tensor] | None = None
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         attend = PackedAttention(offsets, self.arch.windows, rows)
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
-        shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(tokens.shape[0], at)
+        shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(attend.lengths, rows, at)
         hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend), int(lengths.max()))
         return hidden[shard.at], shard
 

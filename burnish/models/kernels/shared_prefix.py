@@ -9,7 +9,7 @@ summed over these sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -81,7 +81,7 @@ def expand_rows(x: Tensor, rows: ComputedRows) -> Tensor:
     return _ExpandRows.apply(x, rows)
 
 
-# --- Row shards: a process computes all rows of a micro-batch, or its slice with sequence parallelism.
+# --- Row shards: a process computes all rows of a micro-batch, or its shard with sequence or context parallelism.
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 
@@ -105,8 +105,8 @@ class RowShard(Protocol):
         """[m] to [M]: add the values of the other processes. The gradient flows to this process's values only."""
 
 
-ShardRows = Callable[[int, Tensor], RowShard]
-"""(number of rows, indices of the wanted rows [M]) -> this process's shard."""
+ShardRows = Callable[[Sequence[int], ComputedRows | None, Tensor], RowShard]
+"""(lengths of the sequences [S], the computed rows if prefixes are shared, indices of the wanted rows [M]) -> this process's shard."""
 
 
 class UnshardedRows:

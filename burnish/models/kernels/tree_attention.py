@@ -156,11 +156,12 @@ def _is_large(num_queries: int, num_keys: int) -> bool:
 
 
 def dense_piece(
-    queries: slice, keys: slice, device: torch.device, is_causal: bool = False, is_further: bool = False
+    queries: slice, keys: Rows, device: torch.device, is_causal: bool = False, is_further: bool = False
 ) -> Piece:
     """A dense piece of rounded shape. The keys of one without mask must have a rounded size already."""
     num_queries = rounded(_size(queries), up=True)
-    sides = [[slice(0, num_queries)], [slice(0, num_queries if is_causal else _size(keys))]]
+    num_keys = len(keys) if isinstance(keys, Tensor) else _size(keys)
+    sides = [[slice(0, num_queries)], [slice(0, num_queries if is_causal else num_keys)]]
     return Piece(queries, keys, *_bounds(sides, device), is_causal, is_further, is_dense=True)
 
 
@@ -179,21 +180,7 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], kernel: PieceKernel, window: int | None
     ) -> Tensor:
-        out = lse = q.new_empty(0)
-        for index, piece in enumerate(pieces):
-            q_rows, k_rows, v_rows = _query_rows(q, piece), _key_rows(k, piece), _key_rows(v, piece)
-            found = kernel.forward(q_rows, k_rows, v_rows, piece, window if piece.is_causal else None)
-            found = _without_zeros(found[0], piece.queries), _without_zeros(found[1], piece.queries)
-            if piece.is_further:
-                _merge_rows(out, lse, *found, piece.queries)
-            elif found[0].shape == q.shape:
-                out, lse = found
-            else:
-                if index == 0:
-                    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-                    lse = found[1].new_empty(q.shape[1], q.shape[0]).t()
-                _write_rows(out, found[0], piece.queries)
-                _write_rows(lse, found[1], piece.queries)
+        out, lse = forward_pieces(q, k, v, pieces, kernel, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = pieces, kernel, window
         return out
@@ -201,28 +188,57 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        pieces, kernel, window = ctx.plan
-        grad = grads[0].contiguous()
-        # Summed in float32, because a bfloat16 sum would be rounded once for every piece. A sum of two is rounded once anyway.
-        wide = torch.promote_types(q.dtype, torch.float32)
-        total_k, total_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        is_sum_of_two = all(piece.is_dense for piece in pieces if piece.is_further)
-        total_q = torch.empty(q.shape, dtype=q.dtype if is_sum_of_two else wide, device=q.device)
-        for piece in pieces:
-            grad_rows, q_rows, out_rows, lse_rows = (_query_rows(x, piece) for x in (grad, q, out, lse))
-            keys, reach = (_key_rows(k, piece), _key_rows(v, piece)), window if piece.is_causal else None
-            part_q, part_k, part_v = kernel.backward(grad_rows, q_rows, *keys, out_rows, lse_rows, piece, reach)
-            part_q = _without_zeros(part_q, piece.queries)
-            part_k, part_v = _without_zeros(part_k, piece.keys), _without_zeros(part_v, piece.keys)
-            if piece.is_further:
-                _add_rows(total_q, part_q, piece.queries)
-            elif part_q.shape == total_q.shape and total_q.dtype == part_q.dtype:
-                total_q = part_q
-            else:
-                _write_rows(total_q, part_q, piece.queries)
-            _add_rows(total_k, part_k, piece.keys)
-            _add_rows(total_v, part_v, piece.keys)
-        return total_q.to(q.dtype), total_k.to(k.dtype), total_v.to(v.dtype), None, None, None
+        grad_q, grad_k, grad_v = backward_pieces(grads[0].contiguous(), q, k, v, out, lse, *ctx.plan)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+
+
+def forward_pieces(
+    q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], kernel: PieceKernel, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [n, heads, D] and log-sum-exps [n, heads] of queries [n, heads, D] over keys and values [m, kv_heads, D]."""
+    out = lse = q.new_empty(0)
+    for index, piece in enumerate(pieces):
+        q_rows, k_rows, v_rows = _query_rows(q, piece), _key_rows(k, piece), _key_rows(v, piece)
+        found = kernel.forward(q_rows, k_rows, v_rows, piece, window if piece.is_causal else None)
+        found = _without_zeros(found[0], piece.queries), _without_zeros(found[1], piece.queries)
+        if piece.is_further:
+            _merge_rows(out, lse, *found, piece.queries)
+        elif found[0].shape == q.shape:
+            out, lse = found
+        else:
+            if index == 0:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+                lse = found[1].new_empty(q.shape[1], q.shape[0]).t()
+            _write_rows(out, found[0], piece.queries)
+            _write_rows(lse, found[1], piece.queries)
+    return out, lse
+
+
+def backward_pieces(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Sequence[Piece], kernel: PieceKernel,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values; those of keys and values are sums in float32 or wider."""
+    # Summed in float32, because a bfloat16 sum would be rounded once for every piece. A sum of two is rounded once anyway.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    total_k, total_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    is_sum_of_two = all(piece.is_dense for piece in pieces if piece.is_further)
+    total_q = torch.empty(q.shape, dtype=q.dtype if is_sum_of_two else wide, device=q.device)
+    for piece in pieces:
+        grad_rows, q_rows, out_rows, lse_rows = (_query_rows(x, piece) for x in (grad, q, out, lse))
+        keys, reach = (_key_rows(k, piece), _key_rows(v, piece)), window if piece.is_causal else None
+        part_q, part_k, part_v = kernel.backward(grad_rows, q_rows, *keys, out_rows, lse_rows, piece, reach)
+        part_q = _without_zeros(part_q, piece.queries)
+        part_k, part_v = _without_zeros(part_k, piece.keys), _without_zeros(part_v, piece.keys)
+        if piece.is_further:
+            _add_rows(total_q, part_q, piece.queries)
+        elif part_q.shape == total_q.shape and total_q.dtype == part_q.dtype:
+            total_q = part_q
+        else:
+            _write_rows(total_q, part_q, piece.queries)
+        _add_rows(total_k, part_k, piece.keys)
+        _add_rows(total_v, part_v, piece.keys)
+    return total_q, total_k, total_v
 
 
 def _merge_rows(out: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor, rows: Rows) -> None:
@@ -435,4 +451,46 @@ def _by_row(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-CPU_KERNEL, FLASH_KERNEL, CUDNN_KERNEL = CpuKernel(), FlashKernel(), CudnnKernel()
+class ExplicitKernel:
+    """Matmuls with all scores of a segment in memory: for windows on a CPU, and for wide types on a GPU."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, window: int | None) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        for queries, keys in _segments(piece):
+            query, key, value = _by_key_head(q[queries], k[keys], v[keys])
+            scores = _visible_scores(query, key, piece, window)
+            lse[queries] = scores.logsumexp(-1).flatten(0, 1).t()
+            out[queries] = _by_row(scores.softmax(-1) @ value)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        for queries, keys in _segments(piece):
+            query, key, value = _by_key_head(q[queries], k[keys], v[keys])
+            grad_view, out_view = (_split_heads(x[queries], k.shape[1]) for x in (grad, out))
+            lse_view = lse[queries].t().unflatten(0, (k.shape[1], -1))
+            weights = (_visible_scores(query, key, piece, window) - lse_view[..., None]).exp()
+            mean = (grad_view * out_view).sum(-1, keepdim=True)
+            grad_scores = weights * (grad_view @ value.transpose(-1, -2) - mean) * q.shape[-1] ** -0.5
+            found[0][queries] = _by_row(grad_scores @ key)
+            found[1][keys] = (grad_scores.transpose(-1, -2) @ query).sum(1).transpose(0, 1)
+            found[2][keys] = (weights.transpose(-1, -2) @ grad_view).sum(1).transpose(0, 1)
+        return found[0], found[1], found[2]
+
+
+def _visible_scores(query: Tensor, key: Tensor, piece: Piece, window: int | None) -> Tensor:
+    """Scores [kv_heads, query heads per key head, queries, keys], minus infinity where a query does not see a key."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if not piece.is_causal:
+        return scores
+    num_queries, num_keys = scores.shape[-2:]
+    # The last query is at the last key.
+    sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).tril(num_keys - num_queries)
+    if window is not None:
+        sees &= ~sees.tril(num_keys - num_queries - window)
+    return scores.masked_fill(~sees, -torch.inf)
+
+
+CPU_KERNEL, FLASH_KERNEL, CUDNN_KERNEL, EXPLICIT_KERNEL = CpuKernel(), FlashKernel(), CudnnKernel(), ExplicitKernel()

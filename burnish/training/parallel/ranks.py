@@ -24,10 +24,10 @@ from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
+from burnish.training.parallel.context_parallel import apply_context_parallel
 from burnish.training.parallel.fsdp import apply_fsdp, reshard
 from burnish.training.parallel.mesh import LearnerMesh, learner_mesh
 from burnish.training.parallel.pipeline import apply_pipeline, sum_tied_gradient
-from burnish.training.parallel.sequence_parallel import apply_sequence_parallel
 from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> 
     if ranks.mesh.sizes.tensor > 1:
         apply_tensor_parallel(model, ranks.mesh.tensor)
     if ranks.context_group is not None:
-        apply_sequence_parallel(model, ranks.context_group)
+        apply_context_parallel(model, ranks.context_group)
     if offload or ranks.mesh.sizes.replicate * ranks.mesh.sizes.shards > 1:
         apply_fsdp(model, ranks.mesh.fsdp, offload)
     else:

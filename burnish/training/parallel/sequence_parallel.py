@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks of a group divide the rows of the same micro-batch (DeepSpeed-Ulysses, 2309.14509).
 
 Everything but attention works row by row, so each rank computes an equal slice of the rows, across sequence borders. For
-attention, an all-to-all turns rows with all heads into all rows with a part of the heads, and back. If there are fewer key/value
-heads than ranks, each is sent to all ranks whose query heads read it.
+attention, an all-to-all turns rows with all heads into all rows with a part of the heads, and back. Where key/value heads cannot be
+divided, `context_parallel.py` gathers keys instead.
 
 Labels are assigned on the whole micro-batch before the split, so the last row of a slice has its label. The head's outputs at the
 wanted rows are gathered: every rank sees the whole loss, and differentiates it by the rows it computed. Parameter gradients are
@@ -12,42 +12,35 @@ therefore sums over the ranks of a sequence-parallel group as well.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from burnish.config.errors import UserError
-from burnish.models.decoder import Decoder, Layer
+from burnish.models.decoder import Decoder
 from burnish.models.kernels.shared_prefix import Attend, MaybeTensor
-from burnish.training.parallel.fsdp import backbone_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def apply_sequence_parallel(model: nn.Module, group: ProcessGroup) -> None:
-    """Make a model compute only this rank's rows of each micro-batch."""
-    backbone, size = backbone_of(model), group.size()
-    if not isinstance(backbone, Decoder):
-        raise UserError("parallel.context needs the native decoder; this model runs through transformers")
-    heads = cast(Layer, backbone.layers[0]).arch.num_heads
-    if heads % size:
-        raise UserError(
-            f"parallel.context={size} does not divide the {heads} query heads (of one tensor-parallel rank)"
-        )
-    backbone.shard_rows = lambda num_rows, wanted: SequenceSlice(group, num_rows, wanted)
+def apply_sequence_parallel(backbone: Decoder, group: ProcessGroup) -> None:
+    """Make a decoder compute only this rank's rows of each micro-batch, and attend with its heads. The ranks must divide the heads."""
+    backbone.shard_rows = lambda lengths, rows, wanted: SequenceSlice(
+        group, sum(lengths) if rows is None else rows.num_rows, wanted
+    )
 
 
-class SequenceSlice:
-    """This rank's slice of a micro-batch of `num_rows` rows. All slices have `each` rows; the last ones are padded."""
+class GatheredOutputs:
+    """Which of the wanted rows of a micro-batch this rank computes, and how the values of all ranks are put together.
 
-    def __init__(self, group: ProcessGroup, num_rows: int, wanted: Tensor) -> None:
-        self.group, self.num_rows = group, num_rows
+    Wanted row i is row `index[i]` of rank `owner[i]`; both are [M].
+    """
+
+    def __init__(self, group: ProcessGroup, owner: Tensor, index: Tensor) -> None:
+        self.group = group
         self.size, self.rank = group.size(), group.rank()
-        self.each = math.ceil(num_rows / self.size)
-        owner = wanted // self.each
         counts = torch.bincount(owner, minlength=self.size)
         self.width = max(1, int(counts.max()))
         # Position of each wanted row's value after the all-gather, which gives `width` values per rank.
@@ -58,13 +51,9 @@ class SequenceSlice:
         self.chosen = (owner == self.rank).nonzero().squeeze(1)
         self.count = self.chosen.shape[0]
         if self.count:
-            self.at = wanted[self.chosen] - self.rank * self.each
+            self.at = index[self.chosen]
         else:  # a dummy row, so that this rank takes part in the backward pass
-            self.chosen = self.at = torch.zeros(1, dtype=torch.long, device=wanted.device)
-
-    def rows(self, column: Tensor) -> Tensor:
-        """[num_rows] to [each]: this rank's rows of a column."""
-        return self._padded(column)[self.rank * self.each : (self.rank + 1) * self.each]
+            self.chosen = self.at = torch.zeros(1, dtype=torch.long, device=owner.device)
 
     def select_wanted(self, column: Tensor) -> Tensor:
         """[M] to [m]: the entries of wanted rows that this rank computes."""
@@ -77,13 +66,23 @@ class SequenceSlice:
         padded = functional.pad(values[: self.count], (0, self.width - self.count))
         return _AllGather.apply(padded, self.group)[self.place]
 
+
+class SequenceSlice(GatheredOutputs):
+    """This rank's slice of a micro-batch of `num_rows` rows. All slices have `each` rows; the last ones are padded."""
+
+    def __init__(self, group: ProcessGroup, num_rows: int, wanted: Tensor) -> None:
+        self.num_rows, self.each = num_rows, math.ceil(num_rows / group.size())
+        super().__init__(group, wanted // self.each, wanted % self.each)
+
+    def rows(self, column: Tensor) -> Tensor:
+        """[num_rows] to [each]: this rank's rows of a column."""
+        return self._padded(column)[self.rank * self.each : (self.rank + 1) * self.each]
+
     def attention(self, attend: Attend) -> Attend:
         """Attention of all rows over this rank's heads, between two all-to-all exchanges."""
 
         def exchanged(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads, shared = q.shape[1] // self.size, math.lcm(k.shape[1], self.size) // k.shape[1]
-            if shared > 1:
-                k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
+            heads = q.shape[1] // self.size
             parts = [x.unflatten(1, (self.size, -1)) for x in (q, k, v)]  # [each, ranks, heads per rank, D]
             by_rank = torch.cat(parts, 2).transpose(0, 1).contiguous()
             local = _AllToAll.apply(by_rank, self.group).flatten(0, 1)[: self.num_rows]  # [num_rows, heads per rank, D]

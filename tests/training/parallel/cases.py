@@ -110,7 +110,13 @@ TWO: dict[str, Case] = {
     "copies": Case("grpo", {"data": (2, 1)}, steps=FEW),
     "context, of a batch": Case("top entropies", {"context": 2}, steps=FEW),
     "context, a critic": Case("value", {"context": 2}, steps=FEW),
+    # With one key head, keys are gathered instead of exchanged for heads.
     "context, one key head": Case("grpo", {"context": 2}, kv_heads=1, steps=FEW),
+    "context, one key head, a reference": Case("full kl", {"context": 2}, kv_heads=1, steps=FEW),
+    "context, one key head, gemma3": Case("grpo", {"context": 2}, kv_heads=1, gemma3=True, steps=FEW),
+    "context, one key head, a critic, recompute": Case(
+        "value", {"context": 2}, kv_heads=1, activations="recompute", steps=FEW
+    ),
     "context, lora, recompute": Case("grpo", {"context": 2}, lora=2, base="nf4", activations="recompute", steps=FEW),
     "tensor, a critic": Case("value", {"tensor": 2}, steps=FEW),
     "tensor, recompute": Case("grpo", {"tensor": 2}, activations="recompute", steps=FEW),
@@ -141,6 +147,7 @@ FOUR: dict[str, Case] = {
     "hsdp, of a batch, offload": Case("top entropies", {"data": (2, 2), "offload": True}, steps=FEW),
     "context, fewer rows than ranks": Case("sft", {"context": 4}, sizes=(1,), steps=FEW),
     "context x fsdp": Case("dpo", {"context": 2}, steps=FEW),
+    "context x fsdp, one key head": Case("grpo", {"context": 2}, kv_heads=1, steps=FEW),
     "context x copies": Case("grpo", {"context": 2, "data": (2, 1)}, steps=FEW),
     "tensor x fsdp, a critic": Case("value", {"tensor": 2}, steps=FEW),
     "tensor x fsdp, lora, muon": Case("grpo", {"tensor": 2}, lora=2, optimizer="muon", steps=FEW),
@@ -154,6 +161,7 @@ FOUR: dict[str, Case] = {
     "pipeline x tensor": Case("grpo", {"pipeline": 2, "tensor": 2}, token_budget=20, tied=True, steps=FEW),
     "pipeline x tensor, lora": Case("full kl", {"pipeline": 2, "tensor": 2}, lora=2, token_budget=20, steps=FEW),
     "tensor x context": Case("grpo", {"tensor": 2, "context": 2}, kv_heads=4, steps=FEW),
+    "tensor x context, a key head per rank": Case("grpo", {"tensor": 2, "context": 2}, steps=FEW),
 }
 CASES = {2: TWO, 4: FOUR}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch
 from hypothesis import given
@@ -18,9 +15,7 @@ from burnish.config.schema import SftConfig
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
-from burnish.models.decoder import Decoder
 from burnish.training.parallel.ranks import SOLO, balanced_shares, join_process_group
-from burnish.training.parallel.sequence_parallel import apply_sequence_parallel
 from burnish.training.parallel.tensor_parallel import check_divisible, local_architecture
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=24)
@@ -155,9 +150,3 @@ def test_heads_must_divide(parts: int, what: str) -> None:
     check_divisible(ARCH, 3)
     part = local_architecture(ARCH, 3)
     assert (part.num_heads, part.num_kv_heads, part.mlp_size, part.hidden_size) == (2, 1, 16, 32)
-
-
-def test_rows_are_cut_over_ranks_that_divide_the_query_heads() -> None:
-    group = cast(Any, SimpleNamespace(size=lambda: 4, rank=lambda: 0))
-    with pytest.raises(UserError, match=r"context=4 does not divide the 6 query heads"):
-        apply_sequence_parallel(Decoder(ARCH), group)
