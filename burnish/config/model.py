@@ -52,7 +52,9 @@ class Lora(Record):
 class NewModel(Record):
     """A new decoder with random weights."""
 
-    family: Literal["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"] = (
+        "llama"
+    )
     """Architecture. qwen3_moe, mixtral and olmoe have experts."""
     hidden_size: int = Field(128, ge=1)
     """Width of the residual stream."""

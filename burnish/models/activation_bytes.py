@@ -160,9 +160,9 @@ class ActivationEstimate:
     def _by_kernel(self) -> bool:
         """Whether attention saves views of its inputs."""
         return (
-            (self.on_gpu and self.is_half)
+            (self.on_gpu and (self.is_half or self.arch.score_softcap is not None))
             or (self.length > EXPLICIT_SCORES_LENGTH and not self.on_gpu)
-            or self._attends_in_c
+            or self._saves_own_rows
         )
 
     @property
@@ -171,26 +171,29 @@ class ActivationEstimate:
         return not self.on_gpu and not self.is_half and c_kernels_expected()
 
     @property
-    def _attends_in_c(self) -> bool:
-        return self.in_c and self.length <= MAX_C_ATTENTION_LENGTH
+    def _saves_own_rows(self) -> bool:
+        """Whether attention on a CPU reads shared rows in place: in C, or with soft-capped scores (`softcap_attention.py`)."""
+        if self.on_gpu:
+            return False
+        return self.arch.score_softcap is not None or (self.in_c and self.length <= MAX_C_ATTENTION_LENGTH)
 
     @property
     def _expands(self) -> bool:
         """Whether attention expands shared rows to all tokens of the packing (`kernels/attention.py`)."""
-        if not self.is_shared or self._attends_in_c:
+        if not self.is_shared or self._saves_own_rows:
             return False
         if self.on_gpu:
             in_pieces = self.is_half and tree_attention.PIECES_ON_GPU and self.length >= tree_attention.MIN_DENSE_ROWS
         else:
             in_pieces = self.length > MAX_C_ATTENTION_LENGTH
-        return not (in_pieces and self.arch.windows is None)
+        return not (in_pieces and self.arch.windows is None and self.arch.score_softcap is None)
 
     def _attention(self, index: int) -> ActivationBytes:
         """Bytes that attention saves besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
         out = q * element
-        if self._attends_in_c:
+        if self._saves_own_rows:
             return ActivationBytes(out + heads * element)
         if self._by_kernel:
             return ActivationBytes(out + 4 * heads, 2 * k * element if self._expands else 0)

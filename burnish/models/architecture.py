@@ -67,6 +67,10 @@ class Architecture:
     """Whether the outputs of attention and MLP are normed before they are added to the residual."""
     query_scale: float = 1.0
     """Factor of the queries, besides 1 / sqrt(head_dim)."""
+    score_softcap: float | None = None
+    """Attention scores s become cap * tanh(s / cap); None leaves them."""
+    logit_softcap: float | None = None
+    """The output head's logits become cap * tanh(logit / cap); None leaves them."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     experts: ExpertShape | None = None

@@ -203,6 +203,7 @@ def c_decode_step(model: Decoder) -> CDecodeStep | None:
         and not model.arch.wide_qk_norm
         and all(type(linear) is nn.Linear for linear in _linears(model))
     )
+    is_plain = is_plain and model.arch.score_softcap is None and model.arch.logit_softcap is None
     parameters = list(model.parameters())
     is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
     has_versions = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter
@@ -330,9 +331,10 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
 
     def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
         q = rotate_store(qkv, *model.rotations(longest, layer), placement, norms, keys, values)
-        return exact_attention(q, keys, values, placement, window_of(arch.windows, layer))
+        return exact_attention(q, keys, values, placement, window_of(arch.windows, layer), arch.score_softcap)
 
     hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]
     size = max(1, MAX_LOGITS // arch.vocab_size)
     parts = zip(hidden.split(size), tokens[wanted].split(size), strict=True)
-    return torch.cat([token_logp(exact_logits(h, model.head_weight), t, temperature) for h, t in parts])
+    head, softcap = model.head_weight, arch.logit_softcap
+    return torch.cat([token_logp(exact_logits(h, head, softcap), t, temperature) for h, t in parts])

@@ -22,7 +22,7 @@ from burnish.models.kernels.aligned_groups import AlignedGroups, head_aligned
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.divergence import head_comparison
 from burnish.models.kernels.elementwise import RMSNorm, geglu, inverse_frequencies, rotate, rotation_table, swiglu
-from burnish.models.kernels.logprob import Distribution, Distributions, head_logprob, head_statistics
+from burnish.models.kernels.logprob import Distribution, Distributions, head_logprob, head_statistics, softcapped
 from burnish.models.kernels.shared_prefix import (
     Attend,
     RowShard,
@@ -211,8 +211,10 @@ class Decoder(nn.Module):
             theta, scaling = (arch.local_theta, None) if is_local else (arch.rope_theta, arch.rope_scaling)
             assert theta is not None
             inverse = inverse_frequencies(arch.head_dim, theta, scaling)
+            # A norm of the queries applies their factor. Without one, rotated queries and keys get the root of it each.
+            factor = 1.0 if arch.qk_norm else arch.query_scale**0.5
             # Computed on the CPU: a GPU's sines differ in the last bit, and a model must have one table on all devices.
-            cos, sin = rotation_table(size, inverse, weight.dtype)
+            cos, sin = rotation_table(size, inverse, weight.dtype, factor)
             self._tables[is_local] = table = cos.to(weight.device), sin.to(weight.device)
         return table
 
@@ -231,7 +233,7 @@ class Decoder(nn.Module):
         starts = torch.repeat_interleave(offsets[:-1], lengths)
         positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
         rows = None if shared_prefix is None else computed_rows(offsets, shared_prefix)
-        attend = PackedAttention(offsets, self.arch.windows, rows)
+        attend = PackedAttention(offsets, self.arch.windows, rows, self.arch.score_softcap)
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
         shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(attend.lengths, rows, at)
@@ -240,7 +242,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab], for a few rows at a time."""
-        return functional.linear(hidden, self.head_weight)
+        logits = functional.linear(hidden, self.head_weight)
+        return logits if self.arch.logit_softcap is None else softcapped(logits, self.arch.logit_softcap)
 
     def token_logprobs(
         self,
@@ -257,7 +260,9 @@ class Decoder(nn.Module):
             return exact, None
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
         targets = shard.select_wanted(tokens[wanted])
-        logp, entropy = head_logprob(hidden, self.head_weight, targets, temperature, with_entropy)
+        logp, entropy = head_logprob(
+            hidden, self.head_weight, targets, temperature, with_entropy, self.arch.logit_softcap
+        )
         logp, entropy = shard.gather_wanted(logp), shard.gather_wanted(entropy)
         # The exact value with the gradient of this forward: the added difference is 0.
         return (logp if exact is None else exact + (logp - logp.detach())), entropy
@@ -267,7 +272,8 @@ class Decoder(nn.Module):
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: Tensor | None = None
     ) -> Distribution:
         """Next-token distributions at this process's `wanted` positions, as hidden states and output head, without gradient."""
-        return Distribution(self.hidden(tokens, offsets, wanted - 1, shared_prefix), self.head_weight)
+        hidden = self.hidden(tokens, offsets, wanted - 1, shared_prefix)
+        return Distribution(hidden, self.head_weight, softcap=self.arch.logit_softcap)
 
     def token_kl(
         self,
@@ -285,9 +291,9 @@ class Decoder(nn.Module):
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
         states = hidden, self.head_weight, shard.select_wanted(tokens[wanted])
         if isinstance(reference, AlignedGroups):
-            found = head_aligned(*states, reference, temperature)
+            found = head_aligned(*states, reference, temperature, self.arch.logit_softcap)
         else:
-            found = head_comparison(*states, reference, temperature)
+            found = head_comparison(*states, reference, temperature, self.arch.logit_softcap)
         logp, entropy, kl = map(shard.gather_wanted, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
         return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl
@@ -303,7 +309,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and sums of squared probabilities at the `wanted` positions, without gradient."""
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
-        found = head_statistics(hidden, self.head_weight, shard.select_wanted(tokens[wanted]), temperature)
+        targets = shard.select_wanted(tokens[wanted])
+        found = head_statistics(hidden, self.head_weight, targets, temperature, self.arch.logit_softcap)
         logp, entropy, squares = map(shard.gather_wanted, found)
         exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else logp
         return exact, entropy, squares

@@ -6,6 +6,9 @@ Gemma 3, text only (2503.19786), alternates five windowed layers with one full l
 bases of both kinds of layers, norms with weight 1 + w, norms after attention and MLP before the residual, norms of queries
 and keys, scores scaled by a number of the config instead of the head size, embeddings multiplied by sqrt(hidden_size), and
 GELU in the gate.
+
+Gemma 2 (2408.00118) alternates one windowed layer with one full layer and has one RoPE base. It has no norms of queries and keys:
+attention scores and output logits are soft-capped, x -> cap * tanh(x / cap).
 """
 
 from __future__ import annotations
@@ -39,10 +42,14 @@ HfConfig = Mapping[str, Any]
 LOCAL, FULL = "sliding_attention", "full_attention"
 LAYER_PATTERN = 6
 """Every sixth layer of Gemma 3 is full, unless the config lists them."""
+GEMMA2_PATTERN = 2
+"""Every second layer of Gemma 2 is full, unless the config lists them."""
 DEFAULT_WINDOW = 4096
-"""Window of a Gemma 3 config without one, as in transformers."""
+"""Window of a Gemma config without one, as in transformers."""
 NEW_MODEL_WINDOW = 512
-"""Window of a new Gemma 3 model."""
+"""Window of a new Gemma model."""
+SCORE_SOFTCAP, LOGIT_SOFTCAP = 50.0, 30.0
+"""Soft caps of Gemma 2."""
 LOCAL_THETA, FULL_THETA = 10_000.0, 1_000_000.0
 
 
@@ -111,12 +118,13 @@ def window_key(arch: Architecture) -> dict[str, Any]:
     return {"sliding_window": arch.window}
 
 
-def gemma3_layer_types(config: HfConfig) -> list[str]:
+def gemma_layer_types(config: HfConfig) -> list[str]:
     """`sliding_attention` or `full_attention` of every layer."""
     kinds = config.get("layer_types")
     if kinds is not None:
         return list(kinds)
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or LAYER_PATTERN
+    pattern = GEMMA2_PATTERN if config["model_type"] == "gemma2" else LAYER_PATTERN
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or pattern
     return [FULL if (index + 1) % pattern == 0 else LOCAL for index in range(config["num_hidden_layers"])]
 
 
@@ -132,56 +140,104 @@ def gemma3_rope(config: HfConfig, kind: str) -> dict[str, Any]:
     return {"rope_theta": config.get("rope_theta", FULL_THETA), **scaling}
 
 
-def gemma3_why_unsupported(config: HfConfig) -> str | None:
-    """Why the native decoder does not support a Gemma 3 config."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if config.get(key):
-            return f"it has {key}"
+def gemma_why_unsupported(config: HfConfig) -> str | None:
+    """Why the native decoder does not support the layers of a Gemma config."""
+    if config.get("use_bidirectional_attention"):
+        return "it has use_bidirectional_attention"
     if config.get("attention_bias"):
         return "its attention has biases"
-    unknown = sorted(set(gemma3_layer_types(config)) - {LOCAL, FULL})
+    kinds = gemma_layer_types(config)
+    unknown = sorted(set(kinds) - {LOCAL, FULL})
     if unknown:
         return f"it has layers of type {unknown[0]!r}"
-    if len(gemma3_layer_types(config)) != config["num_hidden_layers"]:
-        return (
-            f"layer_types lists {len(gemma3_layer_types(config))} layers, and there are {config['num_hidden_layers']}"
-        )
+    if len(kinds) != config["num_hidden_layers"]:
+        return f"layer_types lists {len(kinds)} layers, and there are {config['num_hidden_layers']}"
+    return None
+
+
+def gemma3_why_unsupported(config: HfConfig) -> str | None:
+    """Why the native decoder does not support a Gemma 3 config."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key):
+            return f"it has {key}"
+    reason = gemma_why_unsupported(config)
+    if reason is not None:
+        return reason
     if gemma3_rope(config, LOCAL).get("rope_type", "default") != "default":
         return "the rotation of its sliding layers is scaled"
     return None
 
 
-def gemma3_fields(config: HfConfig) -> dict[str, Any]:
-    """Fields of `Architecture` from a Gemma 3 config."""
-    kinds, full = gemma3_layer_types(config), gemma3_rope(config, FULL)
+def gemma_fields(config: HfConfig) -> dict[str, Any]:
+    """Fields of `Architecture` that Gemma 2 and 3 have in common."""
     head_dim = config.get("head_dim") or 256
     return {
         "head_dim": head_dim,
+        "window": config.get("sliding_window") or DEFAULT_WINDOW,
+        "local_layers": tuple(kind == LOCAL for kind in gemma_layer_types(config)),
+        "query_scale": (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5,
+        "tied": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def gemma2_fields(config: HfConfig) -> dict[str, Any]:
+    """Fields of `Architecture` from a Gemma 2 config. A cap that is null is off; one that is missing has the published value."""
+    return {
+        **gemma_fields(config),
+        "score_softcap": config.get("attn_logit_softcapping", SCORE_SOFTCAP),
+        "logit_softcap": config.get("final_logit_softcapping", LOGIT_SOFTCAP),
+        "max_positions": config.get("max_position_embeddings", 8192),
+    }
+
+
+def gemma3_fields(config: HfConfig) -> dict[str, Any]:
+    """Fields of `Architecture` from a Gemma 3 config."""
+    full = gemma3_rope(config, FULL)
+    return {
+        **gemma_fields(config),
         "rope_theta": float(full["rope_theta"]),
         "rope_scaling": full if full.get("rope_type", "default") != "default" else None,
         "local_theta": float(gemma3_rope(config, LOCAL)["rope_theta"]),
-        "window": config.get("sliding_window") or DEFAULT_WINDOW,
-        "local_layers": tuple(kind == LOCAL for kind in kinds),
-        "query_scale": (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5,
-        "tied": bool(config.get("tie_word_embeddings", True)),
         "max_positions": config.get("max_position_embeddings", 131_072),
+    }
+
+
+def gemma_config_keys(arch: Architecture) -> dict[str, Any]:
+    """Keys that Gemma 2 and 3 have in common."""
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": arch.window,
+        "layer_types": [LOCAL if is_local else FULL for is_local in arch.local_layers or ()],
+        "query_pre_attn_scalar": round(arch.head_dim / arch.query_scale**2),
+    }
+
+
+def gemma2_config_keys(arch: Architecture) -> dict[str, Any]:
+    """Keys of a Gemma 2 config."""
+    return {
+        **gemma_config_keys(arch),
+        "attn_logit_softcapping": arch.score_softcap,
+        "final_logit_softcapping": arch.logit_softcap,
     }
 
 
 def gemma3_config_keys(arch: Architecture) -> dict[str, Any]:
     """Keys of a Gemma 3 config."""
-    local = arch.local_layers or ()
     full_rope = {"rope_type": "default", **(arch.rope_scaling or {}), "rope_theta": arch.rope_theta}
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": arch.window,
-        "layer_types": [LOCAL if is_local else FULL for is_local in local],
-        "query_pre_attn_scalar": round(arch.head_dim / arch.query_scale**2),
+        **gemma_config_keys(arch),
         "rope_parameters": {
             LOCAL: {"rope_type": "default", "rope_theta": arch.local_theta},
             FULL: full_rope,
         },
     }
+
+
+def gemma2_new_model_fields(num_layers: int) -> dict[str, Any]:
+    """Fields of a new Gemma 2 model: the published pattern, with the last layer always full."""
+    local = tuple((index + 1) % GEMMA2_PATTERN != 0 and index + 1 < num_layers for index in range(num_layers))
+    caps = {"score_softcap": SCORE_SOFTCAP, "logit_softcap": LOGIT_SOFTCAP}
+    return {"local_layers": local, "window": NEW_MODEL_WINDOW, **caps}
 
 
 def gemma3_new_model_fields(num_layers: int) -> dict[str, Any]:
@@ -190,20 +246,32 @@ def gemma3_new_model_fields(num_layers: int) -> dict[str, Any]:
     return {"local_layers": local, "window": NEW_MODEL_WINDOW, "local_theta": LOCAL_THETA, "rope_theta": FULL_THETA}
 
 
+GEMMA_FIXED = {"out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True}
+GEMMA_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    fixed=GEMMA_FIXED,
+    read_fields=gemma2_fields,
+    config_keys=gemma2_config_keys,
+    why_unsupported=gemma_why_unsupported,
+    new_model_fields=gemma2_new_model_fields,
+    needs_bos=True,
+    norms=GEMMA_NORMS,
+)
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
-    fixed={"qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True},
+    fixed={**GEMMA_FIXED, "qk_norm": True},
     read_fields=gemma3_fields,
     config_keys=gemma3_config_keys,
     why_unsupported=gemma3_why_unsupported,
     new_model_fields=gemma3_new_model_fields,
     needs_bos=True,
-    norms={
-        "attention_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
+    norms=GEMMA_NORMS,
 )
 
 
@@ -212,6 +280,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, read_fields=attention_bias),
     "mistral": Family("MistralForCausalLM", read_fields=window_field, config_keys=window_key),
+    "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",

@@ -57,6 +57,7 @@ class AlignedTeacher(TeacherReference):
             groups.student[micro_batch.wanted],
             groups.num,
             self.comparison,
+            model.arch.logit_softcap,
         )
 
 

@@ -41,6 +41,15 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 24,
 }
+# Small caps, so that they change the scores and the logits of a tiny model.
+GEMMA2 = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 3.0,
+}
 GEMMA3_LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
@@ -58,6 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral-window": ("Mistral", {"sliding_window": 5}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "gemma2": ("Gemma2", GEMMA2),
     "gemma3": ("Gemma3Text", GEMMA3),
     # The first layer is dense; two of six experts compute a token.
     "qwen3-moe": ("Qwen3Moe", MOE | {"num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": True}),

@@ -33,7 +33,7 @@ ROWS_SHARED = LENGTH * SEQUENCES - 2 * 5
 
 def arch_of(family: str, num_layers: int) -> Architecture:
     kind = FAMILIES[family]
-    window = {"window": 5 if family in ("mistral", "gemma3_text") else None}
+    window = {"window": 5 if family in ("mistral", "gemma2", "gemma3_text") else None}
     sizes = (61, 32, num_layers, 4, 2, 8, 96, 64)
     return Architecture(family, *sizes, **{**kind.fixed, **kind.new_model_fields(num_layers), **window})
 
@@ -140,6 +140,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "burnish.models.kernels.triton.elementwise_kernels", kernels)
     monkeypatch.setattr(triton, "elementwise_kernels", kernels, raising=False)
     monkeypatch.setattr(elementwise, "use_triton", lambda x: True)
+    monkeypatch.setattr(attention, "use_triton", lambda x: True)
+    capped = ModuleType("packed_attention")
+    capped.packed_attention = lambda q, k, v, *_: Varlen.apply(q, k, v)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "burnish.models.kernels.triton.packed_attention", capped)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
     monkeypatch.setattr(attention, "varlen_attention", lambda q, k, v, *_: Varlen.apply(q, k, v))
     monkeypatch.setattr(
@@ -184,7 +188,7 @@ def test_the_formula_in_the_text_is_the_one_that_counts(policy: str, text: str) 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_a_layer_on_a_real_gpu_keeps_what_the_formula_says(family: str, policy: str) -> None:
     def requested() -> int:
         """Requested bytes, since allocated blocks may be up to a MiB larger."""

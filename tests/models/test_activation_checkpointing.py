@@ -30,7 +30,7 @@ WANTED = torch.tensor([1, 4, 6, 9, 15, 19, 22])
 
 def make(family: str, dtype: torch.dtype = torch.float64, num_layers: int = 3) -> Decoder:
     kind = FAMILIES[family]
-    window = {"window": 5 if family in ("mistral", "gemma3_text") else None}
+    window = {"window": 5 if family in ("mistral", "gemma2", "gemma3_text") else None}
     fields = {**kind.fixed, **kind.new_model_fields(num_layers), **window}
     model = Decoder(Architecture(family, 61, 32, num_layers, 4, 2, 8, 96, 64, **fields))
     initialise(model, 0, 0.3)

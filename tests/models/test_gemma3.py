@@ -181,6 +181,7 @@ def test_old_and_new_configs_say_the_same() -> None:
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_activation": "gelu"}, "activation 'gelu' is not gelu_pytorch_tanh"),
         ({"layer_types": ["chunked_attention"] * 7}, "layers of type 'chunked_attention'"),

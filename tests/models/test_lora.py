@@ -86,7 +86,7 @@ def test_switched_off_it_is_the_base_bit_for_bit_and_then_itself_again(
 
 
 @pytest.mark.parametrize("lora", [SOME, ALL], ids=["some", "all"])
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "llama-bias", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "llama-bias", "mistral-window", "gemma2", "gemma3"])
 def test_merged_weights_give_the_same_logprobs(variant: str, lora: Lora, tiny_model: TinyModel, packed: Packed) -> None:
     model = trained(native(tiny_model, variant, lora))
     merged = native(tiny_model, variant, None)

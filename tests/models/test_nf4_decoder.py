@@ -132,7 +132,7 @@ def test_a_tensor_that_does_not_fit_or_misses_is_named(tiny_model: TinyModel) ->
 
 
 @pytest.mark.parametrize("lora", [SOME, ALL], ids=["some", "all"])
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "llama-bias", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "llama-bias", "gemma2", "gemma3"])
 def test_logprobs_and_gradients_are_those_of_plain_weights_of_the_same_numbers(
     variant: str, lora: Lora, tiny_model: TinyModel, packed: Packed
 ) -> None:

@@ -28,6 +28,7 @@ FAMILIES = [
     ("qwen2", True),
     ("qwen3", False),
     ("mistral-window", False),
+    ("gemma2", True),
     ("gemma3", True),
 ]
 

@@ -78,7 +78,7 @@ def reconfigure(directory: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("variant", ["llama3", "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("variant", ["llama3", "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3"])
 def test_a_saved_decoder_is_the_same_model_to_transformers(
     tiny_model: TinyModel, tmp_path: Path, variant: str, tied: bool
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_saved_decoder_is_the_same_model_to_transformers(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"]
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"]
 )
 def test_a_new_decoder_is_the_same_model_to_transformers(
     packed: Packed, tmp_path: Path, family: Any, tied: bool

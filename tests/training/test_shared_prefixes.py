@@ -83,7 +83,7 @@ def gradients(model: Decoder | ValueModel, batch: Batch, shares: bool, budget: i
 @pytest.mark.parametrize("budget", [10_000, 40, 1])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_gradient_is_that_of_sequences_computed_alone(family: str, budget: int) -> None:
-    model = decoder(family, window=5 if family in ("mistral", "gemma3_text") else None)
+    model = decoder(family, window=5 if family in ("mistral", "gemma2", "gemma3_text") else None)
     batch = drawn([[3, 9, 1, 6], [2], [12, 4, 4], [5, 5]], prompt=11)
     (expected, logp), (got, logp_shared) = (gradients(model, batch, shares, budget) for shares in (False, True))
     torch.testing.assert_close(logp_shared, logp, atol=1e-12, rtol=0)

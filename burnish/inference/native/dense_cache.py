@@ -21,6 +21,7 @@ from burnish.core.engine import Completion, Request
 from burnish.core.random_keys import to_int64
 from burnish.models.architecture import Architecture
 from burnish.models.kernels.attention import PackedAttention, window_of
+from burnish.models.kernels.logprob import softcapped
 
 CAPACITY_MULTIPLE = 16
 """A capacity is an odd multiple of this. Rows a power of two apart would fall into the same few sets of a processor's cache."""
@@ -109,6 +110,7 @@ class DenseDecodeAttention:
     def __init__(self, cache: DenseKVCache, positions: Tensor, longest: int, shortest: int) -> None:
         arch, rows, width = cache.arch, positions.shape[0], longest + 1
         self.dtype, self.num_kv_heads, self.windows = cache.dtype, arch.num_kv_heads, arch.windows
+        self.softcap = arch.score_softcap
         heads = torch.arange(rows * arch.num_kv_heads, device=positions.device).view(rows, -1, 1)
         dims = torch.arange(0, arch.head_dim * cache.capacity, cache.capacity, device=positions.device)
         first = heads * cache.capacity + positions[:, None, None]  # for a head of width 1
@@ -140,7 +142,10 @@ class DenseDecodeAttention:
         self.value_stores[layer].index_copy_(0, self.value_slots, v.reshape(-1, dim))
         queries, keys, values = q.reshape(self.values[layer].shape[0], -1, dim), self.keys[layer], self.values[layer]
         mask = self.masks[window_of(self.windows, layer)]
-        if self.dtype in (torch.float32, torch.float64):
+        if self.softcap is not None:
+            scores = softcapped(torch.bmm(queries, keys) * self.scale, self.softcap)
+            out = torch.bmm((scores if mask is None else scores + mask).softmax(-1), values)
+        elif self.dtype in (torch.float32, torch.float64):
             shape = (*queries.shape[:2], keys.shape[2])
             # With beta=0 baddbmm does not read its first argument.
             bias, beta = (queries.new_empty(1).expand(shape), 0) if mask is None else (mask, 1)

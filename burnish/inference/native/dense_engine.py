@@ -185,7 +185,9 @@ class DenseEngine:
         offsets = offsets_from_lengths(lengths)
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
         positions = torch.arange(tokens.shape[0], device=self.device) - torch.repeat_interleave(offsets[:-1], lengths)
-        attend = DensePrefillAttention(PackedAttention(offsets, self.model.arch.windows), self.model.arch.num_layers)
+        arch = self.model.arch
+        packed = PackedAttention(offsets, arch.windows, softcap=arch.score_softcap)
+        attend = DensePrefillAttention(packed, arch.num_layers)
         hidden = self.model(tokens, positions, attend, max(len(p) for p in prompts))
         logits = self.model.logits(hidden[offsets[1:] - 1])
         keys, values = torch.stack(attend.keys), torch.stack(attend.values)

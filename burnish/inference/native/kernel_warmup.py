@@ -72,11 +72,13 @@ def warm_up_kernels(
     def attend_exact() -> None:
         assert isinstance(cache, Tensor), "exact mode has no 8-bit cache"
         for window in windows:
-            exact_attention(zeros(rows, arch.num_heads, arch.head_dim), cache[0, 0], cache[0, 1], place, window)
+            q = zeros(rows, arch.num_heads, arch.head_dim)
+            exact_attention(q, cache[0, 0], cache[0, 1], place, window, arch.score_softcap)
 
     def attend(splits: int) -> None:
         for window in windows:
-            decode_attention(projection(), *rotations, place, head_norms(layer), keys, values, window, splits)
+            norms, softcap = head_norms(layer), arch.score_softcap
+            decode_attention(projection(), *rotations, place, norms, keys, values, window, splits, softcap=softcap)
 
     def draw() -> None:
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)
@@ -85,14 +87,18 @@ def warm_up_kernels(
         for module in (layer.qkv, layer.gate_up) if exact and layer.experts is None else (layer.qkv,):
             (exact_linear if exact else nn.Linear.__call__)(module, zeros(rows, arch.hidden_size))
         if exact:
-            exact_logits(zeros(rows, arch.hidden_size), model.head_weight)
+            exact_logits(zeros(rows, arch.hidden_size), model.head_weight, arch.logit_softcap)
         else:
             model.logits(zeros(rows, arch.hidden_size))
 
     def prefill() -> None:
         q, k = zeros(1, arch.num_heads, arch.head_dim), zeros(1, arch.num_kv_heads, arch.head_dim)
-        if has_varlen_kernel(q):
-            bounds = torch.arange(2, dtype=torch.int32, device=weight.device)
+        bounds = torch.arange(2, dtype=torch.int32, device=weight.device)
+        if arch.score_softcap is not None:
+            from burnish.models.kernels.triton.packed_attention import packed_attention
+
+            packed_attention(q, k, k, (bounds, bounds), (1, 1), arch.window, arch.score_softcap)
+        elif has_varlen_kernel(q):
             for window in windows:
                 varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
 

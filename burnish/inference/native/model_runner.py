@@ -53,7 +53,7 @@ class ModelRunner:
         self.has_kernels = use_triton(weight)
         self._clear()
         self.rows = self._make_rows(plan.max_rows, plan.blocks_per_row)
-        self.windows = model.arch.windows
+        self.windows, self.softcap = model.arch.windows, model.arch.score_softcap
         num_positions = plan.blocks_per_row * plan.block_size
         self.rotations = [model.rotations(num_positions, layer) for layer in range(model.arch.num_layers)]
         self.row_ids = torch.arange(plan.max_rows, device=weight.device)
@@ -130,7 +130,9 @@ class ModelRunner:
         if self.exact:
             return self._logits(tokens, self._exact_attend(place), last)
         rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
-        attend = PrefillAttention(rows, starts, lengths, place, self.rotations, self.block_size, self.windows)
+        attend = PrefillAttention(
+            rows, starts, lengths, place, self.rotations, self.block_size, self.windows, self.softcap
+        )
         return self._logits(tokens, attend, last)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -167,7 +169,8 @@ class ModelRunner:
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
-            return decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window, splits, least)
+            tables = self.rotations[layer]
+            return decode_attention(qkv, *tables, place, norms, keys, values, window, splits, least, self.softcap)
 
         logits = self._logits(state.ints[LAST_TOKEN, :num_rows], self._exact_attend(place) if self.exact else attend)
         state.draw(logits, row_ids, row_ids, flags)
@@ -176,7 +179,7 @@ class ModelRunner:
         """Logits after all tokens, or after those of index `which`."""
         if self.exact:
             hidden = paged_forward(self.model, tokens, self.cache, attend, exact_linear, which)
-            return exact_logits(hidden, self.model.head_weight)
+            return exact_logits(hidden, self.model.head_weight, self.model.arch.logit_softcap)
         return self.model.logits(paged_forward(self.model, tokens, self.cache, attend, which=which))
 
     def _exact_attend(self, place: Placement) -> PagedAttend:
@@ -184,7 +187,7 @@ class ModelRunner:
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
             q = rotate_store(qkv, *self.rotations[layer], place, norms, keys, values)
-            return exact_attention(q, keys, values, place, window_of(self.windows, layer))
+            return exact_attention(q, keys, values, place, window_of(self.windows, layer), self.softcap)
 
         return attend
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.models.kernels.divergence import generalised_jsd
-from burnish.models.kernels.logprob import head_logprob, row_chunks, scaled_logits
+from burnish.models.kernels.logprob import head_logprob, product_gradient, row_chunks, scaled_logits
 
 MIN_LOG_FACTOR = math.log(1e-8)
 """The least log-probability of an earlier token in the bayesian form."""
@@ -67,6 +67,8 @@ class AlignedGroups(NamedTuple):
     student_group: Tensor  # [M], rising but for -1: a token in no group
     num_groups: int
     comparison: GroupComparison
+    softcap: float | None = None
+    """The soft cap of the teacher's logits; None for a model without one."""
 
 
 def group_loss(log_s: Tensor, log_q: Tensor, comparison: GroupComparison) -> Tensor:
@@ -110,10 +112,15 @@ def merged_log_mass(logp: Tensor, group: Tensor, position: Tensor, merge: str) -
 
 
 def head_aligned(
-    hidden: Tensor, weight: Tensor, targets: Tensor, groups: AlignedGroups, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    groups: AlignedGroups,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), the entropy, and the loss of a group at its last token, 0 at all others; [M] each."""
-    logp, entropy = head_logprob(hidden, weight, targets, temperature, with_entropy=True)
+    logp, entropy = head_logprob(hidden, weight, targets, temperature, with_entropy=True, softcap=softcap)
     assert entropy is not None
     merge, num = groups.comparison.merge, groups.num_groups
     if num == 0:
@@ -122,10 +129,13 @@ def head_aligned(
     own_mass = merged_log_mass(logp, groups.student_group, own, merge)
     with torch.no_grad():
         at = merged_positions(groups.teacher_group, num, merge)
-        teacher_logp, _ = head_logprob(groups.hidden, groups.weight, groups.targets, temperature)
+        teacher_logp, _ = head_logprob(
+            groups.hidden, groups.weight, groups.targets, temperature, softcap=groups.softcap
+        )
         mass = merged_log_mass(teacher_logp, groups.teacher_group, at, merge)
         teacher = groups.hidden[at], groups.weight, mass
-    found = _GroupLoss.apply(hidden[own], weight, own_mass, teacher, groups.comparison, temperature)
+    softcaps = softcap, groups.softcap
+    found = _GroupLoss.apply(hidden[own], weight, own_mass, teacher, groups.comparison, temperature, softcaps)
     last = merged_positions(groups.student_group, num, "bayesian")
     return logp, entropy, torch.zeros_like(logp).index_copy(0, last, found)
 
@@ -142,14 +152,15 @@ class _GroupLoss(torch.autograd.Function):
         teacher: tuple[Tensor, Tensor, Tensor],
         comparison: GroupComparison,
         temperature: float,
+        softcaps: tuple[float | None, float | None],
     ) -> Tensor:
-        ctx.temperature, ctx.comparison = temperature, comparison
+        ctx.temperature, ctx.comparison, ctx.softcaps = temperature, comparison, softcaps
         ctx.save_for_backward(hidden, weight, log_mass, *teacher)
         losses = torch.zeros_like(log_mass)
         for i, j in _chunks(hidden, weight, teacher[1]):
-            logits = scaled_logits(hidden[i:j], weight, temperature)
+            logits = scaled_logits(hidden[i:j], weight, temperature, softcaps[0])
             part = teacher[0][i:j], teacher[1], teacher[2][i:j]
-            losses[i:j] = _losses(logits, log_mass[i:j], part, comparison, temperature)
+            losses[i:j] = _losses(logits, log_mass[i:j], part, comparison, temperature, softcaps[1])
         return losses
 
     @staticmethod
@@ -161,17 +172,19 @@ class _GroupLoss(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in _chunks(hidden, weight, teacher[1]):
-            logits = scaled_logits(hidden[i:j], weight, ctx.temperature).requires_grad_()
+            logits = scaled_logits(hidden[i:j], weight, ctx.temperature, ctx.softcaps[0]).requires_grad_()
             mass = log_mass[i:j].detach().requires_grad_()
             with torch.enable_grad():
                 part = teacher[0][i:j], teacher[1], teacher[2][i:j]
-                losses = _losses(logits, mass, part, ctx.comparison, ctx.temperature)
+                losses = _losses(logits, mass, part, ctx.comparison, ctx.temperature, ctx.softcaps[1])
             grad_logits, grad_mass[i:j] = torch.autograd.grad(losses, (logits, mass), grad[i:j])
-            grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_logits = product_gradient(grad_logits, logits.detach(), ctx.temperature, ctx.softcaps[0])
+            grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[i:j]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_mass, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_mass, None, None, None, None
 
 
 def _chunks(hidden: Tensor, *heads: Tensor) -> list[tuple[int, int]]:
@@ -185,10 +198,11 @@ def _losses(
     teacher: tuple[Tensor, Tensor, Tensor],
     comparison: GroupComparison,
     temperature: float,
+    softcap: float | None,
 ) -> Tensor:
     """[G] losses of rows of the student's logits."""
     states, head, teacher_mass = teacher
     log_s = logits.log_softmax(-1) + log_mass[:, None]
     with torch.no_grad():
-        log_q = scaled_logits(states, head, temperature).log_softmax(-1) + teacher_mass[:, None]
+        log_q = scaled_logits(states, head, temperature, softcap).log_softmax(-1) + teacher_mass[:, None]
     return group_loss(log_s, log_q, comparison)

@@ -8,6 +8,9 @@ At most about a quarter of a stack is padding.
 Where sequences share their beginnings (`shared_prefix.py`) queries, keys and values are rows of their own only, and
 attention runs in pieces (`tree_attention.py`) or in the C kernel. In the other cases the stacks contain the queries of shared rows too,
 and their results are dropped: short sequences without the C kernel, windows of long sequences on a CPU, and wide types on a GPU.
+
+Soft-capped scores (Gemma 2) need a kernel of their own on a GPU (`triton/packed_attention.py`), because flash attention in torch has no
+soft cap; elsewhere the scores are explicit (`softcap_attention.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from burnish.models.architecture import Windows
 from burnish.models.kernels import tree_attention as tree
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSequences, c_attention
+from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
+from burnish.models.kernels.softcap_attention import Stack, causal_mask, softcapped_attention
 from burnish.models.kernels.tree_attention import (
     CPU_KERNEL,
     CUDNN_KERNEL,
@@ -76,15 +81,23 @@ def varlen_attention(
 class PackedAttention:
     """Attention of one packing: planned once, then called by every layer as `attend(layer, q, k, v)`."""
 
-    def __init__(self, offsets: Tensor, windows: Windows = None, rows: ComputedRows | None = None) -> None:
+    def __init__(
+        self,
+        offsets: Tensor,
+        windows: Windows = None,
+        rows: ComputedRows | None = None,
+        softcap: float | None = None,
+    ) -> None:
         self.offsets = offsets
         self.windows = windows
+        self.softcap = softcap
         self.rows = rows
         self.lengths = offsets.diff().tolist()
         self.uniform = self.lengths[0] if self.lengths and min(self.lengths) == max(self.lengths) else None
         self._buckets: list[tuple[Tensor, Tensor, Tensor]] | None = [] if self.uniform else None
         self._sequences: PackedSequences | None = None
         self._pieces: dict[bool, list[Piece]] = {}
+        self._stacks: list[Stack] | None = None
         self._bounds: tuple[tuple[Tensor, Tensor], tuple[int, int]] | None = None
 
     @property
@@ -97,6 +110,8 @@ class PackedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries [N, heads, D] over keys and values [N, kv_heads, D]; [U, ...] each with shared prefixes."""
         window = window_of(self.windows, layer)
+        if self.softcap is not None:
+            return self._softcapped(q, k, v, window, self.softcap)
         library = c_kernels(q, k, v) if max(self.lengths, default=0) <= MAX_C_ATTENTION_LENGTH else None
         if library is not None:
             if self._sequences is None:
@@ -106,6 +121,43 @@ class PackedAttention:
             return self._shared(self.rows, q, k, v, window)
         return self._whole(q, k, v, window)
 
+    def _softcapped(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float) -> Tensor:
+        rows = self.rows
+        if use_triton(q):
+            from burnish.models.kernels.triton.packed_attention import packed_attention
+
+            bounds, longest = self._query_and_key_bounds()
+            k, v = (x if rows is None else expand_rows(x, rows) for x in (k, v))
+            return packed_attention(q, k, v, bounds, longest, window, softcap)
+        if self._stacks is None:
+            self._stacks = self._token_stacks()
+        return softcapped_attention(q, k, v, self._stacks, window, softcap)
+
+    def _token_stacks(self) -> list[Stack]:
+        """The row of each token in stacks of sequences of similar length, and whether the token is the row's own."""
+        tokens = torch.arange(sum(self.lengths), device=self.offsets.device)
+        if self.uniform:
+            stacks = [
+                (tokens.view(-1, self.uniform), tokens.new_ones(()).bool().expand(len(self.lengths), self.uniform))
+            ]
+        else:
+            stacks = [(gather, keep) for gather, keep, _ in self.buckets]
+        if self.rows is None:
+            return stacks
+        is_own = torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, self.rows.own, True)
+        return [(self.rows.row_of[gather], keep & is_own[gather]) for gather, keep in stacks]
+
+    def _query_and_key_bounds(self) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """Offsets of the sequences among queries and among keys, and the most of each."""
+        if self._bounds is None:  # once for all layers: reading the longest waits for the GPU
+            keys, longest = self.offsets.int(), max(self.lengths)
+            if self.rows is None:
+                self._bounds = (keys, keys), (longest, longest)
+            else:
+                queries = self.rows.offsets
+                self._bounds = (queries.int(), keys), (int(queries.diff().max()), longest)
+        return self._bounds
+
     def _shared(self, rows: ComputedRows, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         if has_varlen_kernel(q):
             if tree.PIECES_ON_GPU and window is None and has_cudnn_kernel(q):
@@ -113,10 +165,9 @@ class PackedAttention:
                     self._pieces[True] = gpu_pieces(rows, self.offsets, True)
                 if any(piece.is_dense for piece in self._pieces[True]):
                     return tree_attention(q, k, v, self._pieces[True], CUDNN_KERNEL)
-            if self._bounds is None:  # once for all layers: reading the longest waits for the GPU
-                bounds = rows.offsets.int(), self.offsets.int()
-                self._bounds = bounds, (int(rows.offsets.diff().max()), max(self.lengths))
-            return varlen_attention(q, expand_rows(k, rows), expand_rows(v, rows), *self._bounds, window)
+            return varlen_attention(
+                q, expand_rows(k, rows), expand_rows(v, rows), *self._query_and_key_bounds(), window
+            )
         if q.device.type == "cpu" and window is None and max(self.lengths) > MAX_C_ATTENTION_LENGTH:
             if False not in self._pieces:
                 self._pieces[False] = node_pieces(rows)
@@ -154,7 +205,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     if length <= EXPLICIT_SCORES_LENGTH and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
         return _explicit_attention(q, k, v, window)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = _causal_mask(length, window, q.device) if window is not None and length > window else None
+    mask = causal_mask(length, window, q.device) if window is not None and length > window else None
     gqa = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
     return out.transpose(1, 2)
@@ -169,18 +220,10 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> 
     shared = heads // k.shape[2]
     queries = q.view(batch, length, -1, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, shared * length, dim)
     keys, values = (x.transpose(1, 2).reshape(-1, length, dim) for x in (k, v))
-    hidden = torch.zeros(length, length, dtype=q.dtype).masked_fill_(
-        ~_causal_mask(length, window, q.device), -torch.inf
-    )
+    hidden = torch.zeros(length, length, dtype=q.dtype).masked_fill_(~causal_mask(length, window, q.device), -torch.inf)
     scores = torch.baddbmm(hidden.repeat(shared, 1), queries, keys.transpose(1, 2), alpha=dim**-0.5)
     out = torch.bmm(scores.softmax(-1), values)
     return out.view(batch, -1, shared, length, dim).permute(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
-
-
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [query, key]: the key is not later than the query, and within the window."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask & ~mask.tril(-window)
 
 
 def _length_buckets(lengths: list[int], offsets: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

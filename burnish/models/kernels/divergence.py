@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.models.kernels.logprob import Distribution, Distributions, Divergence, head_kl, row_chunks, scaled_logits
+from burnish.models.kernels.logprob import (
+    Distribution,
+    Distributions,
+    Divergence,
+    head_kl,
+    product_gradient,
+    row_chunks,
+    scaled_logits,
+)
 
 MAX_LOG_MASS = -1e-7
 """The log of the mass on the k tokens is at most this, so that the tail has a finite log-probability."""
@@ -70,19 +78,19 @@ class _HeadDivergence(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        teacher: tuple[Tensor, Tensor],
-        options: Divergence,
+        teacher: Distribution,
         temperature: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.temperature, ctx.options = temperature, options
+        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.options = teacher.divergence, teacher.softcap
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, targets, *teacher)
+        ctx.save_for_backward(hidden, weight, targets, teacher.hidden, teacher.weight)
         parts = [
             _outputs(
-                scaled_logits(hidden[i:j], weight, temperature),
+                scaled_logits(hidden[i:j], weight, temperature, softcap),
                 targets[i:j],
-                (teacher[0][i:j], teacher[1]),
-                options,
+                teacher._replace(hidden=teacher.hidden[i:j]),
                 temperature,
             )
             for i, j in row_chunks(hidden, weight)
@@ -95,19 +103,20 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden, weight, targets, *teacher = ctx.saved_tensors
+        hidden, weight, targets, teacher_hidden, teacher_weight = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sum the chunks in float32: in a half type the sum would be rounded once per chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in row_chunks(hidden, weight):
-            logits = scaled_logits(hidden[i:j], weight, ctx.temperature).requires_grad_()
+            logits = scaled_logits(hidden[i:j], weight, ctx.temperature, ctx.softcap).requires_grad_()
+            teacher = Distribution(teacher_hidden[i:j], teacher_weight, None, *ctx.options)
             with torch.enable_grad():
-                outputs = _outputs(logits, targets[i:j], (teacher[0][i:j], teacher[1]), ctx.options, ctx.temperature)
+                outputs = _outputs(logits, targets[i:j], teacher, ctx.temperature)
                 used = [(out, grad[i:j]) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
                 total = torch.stack([(out * grad).sum() for out, grad in used]).sum()
             (grad_logits,) = torch.autograd.grad(total, logits)
-            grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_logits = product_gradient(grad_logits, logits.detach(), ctx.temperature, ctx.softcap).to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[i:j]
@@ -115,39 +124,50 @@ class _HeadDivergence(torch.autograd.Function):
 
 
 def _outputs(
-    logits: Tensor, targets: Tensor, teacher: tuple[Tensor, Tensor], options: Divergence, temperature: float
+    logits: Tensor, targets: Tensor, teacher: Distribution, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), entropy and divergence of rows of logits; [M] each."""
     log_s = logits.log_softmax(-1)
     with torch.no_grad():
-        log_q = scaled_logits(*teacher, temperature).log_softmax(-1)
+        log_q = scaled_logits(teacher.hidden, teacher.weight, temperature, teacher.softcap).log_softmax(-1)
     entropy = -(log_s.exp() * log_s).sum(-1)
-    return log_s.gather(1, targets[:, None])[:, 0], entropy, divergence(log_s, log_q, options)
+    assert teacher.divergence is not None
+    return log_s.gather(1, targets[:, None])[:, 0], entropy, divergence(log_s, log_q, teacher.divergence)
 
 
 def head_divergence(
-    hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Distribution, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Distribution,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), the entropy, and `teacher.divergence` between the student and the teacher; [M] each."""
     assert teacher.divergence is not None
-    states = teacher.hidden, teacher.weight
-    found: tuple[Tensor, Tensor, Tensor] = _HeadDivergence.apply(
-        hidden, weight, targets, states, teacher.divergence, temperature
-    )
+    found: tuple[Tensor, Tensor, Tensor] = _HeadDivergence.apply(hidden, weight, targets, teacher, temperature, softcap)
     return found
 
 
 def head_comparison(
-    hidden: Tensor, weight: Tensor, targets: Tensor, reference: Distribution | Distributions, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    reference: Distribution | Distributions,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), the entropy, and the KL or divergence to the reference of each position; [M] each."""
+    """log p(target), the entropy, and the KL or divergence to the reference of each position; [M] each.
+
+    `softcap` is that of the policy; a reference has its own.
+    """
     if isinstance(reference, Distribution):
         compare = head_kl if reference.divergence is None else head_divergence
-        return compare(hidden, weight, targets, reference, temperature)
+        return compare(hidden, weight, targets, reference, temperature, softcap)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logp, entropy, found = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
     for rows, part in reference.parts:
-        columns = head_comparison(hidden[rows], weight, targets[rows], part, temperature)
+        columns = head_comparison(hidden[rows], weight, targets[rows], part, temperature, softcap)
         logp, entropy, found = (
             whole.index_copy(0, rows, column) for whole, column in zip((logp, entropy, found), columns, strict=True)
         )

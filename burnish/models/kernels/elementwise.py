@@ -138,10 +138,14 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
     return torch.where(between, smooth, scaled)
 
 
-def rotation_table(num_positions: int, inverse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of each position, [P, 1, head_dim]; the rotation is `x * cos + swap_halves(x) * sin`."""
+def rotation_table(
+    num_positions: int, inverse: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of each position, times `factor`, [P, 1, head_dim]; the rotation is `x * cos + swap_halves(x) * sin`."""
     angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse
     cos, sin = angles.cos(), angles.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
     return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
 
 

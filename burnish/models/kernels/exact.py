@@ -66,9 +66,10 @@ def _exact_grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tens
     return product
 
 
-def exact_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Apply the output head to rows [N, hidden]; [N, vocab]."""
-    return _tiled_linear(hidden, weight, None)
+def exact_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
+    """Apply the output head to rows [N, hidden]; [N, vocab], soft-capped if the model does so."""
+    logits = _tiled_linear(hidden, weight, None)
+    return logits if softcap is None else exact_softcapped(logits, softcap)
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,15 +91,24 @@ def exact_swiglu(gate_up: Tensor) -> Tensor:
     return gate / (1 + (-gate).exp()) * up
 
 
-def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None) -> Tensor:
+def exact_softcapped(x: Tensor, softcap: float) -> Tensor:
+    """Batch-invariant softcap * tanh(x / softcap), in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # torch's tanh rounds the end of each thread's range differently from the rest; its exponential does not.
+    return (softcap - 2 * softcap / (1 + (wide * (2 / softcap)).exp())).to(x.dtype)
+
+
+def exact_attention(
+    q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None, softcap: float | None = None
+) -> Tensor:
     """Attention of each token's query [N, heads, D] over its sequence up to its own position; [N, heads * D]."""
     if use_triton(q):
         from burnish.models.kernels.triton import exact_kernels as kernel
 
-        return kernel.exact_attention(q, keys, values, placement, window).flatten(1)
+        return kernel.exact_attention(q, keys, values, placement, window, softcap).flatten(1)
     table = placement.table[placement.owner]
     parts = [
-        _paged_online_softmax(*part, keys, values, window)
+        _paged_online_softmax(*part, keys, values, window, softcap)
         for part in zip(
             q.split(TOKENS_PER_CHUNK),
             table.split(TOKENS_PER_CHUNK),
@@ -110,7 +120,13 @@ def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placemen
 
 
 def _paged_online_softmax(
-    q: Tensor, table: Tensor, position: Tensor, keys: Tensor, values: Tensor, window: int | None
+    q: Tensor,
+    table: Tensor,
+    position: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Online softmax over the pages in order. Pages past a token's position do not change its sums."""
     rows, heads, dim = q.shape
@@ -130,6 +146,7 @@ def _paged_online_softmax(
         unseen = ~seen.repeat_interleave(kv_heads, 0)
         value = value.masked_fill(unseen[:, :, None], 0)  # stale entries of a page may be NaN, and 0 * NaN is NaN
         scores = torch.bmm(queries, key.transpose(1, 2)) * dim**-0.5
+        scores = scores if softcap is None else exact_softcapped(scores, softcap)
         scores = scores.masked_fill(unseen[:, None], -torch.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         base = top.masked_fill(top == -torch.inf, 0.0)  # no key seen yet: exp(-inf - 0) is 0, exp(-inf + inf) is NaN

@@ -19,6 +19,7 @@ from burnish.models.kernels.attention import has_varlen_kernel, varlen_attention
 from burnish.models.kernels.cuda.hopper import gated_product, has_gated_product
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.elementwise import rms_norm, rotate
+from burnish.models.kernels.logprob import softcapped
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
 
 SPLIT_K_TILE = 128
@@ -89,6 +90,7 @@ def decode_attention(
     window: int | None,
     splits: int = 1,
     least: int = 64,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of each row's new token over its cached past and itself, from its fused projection; [rows, heads * D].
 
@@ -99,15 +101,18 @@ def decode_attention(
         from burnish.models.kernels.cuda import hopper
         from burnish.models.kernels.triton.decode_attention import decode_attention as triton_decode_attention
 
-        if hopper.has_decode_attention(qkv, cos, placement, norms, keys, values):
+        if softcap is None and hopper.has_decode_attention(qkv, cos, placement, norms, keys, values):
             assert isinstance(keys, Tensor)
             assert isinstance(values, Tensor)
             return hopper.decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
-        return triton_decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
-    return attend_pages(rotate_store(qkv, cos, sin, placement, norms, keys, values), keys, values, placement, window)
+        return triton_decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least, softcap)
+    q = rotate_store(qkv, cos, sin, placement, norms, keys, values)
+    return attend_pages(q, keys, values, placement, window, softcap)
 
 
-def attend_pages(q: Tensor, keys: Pages, values: Pages, placement: Placement, window: int | None) -> Tensor:
+def attend_pages(
+    q: Tensor, keys: Pages, values: Pages, placement: Placement, window: int | None, softcap: float | None = None
+) -> Tensor:
     """Attention of each row's query [rows, heads, D] over its pages, in torch; [rows, heads * D]."""
     rows, heads, dim = q.shape
     position, table = placement.position, placement.table
@@ -121,6 +126,7 @@ def attend_pages(q: Tensor, keys: Pages, values: Pages, placement: Placement, wi
         seen &= column > position[:, None] - window
     shared = heads // k.shape[1]
     scores = q.view(rows, -1, shared, dim) @ k.transpose(2, 3) * dim**-0.5
+    scores = scores if softcap is None else softcapped(scores, softcap)
     # An empty row would be NaN: it gets its first column, and its result is not used.
     seen[:, 0] |= position < 0
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
@@ -153,7 +159,9 @@ class PrefillAttention:
         rotations: Sequence[tuple[Tensor, Tensor]],
         page: int,
         windows: Windows,
+        softcap: float | None = None,
     ) -> None:
+        self.softcap = softcap
         self.rows, self.starts, self.lengths, self.ends = rows, starts, lengths, starts + lengths
         self.placement, self.rotations, self.page, self.windows = placement, rotations, page, windows
         self.q_bounds, self.k_bounds = (
@@ -184,9 +192,13 @@ class PrefillAttention:
         return self._attention(q, k, v, window_of(self.windows, layer)).flatten(1)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        if has_varlen_kernel(q):
-            longest = int(self.lengths.max()), int(self.ends.max())
-            return varlen_attention(q, k, v, (self.q_bounds, self.k_bounds), longest, window)
+        bounds, longest = (self.q_bounds, self.k_bounds), (int(self.lengths.max()), int(self.ends.max()))
+        if self.softcap is not None and use_triton(q):
+            from burnish.models.kernels.triton.packed_attention import packed_attention
+
+            return packed_attention(q, k, v, bounds, longest, window, self.softcap)
+        if self.softcap is None and has_varlen_kernel(q):
+            return varlen_attention(q, k, v, bounds, longest, window)
         lengths, ends = self.lengths.tolist(), self.ends.tolist()
         parts = zip(q.split(lengths), k.split(ends), v.split(ends), strict=True)
         return torch.cat([self._one(*part, window) for part in parts])
@@ -197,6 +209,11 @@ class PrefillAttention:
         distance = index[-q.shape[0] :, None] - index
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        if self.softcap is not None:
+            groups = q.unflatten(0, (k.shape[0], -1))  # [kv_heads, shared, length, D]
+            scores = softcapped(groups @ k[:, None].transpose(-1, -2) * q.shape[-1] ** -0.5, self.softcap)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            return (weights @ v[:, None]).flatten(0, 1).transpose(0, 1)
         gqa = q.shape[0] != k.shape[0]
         return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=gqa).transpose(0, 1)
 

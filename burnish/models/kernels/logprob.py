@@ -25,20 +25,40 @@ def row_chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
     return [(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """hidden @ weight.T / temperature, in float32 at least."""
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(logits / softcap), computed in float32 at least (Gemma 2, 2408.00118)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return ((logits.to(wide) / softcap).tanh() * softcap).to(logits.dtype)
+
+
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None = None) -> Tensor:
+    """hidden @ weight.T, soft-capped if the model does so, / temperature, in float32 at least."""
     logits = hidden @ weight.t()
+    if softcap is not None:
+        logits = softcapped(logits, softcap)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature
 
 
+def product_gradient(grad: Tensor, scaled: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """The gradient of hidden @ weight.T, given the gradient of `scaled_logits` and their values."""
+    grad = grad if temperature == 1.0 else grad / temperature
+    return grad if softcap is None else grad * (1 - (scaled * (temperature / softcap)).square())
+
+
 class _HeadLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature = temperature
+        ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)  # an entropy without a gradient costs no backward
         if use_triton(hidden):
             return _kernel_forward(ctx, hidden, weight, targets, with_entropy)
@@ -46,7 +66,7 @@ class _HeadLogprob(torch.autograd.Function):
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = hidden.new_zeros(hidden.shape[0] if with_entropy else 0, dtype=dtype)
         for i, j in row_chunks(hidden, weight):
-            log_p = scaled_logits(hidden[i:j], weight, temperature).log_softmax(-1)
+            log_p = scaled_logits(hidden[i:j], weight, temperature, softcap).log_softmax(-1)
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             if with_entropy:
                 entropy[i:j] = -(log_p.exp() * log_p).sum(-1)
@@ -57,14 +77,15 @@ class _HeadLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logp, grad_entropy = grads
         if len(ctx.saved_tensors) > 3:
-            return *_kernel_backward(ctx, grad_logp, grad_entropy), None, None, None
+            return *_kernel_backward(ctx, grad_logp, grad_entropy), None, None, None, None
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sum the chunks in float32: in a half type the sum would be rounded once per chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in row_chunks(hidden, weight):
-            log_p = scaled_logits(hidden[i:j], weight, ctx.temperature).log_softmax(-1)
+            logits = scaled_logits(hidden[i:j], weight, ctx.temperature, ctx.softcap)
+            log_p = logits.log_softmax(-1)
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if grad_logp is None:
@@ -75,11 +96,16 @@ class _HeadLogprob(torch.autograd.Function):
             if grad_entropy is not None:
                 entropy = -(p * log_p).sum(-1, keepdim=True)
                 grad_logits -= grad_entropy[i:j, None] * p * (log_p + entropy)
-            grad_logits = (grad_logits if ctx.temperature == 1.0 else grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_logits = product_gradient(grad_logits, logits, ctx.temperature, ctx.softcap).to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[i:j]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _kernel_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    logits = hidden @ weight.t()
+    return logits if softcap is None else softcapped(logits, softcap)
 
 
 def _kernel_forward(
@@ -89,7 +115,9 @@ def _kernel_forward(
     from burnish.models.kernels.triton import logprob_head
 
     parts = [
-        logprob_head.logprob_rows(hidden[i:j] @ weight.t(), targets[i:j], ctx.temperature, with_entropy)
+        logprob_head.logprob_rows(
+            _kernel_logits(hidden[i:j], weight, ctx.softcap), targets[i:j], ctx.temperature, with_entropy
+        )
         for i, j in row_chunks(hidden, weight)
     ]
     logp, log_normaliser, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -109,7 +137,8 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
         chunk_grad_logp, chunk_grad_entropy = (
             None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy)
         )
-        logits = hidden[i:j] @ weight.t()
+        logits = _kernel_logits(hidden[i:j], weight, ctx.softcap)
+        slope = None if ctx.softcap is None else 1 - (logits.float() / ctx.softcap).square()
         grad_logits = logprob_head.logit_gradients_(
             logits,
             targets[i:j],
@@ -119,6 +148,8 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
             chunk_grad_entropy,
             ctx.temperature,
         )
+        if slope is not None:  # the kernel has overwritten the logits
+            grad_logits *= slope
         torch.mm(grad_logits, weight, out=grad_hidden[i:j])
         if grad_weight is not None:
             grad_weight += grad_logits.t() @ hidden[i:j]
@@ -126,22 +157,27 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
 
 
 def head_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and, if requested, the entropy of p = softmax(hidden @ weight.T / temperature); [M] each."""
-    logp, entropy = _HeadLogprob.apply(hidden, weight, targets, temperature, with_entropy)
+    """log p(target) and, if requested, the entropy of p = softmax(`scaled_logits`); [M] each."""
+    logp, entropy = _HeadLogprob.apply(hidden, weight, targets, temperature, with_entropy, softcap)
     return logp, entropy if with_entropy else None
 
 
 @torch.no_grad()
 def head_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), the entropy and sum_v p_v^2 of softmax(hidden @ weight.T / temperature); [M] each, no gradient."""
+    """log p(target), the entropy and sum_v p_v^2 of p = softmax(`scaled_logits`); [M] each, no gradient."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logp, entropy, sum_p2 = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
     for i, j in row_chunks(hidden, weight):
-        log_p = scaled_logits(hidden[i:j], weight, temperature).log_softmax(-1)
+        log_p = scaled_logits(hidden[i:j], weight, temperature, softcap).log_softmax(-1)
         p = log_p.exp()
         logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
         entropy[i:j] = -(p * log_p).sum(-1)
@@ -162,7 +198,7 @@ class Divergence(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """Next-token distributions at M positions: softmax(hidden @ weight.T / temperature)."""
+    """Next-token distributions at M positions: softmax(`scaled_logits`)."""
 
     hidden: Tensor  # [M, hidden]
     weight: Tensor  # [vocab, hidden]
@@ -170,6 +206,8 @@ class Distribution(NamedTuple):
     """The KL compares this many of the policy's likeliest tokens one by one and all others as one event; None compares all."""
     divergence: Divergence | None = None
     """The divergence to compute in place of the KL (`kernels/divergence.py`)."""
+    softcap: float | None = None
+    """The soft cap of the logits; None for a model without one."""
 
 
 class Distributions(NamedTuple):
@@ -181,14 +219,21 @@ class Distributions(NamedTuple):
 class _HeadKl(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, reference: Distribution, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        reference: Distribution,
+        temperature: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.temperature, ctx.top = temperature, reference.top
+        ctx.temperature, ctx.top, ctx.softcaps = temperature, reference.top, (softcap, reference.softcap)
         ctx.set_materialize_grads(False)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, kl = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
         for i, j in row_chunks(hidden, weight):
-            log_p, log_q = _both_log_softmax(hidden[i:j], weight, reference, i, j, temperature)
+            log_p = scaled_logits(hidden[i:j], weight, temperature, softcap).log_softmax(-1)
+            log_q = _reference_log_softmax(reference, i, j, temperature)
             p = log_p.exp()
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             entropy[i:j] = -(p * log_p).sum(-1)
@@ -200,13 +245,15 @@ class _HeadKl(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logp, grad_entropy, grad_kl = grads
         hidden, weight, targets, ref_hidden, ref_weight, entropy, kl = ctx.saved_tensors
-        reference = Distribution(ref_hidden, ref_weight)
+        softcap, ref_softcap = ctx.softcaps
+        reference = Distribution(ref_hidden, ref_weight, softcap=ref_softcap)
         grad_hidden = torch.empty_like(hidden)
         # Sum the chunks in float32: in a half type the sum would be rounded once per chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in row_chunks(hidden, weight):
-            log_p, log_q = _both_log_softmax(hidden[i:j], weight, reference, i, j, ctx.temperature)
+            logits = scaled_logits(hidden[i:j], weight, ctx.temperature, softcap)
+            log_p, log_q = logits.log_softmax(-1), _reference_log_softmax(reference, i, j, ctx.temperature)
             p = log_p.exp()
             grad_logits = torch.zeros_like(p)
             if grad_logp is not None:
@@ -216,18 +263,15 @@ class _HeadKl(torch.autograd.Function):
                 grad_logits -= grad_entropy[i:j, None] * p * (log_p + entropy[i:j, None])
             if grad_kl is not None:
                 grad_logits += grad_kl[i:j, None] * p * (_log_ratio(log_p, log_q, ctx.top) - kl[i:j, None])
-            grad_logits = (grad_logits if ctx.temperature == 1.0 else grad_logits / ctx.temperature).to(hidden.dtype)
+            grad_logits = product_gradient(grad_logits, logits, ctx.temperature, softcap).to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[i:j]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _both_log_softmax(
-    hidden: Tensor, weight: Tensor, reference: Distribution, i: int, j: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    log_p = scaled_logits(hidden, weight, temperature).log_softmax(-1)
-    return log_p, scaled_logits(reference.hidden[i:j], reference.weight, temperature).log_softmax(-1)
+def _reference_log_softmax(reference: Distribution, i: int, j: int, temperature: float) -> Tensor:
+    return scaled_logits(reference.hidden[i:j], reference.weight, temperature, reference.softcap).log_softmax(-1)
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
@@ -245,7 +289,12 @@ def _log_ratio(log_p: Tensor, log_q: Tensor, top: int | None) -> Tensor:
 
 
 def head_kl(
-    hidden: Tensor, weight: Tensor, targets: Tensor, reference: Distribution, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    reference: Distribution,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), the entropy and KL(p || q) of policy p and reference q; [M] each. The gradient flows to the policy."""
-    return _HeadKl.apply(hidden, weight, targets, reference, temperature)
+    return _HeadKl.apply(hidden, weight, targets, reference, temperature, softcap)

@@ -62,13 +62,13 @@ def new_module(base: PolicyModel, lora: Lora | None, seed: int) -> Decoder:
     return module
 
 
-def target_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def target_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """log p of the targets [M] or [M, K] after hidden states [M, hidden], with gradient, for a few rows of logits at a time."""
     if targets.dim() == 1:
-        return head_logprob(hidden, weight, targets)[0]
+        return head_logprob(hidden, weight, targets, softcap=softcap)[0]
 
     def chunk(rows: Tensor, head: Tensor, wanted: Tensor) -> Tensor:
-        return scaled_logits(rows, head, 1.0).log_softmax(-1).gather(1, wanted)
+        return scaled_logits(rows, head, 1.0, softcap).log_softmax(-1).gather(1, wanted)
 
     parts = []
     for i, j in row_chunks(hidden, weight):
@@ -158,7 +158,7 @@ class TrainingModel:
             rows = hidden[start : start + sum(sizes)]
             start += sum(sizes)
             targets = self._column(data, run, TARGETS).long()
-            logp = target_logprobs(rows, self.module.head_weight, targets)
+            logp = target_logprobs(rows, self.module.head_weight, targets, self.module.arch.logit_softcap)
             found = np.split(logp.detach().float().cpu().numpy(), np.cumsum(sizes)[:-1])
             columns = {name: self._column(data, run, name).to(logp.dtype).split(sizes) for name in own}
             for k, (index, one) in enumerate(zip(run, logp.split(sizes), strict=True)):

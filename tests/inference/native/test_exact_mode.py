@@ -32,6 +32,7 @@ SHAPES: list[dict[str, Any]] = [
      "local_layers": (True, False), "local_theta": 100.0, "query_scale": 0.8},
     {"family": "olmoe", "wide_qk_norm": True, "experts": ExpertShape(6, 3, 20, normalised=False)},
     {"family": "qwen3_moe", "experts": ExpertShape(8, 2, 20, (False, True))},
+    {"score_softcap": 0.5, "logit_softcap": 2.0, "query_scale": 0.8, "window": 6, "local_layers": (True, False)},
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -34,6 +34,10 @@ GEMMA3 = {
     "query_scale": 0.8,
 }  # fmt: skip
 EXPERTS = {"family": "olmoe", "wide_qk_norm": True, "experts": ExpertShape(6, 2, 20, (True, False))}
+GEMMA2 = {
+    **{name: value for name, value in GEMMA3.items() if name not in ("qk_norm", "local_theta")},
+    "family": "gemma2", "score_softcap": 0.5, "logit_softcap": 2.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +51,8 @@ def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3, EXPERTS],
-    ids=["plain", "window", "norms", "gemma3", "experts"],
+    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3, GEMMA2, EXPERTS],
+    ids=["plain", "window", "norms", "gemma3", "gemma2", "experts"],
 )
 def test_a_crowd_gets_the_tokens_and_logprobs_of_a_sampler_without_a_cache(
     tools: Any, native: Any, options: dict[str, Any]

@@ -33,6 +33,7 @@ class Case:
     window: int | None = None
     splits: int = 1
     least: int = 64
+    softcap: float | None = None
 
 
 CASES = [
@@ -43,6 +44,7 @@ CASES = [
     Case(4, 2, 8, norms=(0.0, 1.0), window=1, splits=2),
     Case(3, 3, 20, norms=(1.0, 0.8), splits=8),
     Case(7, 1, 128, splits=5, least=64),
+    Case(4, 2, 16, window=70, splits=3, softcap=0.5),
 ]
 
 
@@ -74,12 +76,13 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
     there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
     sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
     moved = Placement(*on_device(place.owner, positions, table))
-    got = decode_attention(*on_device(qkv, cos, sin), moved, sent, *there, case.window, case.splits, case.least)
+    options = case.window, case.splits, case.least, case.softcap
+    got = decode_attention(*on_device(qkv, cos, sin), moved, sent, *there, *options)
     with torch.no_grad():
         q = inference_ops.rotate_store(qkv, cos, sin, place, norms, *pages)
         # Stored fp8 numbers are compared below and may differ by one fp8 step.
         seen = [Fp8Pages(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
-        expected = inference_ops.attend_pages(q, *seen, place, case.window)
+        expected = inference_ops.attend_pages(q, *seen, place, case.window, case.softcap)
     known = positions >= 0
     close(got.cpu()[known], expected[known], dtype)
     assert got.isfinite().all()

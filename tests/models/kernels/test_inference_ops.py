@@ -44,7 +44,7 @@ from tests.kernels import CUDA, DEVICE, kernel
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
-    "gemma3", "gemma3-linear",
+    "gemma2", "gemma3", "gemma3-linear",
 ]  # fmt: skip
 PAGE = 4
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -81,7 +81,9 @@ class Paged:
         owner = torch.from_numpy(np.repeat(rows, stops - starts))
         position = torch.cat([torch.arange(a, b) for _, a, b in stretches])
         place = Placement(owner, position, self.table)
-        attend = PrefillAttention(rows, starts, stops - starts, place, self.rotations, PAGE, self.model.arch.windows)
+        arch = self.model.arch
+        options = place, self.rotations, PAGE, arch.windows, arch.score_softcap
+        attend = PrefillAttention(rows, starts, stops - starts, *options)
         packed = torch.cat([tokens[row][a:b] for row, a, b in stretches])
         return paged_forward(self.model, packed, self.cache, attend)
 
@@ -90,8 +92,9 @@ class Paged:
         place = Placement(torch.arange(len(positions)), torch.tensor(positions), self.table)
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
-            window = window_of(self.model.arch.windows, layer)
-            return inference_ops.decode_attention(qkv, *self.rotations[layer], place, norms, keys, values, window)
+            window, softcap = window_of(self.model.arch.windows, layer), self.model.arch.score_softcap
+            tables = self.rotations[layer]
+            return inference_ops.decode_attention(qkv, *tables, place, norms, keys, values, window, softcap=softcap)
 
         drawn = torch.stack([row[position] for row, position in zip(tokens, positions, strict=True)])
         return paged_forward(self.model, drawn, self.cache, attend)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, HeadNorms, Pages, Placement, decode_buffers
 
+LOG2_E = 1.4426950408889634
 TILE_CONFIG = (32, 1, 4)
 """Keys per loop step, warps and stages of a program, in half types: the fastest of six on an H200."""
 FLOAT32_TILE_CONFIG = (32, 2, 3)
@@ -41,6 +42,12 @@ def _rotated_heads(
             x = (x * factor).to(dtype).to(tl.float32)
             swapped = (swapped * factor).to(dtype).to(tl.float32)
     return (x * cos + swapped * sin).to(dtype)
+
+
+@triton.jit
+def _softcapped(scores, softcap):
+    """cap * tanh(scores / cap) of scores in units of log2(e), as is the cap."""
+    return softcap - 2.0 * softcap / (1.0 + tl.exp(2.0 * scores / softcap))
 
 
 @triton.jit
@@ -84,6 +91,7 @@ def _decode_attention(
     window,
     splits,
     least,
+    softcap,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -91,6 +99,7 @@ def _decode_attention(
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
     NORMED: tl.constexpr,
     SCALED: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -145,7 +154,10 @@ def _decode_attention(
             wide_value = new_value.to(tl.float32)
 
         # The first split starts with the new key; the others have at least one key.
-        best = tl.where(split == 0, tl.sum(q.to(tl.float32) * wide_key, 1) * scale, -float("inf"))
+        new_score = tl.sum(q.to(tl.float32) * wide_key, 1) * scale
+        if SOFTCAPPED:
+            new_score = _softcapped(new_score, softcap)
+        best = tl.where(split == 0, new_score, -float("inf"))
         total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([QUERIES], tl.float32)
         sums = tl.where(split == 0, wide_value, 0.0) + tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
         for begin in range(start, stop, BLOCK):
@@ -163,6 +175,8 @@ def _decode_attention(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if QUANTISED:
                 scores *= tl.load(key_scale_ptr + at_key)[None, :]
+            if SOFTCAPPED:
+                scores = _softcapped(scores, softcap)
             scores = tl.where((index < stop)[None, :], scores, -float("inf"))
             top = tl.maximum(best, tl.max(scores, 1))
             weight = tl.exp2(scores - top[:, None])
@@ -231,6 +245,7 @@ def decode_attention(
     window: int | None,
     splits: int,
     least: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """`burnish.models.kernels.inference_ops.decode_attention` in one kernel, or two with several splits; [rows, heads * D]."""
     _, kv_heads, page, dim = keys.shape
@@ -257,7 +272,7 @@ def decode_attention(
         out,
         sums,
         joints,
-        dim**-0.5 * 1.4426950408889634,
+        dim**-0.5 * LOG2_E,
         eps,
         shift,
         query_scale,
@@ -265,6 +280,7 @@ def decode_attention(
         reach,
         splits,
         least,
+        0.0 if softcap is None else softcap * LOG2_E,
         KV_HEADS=kv_heads,
         SHARED=shared,
         QUERIES=max(16, triton.next_power_of_2(shared)),
@@ -272,6 +288,7 @@ def decode_attention(
         DIM_BLOCK=dim_block,
         PAGE=page,
         BLOCK=block,
+        SOFTCAPPED=softcap is not None,
         NORMED=norms is not None,
         SCALED=query_scale != 1.0,
         QUANTISED=key_scale is not cos,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burnish.models.kernels.paged_cache import Placement
 
+LOG2_E = 1.4426950408889634
 BLOCK = 64
 """Keys per loop step of attention."""
 ROWS, COLUMNS, DEPTH = 64, 128, 64
@@ -33,6 +34,7 @@ def _exact_attention(
     scale,
     table_stride,
     window,
+    softcap,
     KV_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -40,6 +42,7 @@ def _exact_attention(
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFTCAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -66,6 +69,8 @@ def _exact_attention(
         inside = seen[:, None] & (dim < DIM)[None, :]
         k = tl.load(keys_ptr + at, mask=inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOFTCAPPED:  # cap * tanh(score / cap), both in units of log2(e)
+            scores = softcap - 2.0 * softcap / (1.0 + tl.exp(2.0 * scores / softcap))
         scores = tl.where(seen[None, :], scores, -float("inf"))
         top = tl.maximum(best, tl.max(scores, 1))
         weight = tl.exp2(scores - top[:, None])
@@ -79,7 +84,9 @@ def _exact_attention(
     tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=real)
 
 
-def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None) -> Tensor:
+def exact_attention(
+    q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None, softcap: float | None = None
+) -> Tensor:
     """Attention of each query over the pages of its row up to its own position; [N, heads, D]."""
     rows, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
@@ -94,9 +101,10 @@ def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placemen
         placement.owner,
         placement.position,
         out,
-        dim**-0.5 * 1.4426950408889634,
+        dim**-0.5 * LOG2_E,
         placement.table.stride(0),
         window if window is not None else 1 << 30,
+        0.0 if softcap is None else softcap * LOG2_E,
         KV_HEADS=kv_heads,
         SHARED=shared,
         QUERIES=max(16, triton.next_power_of_2(shared)),
@@ -104,6 +112,7 @@ def exact_attention(q: Tensor, keys: Tensor, values: Tensor, placement: Placemen
         DIM_BLOCK=max(16, block),
         PAGE=page,
         BLOCK=BLOCK,
+        SOFTCAPPED=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=2,
         # With heads of 256 one stage less fits in shared memory.
