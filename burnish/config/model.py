@@ -9,8 +9,12 @@ from pydantic import Field, model_validator
 
 from burnish.config.records import Record
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+Projection = Literal[
+    "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+]  # fmt: skip
+ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+"""The linear layers of decoder layers of all families by their Hugging Face names; the first four are those of latent attention."""
+PROJECTIONS = ALL_PROJECTIONS[4:]
 """The linear layers of a decoder layer by their Hugging Face names, in the order of the forward pass."""
 LoraBase = Literal["dtype", "nf4", "nf4-double"]
 DEFAULT_WSD_DECAY = 0.2
@@ -25,7 +29,8 @@ class Lora(Record):
     alpha: float = Field(32.0, gt=0)
     """The scale of the adapters is alpha / rank."""
     targets: Literal["all-linear"] | Annotated[list[Projection], Field(min_length=1)] = "all-linear"
-    """Which projections: all seven of every layer, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    """Which projections: all of every layer, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. DeepSeek-V3 has
+    q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in place of the first three."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly (rsLoRA, 2312.03732)."""
     base: LoraBase = "dtype"
@@ -40,7 +45,9 @@ class Lora(Record):
     @property
     def projections(self) -> tuple[Projection, ...]:
         """The targets by name, in the order of the forward pass."""
-        return PROJECTIONS if self.targets == "all-linear" else tuple(p for p in PROJECTIONS if p in self.targets)
+        return (
+            ALL_PROJECTIONS if self.targets == "all-linear" else tuple(p for p in ALL_PROJECTIONS if p in self.targets)
+        )
 
     @model_validator(mode="after")
     def _check_targets(self) -> Lora:

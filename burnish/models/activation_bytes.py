@@ -81,7 +81,7 @@ class ActivationEstimate:
     def _keep(self, index: int) -> ActivationBytes:
         h, q, k, m = self.widths
         norms = (4 if self.arch.out_norms else 2) * self._norm(h, 1)
-        inputs = self._input("qkv", h, index)
+        inputs = self._latent(index) if self.arch.latent is not None else self._input("qkv", h, index)
         if self.arch.has_experts(index):
             mlp, fixed = self._experts(index)
         else:
@@ -108,6 +108,8 @@ class ActivationEstimate:
             m = shape.experts_per_token * shape.expert_size
             mlp += shape.experts_per_token * self._wide  # the weights, in the order of the slots
         rows = (2 * h + q + 2 * k + 2 * m) * self.element + mlp + attention.row + self._adapters(index)
+        if self.arch.latent is not None:
+            rows += self._latent(index, is_input_recomputed=True)
         return ActivationBytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token, fixed)
 
     @property
@@ -133,6 +135,18 @@ class ActivationEstimate:
         row += self._input("experts.gate_up", self.arch.hidden_size, index)
         row += shape.experts_per_token * (2 * shape.expert_size * self.element + self._wide)
         return row + self._input("experts.down", shape.experts_per_token * shape.expert_size, index), fixed
+
+    def _latent(self, index: int, is_input_recomputed: bool = False) -> int:
+        """The projections of latent attention save the inputs of their products and norms, and attention's output without padding."""
+        latent = self.arch.latent
+        assert latent is not None
+        reads_input = ("qkv.latent",) if latent.query_rank is not None else ("qkv.latent", "qkv.q_up")
+        is_saved = not is_input_recomputed and any(self._input(name, 1, index) for name in reads_input)
+        queries = latent.query_rank or 0
+        total = self._norm(latent.rank, 1) + (self._norm(queries, 1) if queries else 0)
+        total += self._input("qkv.q_up", queries, index) + self._input("qkv.kv_up", latent.rank, index)
+        total += self._input("out", self.arch.num_heads * latent.value_dim, index)
+        return total + self.arch.hidden_size * self.element * is_saved
 
     def _norm(self, width: int, scales: int) -> int:
         """A norm saves its input (in full precision its normalised input) and one scale per vector."""
@@ -197,7 +211,8 @@ class ActivationEstimate:
             return ActivationBytes(out + heads * element)
         if self._by_kernel:
             return ActivationBytes(out + 4 * heads, 2 * k * element if self._expands else 0)
-        result = out if self.lora is None or "out" in self._adapted(index) else 0
+        # The output without padding, which latent attention saves, is counted there.
+        result = 0 if self.arch.latent is not None else self._input("out", q, index)
         if not self.on_gpu:
             stacked = (q + 2 * k + heads * self.length) * element
         else:  # in full precision torch repeats keys and values for every query head, and saves scores and weights

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
 from burnish.models.expert_shape import ExpertShape
+from burnish.models.latent_shape import LatentShape
 from burnish.models.model_families import FAMILIES, Family
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 Windows = int | None | tuple[int | None, ...]
 """Attention windows: one for all layers (None is no limit), or one per layer."""
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+YARN_KEYS = ("factor", "original_max_position_embeddings")
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """Gated activations of the native decoder, with their names in a config.json."""
 MAX_LAYERS = 4096
@@ -75,6 +77,10 @@ class Architecture:
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     experts: ExpertShape | None = None
     """Experts in place of the MLP of some or all layers."""
+    latent: LatentShape | None = None
+    """Multi-head latent attention in place of separate projections of queries, keys and values."""
+    num_ignored_layers: int = 0
+    """Layers in the files behind the last that are not loaded, such as those for multi-token prediction."""
 
     @property
     def windows(self) -> Windows:
@@ -106,6 +112,25 @@ class Architecture:
         return share * chosen + (1 - share) * self.mlp_size
 
     @property
+    def value_dim(self) -> int:
+        """Dimensions of a value head, without padding."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def attention_matrices(self) -> dict[str, int]:
+        """Elements of the matrices of attention by the names of the modules, in the order of the forward pass."""
+        hidden, latent = self.hidden_size, self.latent
+        out = {"out": self.num_heads * self.value_dim * hidden}
+        if latent is None:
+            return {"qkv": hidden * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, **out}
+        return {
+            "qkv.latent": hidden * latent.latent_size,
+            "qkv.q_up": (latent.query_rank or hidden) * self.num_heads * latent.head_dim,
+            "qkv.kv_up": latent.rank * self.num_heads * (latent.nope_dim + latent.value_dim),
+            **out,
+        }
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters; tied ones are counted once."""
         return self._count_parameters(None if self.experts is None else self.experts.num_experts)
@@ -116,8 +141,10 @@ class Architecture:
         return self._count_parameters(None if self.experts is None else self.experts.experts_per_token)
 
     def _count_parameters(self, counted_experts: int | None) -> int:
-        hidden, qkv = self.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        attention = hidden * (qkv + self.num_heads * self.head_dim) + 2 * hidden
+        hidden, latent = self.hidden_size, self.latent
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if latent is None else latent.latent_size
+        attention = sum(self.attention_matrices.values()) + 2 * hidden
+        attention += 0 if latent is None else (latent.query_rank or 0) + latent.rank
         attention += qkv * self.qkv_bias + hidden * self.out_bias + 2 * self.head_dim * self.qk_norm
         attention += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm
         attention += 2 * hidden * self.out_norms
@@ -189,6 +216,8 @@ def why_not_native(config: dict[str, Any]) -> str | None:
     scaling = _optional_fields(config)["rope_scaling"] or {}
     if scaling.get("rope_type", "default") not in ROPE_TYPES:
         return f"rope type {scaling['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
+    if scaling.get("rope_type") == "yarn" and not all(scaling.get(key) for key in YARN_KEYS):
+        return f"its YaRN scaling gives no {' or no '.join(key for key in YARN_KEYS if not scaling.get(key))}"
     return None
 
 
@@ -204,9 +233,8 @@ def architecture_from_hf(config: dict[str, Any], where: str = "config.json") -> 
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
         mlp_size=config["intermediate_size"],
-        **_optional_fields(config),
+        **{"num_kv_heads": config.get("num_key_value_heads") or heads, **_optional_fields(config)},
     )
 
 

@@ -34,6 +34,8 @@ from burnish.models.kernels.exact import (
 from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
 from burnish.models.kernels.shared_prefix import Attend
+from burnish.models.latent_attention import LatentProjection, value_heads
+from burnish.models.weight_layout import layer_matrices
 
 EXACT_GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
 PagedAttend = Callable[[int, Tensor, HeadNorms | None, Any, Any], Tensor]
@@ -76,7 +78,9 @@ def paged_forward(
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
         keys, values = cache[index]
-        qkv = linear(layer.qkv, add_norm(x, delta, layer.attention_norm.weight, eps, shift))
+        normed = add_norm(x, delta, layer.attention_norm.weight, eps, shift)
+        project = layer.qkv
+        qkv = project.project(normed, linear) if isinstance(project, LatentProjection) else linear(project, normed)
         if arch.wide_qk_norm:
             normed_projection(layer, qkv)
         mixed = attend(index, qkv, head_norms(layer), keys, values)
@@ -84,6 +88,7 @@ def paged_forward(
             x, mixed = x[which], mixed[which]
             if not which.shape[0]:  # prefill chunks, none of them the last of its prompt
                 return x
+        mixed = mixed if arch.latent is None else value_heads(mixed, arch.latent)
         delta = into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
         normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
@@ -163,9 +168,9 @@ class _LayerDecodeStep:
         x += layer.mlp_out_norm.functional(computed) if has_out_norms else computed
 
 
-def _project(module: nn.Linear) -> ProjectRows:
+def _project(module: nn.Linear | LatentProjection) -> ProjectRows:
     """A function that applies a linear layer to rows [N, in]; a plain `nn.Linear` through views of its tensors."""
-    if type(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
         return module
     weight = module.weight.detach().t()
     if module.bias is None:
@@ -197,13 +202,16 @@ class _CDecoder(ctypes.Structure):
 
 def c_decode_step(model: Decoder) -> CDecodeStep | None:
     """The C decode step of a model; None if the model is too large or not plain, or there is no C kernel."""
+    arch = model.arch
     is_plain = (
         type(model).forward is Decoder.forward
-        and model.arch.experts is None
-        and not model.arch.wide_qk_norm
+        and arch.experts is None
+        and arch.latent is None
+        and not arch.wide_qk_norm
+        and arch.score_softcap is None
+        and arch.logit_softcap is None
         and all(type(linear) is nn.Linear for linear in _linears(model))
     )
-    is_plain = is_plain and model.arch.score_softcap is None and model.arch.logit_softcap is None
     parameters = list(model.parameters())
     is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
     has_versions = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter
@@ -301,8 +309,11 @@ def _parameter_addresses(model: Decoder) -> list[tuple[int, int]]:
 
 def _linears(model: Decoder) -> list[nn.Linear]:
     """The linear layers of all decoder layers."""
-    layers = [cast(Layer, layer) for layer in model.layers]
-    return [module for layer in layers for module in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return [
+        cast(nn.Linear, layer.get_submodule(name))
+        for index, layer in enumerate(model.layers)
+        for name in layer_matrices(model.arch, index)
+    ]
 
 
 @torch.no_grad()

@@ -21,7 +21,15 @@ from burnish.models.experts import ExpertMlp
 from burnish.models.kernels.aligned_groups import AlignedGroups, head_aligned
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.divergence import head_comparison
-from burnish.models.kernels.elementwise import RMSNorm, geglu, inverse_frequencies, rotate, rotation_table, swiglu
+from burnish.models.kernels.elementwise import (
+    RMSNorm,
+    geglu,
+    inverse_frequencies,
+    rotate,
+    rotation_factor,
+    rotation_table,
+    swiglu,
+)
 from burnish.models.kernels.logprob import Distribution, Distributions, head_logprob, head_statistics, softcapped
 from burnish.models.kernels.shared_prefix import (
     Attend,
@@ -30,6 +38,7 @@ from burnish.models.kernels.shared_prefix import (
     UnshardedRows,
     computed_rows,
 )
+from burnish.models.latent_attention import LatentProjection, value_heads
 
 if TYPE_CHECKING:
     from burnish.config.model import Lora
@@ -50,8 +59,12 @@ class Layer(nn.Module):
         heads = arch.num_heads + 2 * arch.num_kv_heads
         self.gated_activation = GATED_ACTIVATIONS[arch.activation]
         self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
-        self.qkv = nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
-        self.out = nn.Linear(arch.num_heads * arch.head_dim, arch.hidden_size, bias=arch.out_bias)
+        self.qkv: nn.Linear | LatentProjection = (
+            nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
+            if arch.latent is None
+            else LatentProjection(arch, arch.latent)
+        )
+        self.out = nn.Linear(arch.num_heads * arch.value_dim, arch.hidden_size, bias=arch.out_bias)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.experts: ExpertMlp | None = None
         """Experts in place of `gate_up` and `down`."""
@@ -114,9 +127,10 @@ class Layer(nn.Module):
         return rotate(qk, cos, sin)
 
     def attention(self, qk: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """Attention of rotated queries and keys [N, q + k, D] over values; [N, query heads * D]."""
+        """Attention of rotated queries and keys [N, q + k, D] over values; [N, query heads * value dimensions]."""
         q, k = qk.split([self.arch.num_heads, self.arch.num_kv_heads], 1)
-        return attend(self.index, q, k, v).reshape(qk.shape[0], -1)
+        mixed = attend(self.index, q, k, v).reshape(qk.shape[0], -1)
+        return mixed if self.arch.latent is None else value_heads(mixed, self.arch.latent)
 
     def attention_output(self, mixed: Tensor) -> Tensor:
         """The output projection of attention, which is added to the residual."""
@@ -167,8 +181,7 @@ class Decoder(nn.Module):
     def attention_cost(self) -> float:
         """Relative cost of attention: L tokens cost L + attention_cost L^2 times the matmuls of one token."""
         arch = self.arch
-        width = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-        matmuls = arch.hidden_size * (width + arch.num_heads * arch.head_dim + 3 * arch.active_mlp_size)
+        matmuls = sum(arch.attention_matrices.values()) + 3 * arch.hidden_size * arch.active_mlp_size
         return arch.num_heads * arch.head_dim / matmuls
 
     @property
@@ -210,11 +223,13 @@ class Decoder(nn.Module):
             size = max(256, 1 << (num_positions - 1).bit_length())
             theta, scaling = (arch.local_theta, None) if is_local else (arch.rope_theta, arch.rope_scaling)
             assert theta is not None
-            inverse = inverse_frequencies(arch.head_dim, theta, scaling)
-            # A norm of the queries applies their factor. Without one, rotated queries and keys get the root of it each.
-            factor = 1.0 if arch.qk_norm else arch.query_scale**0.5
+            rotated = arch.head_dim if arch.latent is None else arch.latent.rope_dim
+            inverse = inverse_frequencies(rotated, theta, scaling)
+            # A norm of the queries applies their factor. Without one, queries and keys get the root of it each.
+            scale = 1.0 if arch.qk_norm else arch.query_scale**0.5
             # Computed on the CPU: a GPU's sines differ in the last bit, and a model must have one table on all devices.
-            cos, sin = rotation_table(size, inverse, weight.dtype, factor)
+            still = (arch.head_dim - rotated) // 2
+            cos, sin = rotation_table(size, inverse, weight.dtype, rotation_factor(scaling), still, scale)
             self._tables[is_local] = table = cos.to(weight.device), sin.to(weight.device)
         return table
 

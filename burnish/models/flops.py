@@ -83,8 +83,7 @@ def packed_counts(
 
 def matrix_sizes(arch: Architecture, layer: int = 0) -> dict[str, int]:
     """Elements of each matrix of a layer that one token is multiplied by, in the order of the forward pass."""
-    hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
-    attention = {"qkv": hidden * (heads + 2 * arch.num_kv_heads * arch.head_dim), "out": heads * hidden}
+    hidden, attention = arch.hidden_size, arch.attention_matrices
     if arch.experts is not None and arch.has_experts(layer):
         width = arch.experts.experts_per_token * arch.experts.expert_size
         router = {"experts.router": hidden * arch.experts.num_experts}
@@ -117,7 +116,7 @@ def forward_flops(
     size = arch.vocab_size if head_size is None else head_size
     return Flops(
         matmul=2 * counts.tokens * _matrix_elements(arch),
-        attention=2 * _pair_product(arch, counts),
+        attention=_pair_product(arch, counts, arch.head_dim) + _pair_product(arch, counts, arch.value_dim),
         head=2 * counts.outputs * arch.hidden_size * size,
         adapters=0 if lora is None else 2 * counts.tokens * _adapter_elements(arch, lora),
     )
@@ -141,7 +140,7 @@ def backward_flops(
     frozen = sum(weights[name] for name in names[: names.index(lowest) + 1])
     share = _adapter_share(arch, lowest)
     inputs = round(sum(target.num_inputs for target in adapted if target.module == lowest) * share)
-    attended = arch.num_layers if lowest == "qkv" else arch.num_layers - 1
+    attended = arch.num_layers if lowest.startswith("qkv") else arch.num_layers - 1
     return Flops(
         matmul=once.matmul - 2 * counts.tokens * frozen,
         attention=2 * once.attention // arch.num_layers * attended,
@@ -163,7 +162,8 @@ def recomputed_flops(
     A layer is recomputed up to the last tensor that its backward reads, the input of `down`; with an adapter there, a norm
     after it, or experts, it is recomputed to its end. A critic's single output is saved; logits of a vocabulary never are.
     """
-    whole, scores = forward_flops(arch, counts, head_size, lora), _pair_product(arch, counts) * fused_attention
+    whole = forward_flops(arch, counts, head_size, lora)
+    scores = _pair_product(arch, counts, arch.head_dim) * fused_attention
     head = whole.head if head_size is None else 0
     if activations in ("keep", "selective"):
         return Flops(attention=scores, head=head)
@@ -173,6 +173,6 @@ def recomputed_flops(
     return Flops(whole.matmul - skipped, whole.attention + scores, head, whole.adapters)
 
 
-def _pair_product(arch: Architecture, counts: ForwardCounts) -> int:
-    """FLOPs of one product over the pairs, such as the scores, in all layers."""
-    return round(2 * counts.pairs * arch.num_layers * arch.num_heads * arch.head_dim)
+def _pair_product(arch: Architecture, counts: ForwardCounts, dim: int) -> int:
+    """FLOPs of one product over the pairs with heads of this size, such as the scores, in all layers."""
+    return round(2 * counts.pairs * arch.num_layers * arch.num_heads * dim)

@@ -31,6 +31,7 @@ from burnish.models.expert_shape import (
     qwen3_moe_why_unsupported,
     shape_problem,
 )
+from burnish.models.latent_shape import deepseek_config_keys, deepseek_fields, deepseek_why_unsupported
 
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture
@@ -280,6 +281,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, read_fields=attention_bias),
     "mistral": Family("MistralForCausalLM", read_fields=window_field, config_keys=window_key),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        read_fields=deepseek_fields,
+        config_keys=deepseek_config_keys,
+        why_unsupported=deepseek_why_unsupported,
+    ),
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "qwen3_moe": Family(

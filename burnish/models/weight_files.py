@@ -46,6 +46,7 @@ from burnish.models.architecture import (
     why_not_native,
 )
 from burnish.models.decoder import Decoder
+from burnish.models.latent_shape import LatentShape
 from burnish.models.model_families import FAMILIES
 from burnish.models.nf4 import DenseWeights, WeightsToFill, quantise_layers, weight_shapes
 from burnish.models.weight_layout import RowOrder, in_hf_order, row_order_of
@@ -125,7 +126,9 @@ def weight_blocks(arch: Architecture) -> list[WeightBlock]:
     table = [WeightBlock("model.embed_tokens.weight", "embedding.weight")]
     for i in range(arch.num_layers):
         theirs, ours = f"model.layers.{i}.", f"layers.{i}."
-        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        if arch.latent is not None:
+            table += _latent_blocks(arch, arch.latent, theirs, ours)
+        for kind in () if arch.latent is not None else ("weight", "bias") if arch.qkv_bias else ("weight",):
             table += [
                 WeightBlock(f"{theirs}self_attn.q_proj.{kind}", f"{ours}qkv.{kind}", 0, q),
                 WeightBlock(f"{theirs}self_attn.k_proj.{kind}", f"{ours}qkv.{kind}", q, q + kv),
@@ -202,6 +205,24 @@ def unstacked_experts(
                 yield f"{match[0]}{pattern.format(e)}.weight", StoredMatrix(tensor, e, start, stop)
 
 
+def _latent_blocks(arch: Architecture, latent: LatentShape, theirs: str, ours: str) -> list[WeightBlock]:
+    """The tensors of latent attention before its output; `theirs` and `ours` are the prefixes of the layer."""
+    theirs, ours, query_rank = f"{theirs}self_attn.", f"{ours}qkv.", latent.query_rank or 0
+    table = []
+    for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        if query_rank:
+            table.append(WeightBlock(f"{theirs}q_a_proj.{kind}", f"{ours}latent.{kind}", 0, query_rank))
+        table.append(WeightBlock(f"{theirs}kv_a_proj_with_mqa.{kind}", f"{ours}latent.{kind}", query_rank))
+    if query_rank:
+        table.append(WeightBlock(f"{theirs}q_a_layernorm.weight", f"{ours}q_norm.weight"))
+    table += [
+        WeightBlock(f"{theirs}{'q_b_proj' if query_rank else 'q_proj'}.weight", f"{ours}q_up.weight"),
+        WeightBlock(f"{theirs}kv_a_layernorm.weight", f"{ours}kv_norm.weight"),
+        WeightBlock(f"{theirs}kv_b_proj.weight", f"{ours}kv_up.weight"),
+    ]
+    return table
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory; raise for pickled weights."""
     index = directory / "model.safetensors.index.json"
@@ -254,6 +275,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base
 def _check_layers(directory: Path, arch: Architecture) -> None:
     """Raise if config.json has another number of layers than the files, before any layer is created."""
     found = {int(match[1]) for name, _ in stored_tensors(directory) if (match := LAYER_NAME.match(name))}
+    found -= set(range(arch.num_layers, arch.num_layers + arch.num_ignored_layers))
     if arch.num_layers != len(found):
         raise UserError(
             f"{directory}: config.json implies {arch.num_layers:,} layers, but the weights have {len(found):,}"
@@ -274,6 +296,8 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTen
 
     def is_spare(name: str) -> bool:
         """Some exporters write the tied head as well, and old exports contain RoPE's derived buffer."""
+        if (layer := LAYER_NAME.match(name)) and model.arch.num_ignored_layers:
+            return 0 <= int(layer[1]) - model.arch.num_layers < model.arch.num_ignored_layers
         return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
 
     wanted = ((name, tensor) for name, tensor in unstacked_experts(tensors, model.arch) if not is_spare(name))

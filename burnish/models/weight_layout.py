@@ -14,15 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.model_families import FAMILIES
 
-LAYER_MATRICES = ("qkv", "out", "gate_up", "down")
-"""The matrices of a dense decoder layer in the order of the forward pass. Attention comes after the first."""
-EXPERT_LAYER_MATRICES = ("qkv", "out", "experts.gate_up", "experts.down")
-"""The matrices of a layer with experts; the router is not among them, since it is neither quantised nor adapted."""
 FUSED_MODULES = ("qkv", "gate_up")
 RowOrder = Callable[[str], "Tensor | None"]
 """Parameter name -> order of its rows; None is Hugging Face's order."""
@@ -45,8 +42,9 @@ class Projection:
 
 
 def layer_matrices(arch: Architecture, layer: int) -> tuple[str, ...]:
-    """The names of a layer's matrices in the order of the forward pass."""
-    return EXPERT_LAYER_MATRICES if arch.has_experts(layer) else LAYER_MATRICES
+    """The names of a layer's matrices in the order of the forward pass, without the router, which is neither quantised nor adapted."""
+    mlp = ("experts.gate_up", "experts.down") if arch.has_experts(layer) else ("gate_up", "down")
+    return (*arch.attention_matrices, *mlp)
 
 
 def replace_module(layer: nn.Module, name: str, module: nn.Module) -> None:
@@ -55,16 +53,35 @@ def replace_module(layer: nn.Module, name: str, module: nn.Module) -> None:
     setattr(layer.get_submodule(owner), attribute, module)
 
 
+def _attention_projections(arch: Architecture) -> list[Projection]:
+    hidden, latent = arch.hidden_size, arch.latent
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    out = Projection("o_proj", "self_attn.o_proj", "out", 0, hidden, arch.num_heads * arch.value_dim)
+    if latent is None:
+        return [
+            Projection("q_proj", "self_attn.q_proj", "qkv", 0, q, hidden),
+            Projection("k_proj", "self_attn.k_proj", "qkv", q, q + kv, hidden),
+            Projection("v_proj", "self_attn.v_proj", "qkv", q + kv, q + 2 * kv, hidden),
+            out,
+        ]
+    rank, kv_width = latent.query_rank, arch.num_heads * (latent.nope_dim + latent.value_dim)
+    kv_down = ("kv_a_proj_with_mqa", "self_attn.kv_a_proj_with_mqa", "qkv.latent", rank or 0, latent.latent_size)
+    queries = [Projection("q_proj", "self_attn.q_proj", "qkv.q_up", 0, q, hidden)]
+    if rank is not None:
+        queries = [Projection("q_b_proj", "self_attn.q_b_proj", "qkv.q_up", 0, q, rank)]
+    return [
+        *([] if rank is None else [Projection("q_a_proj", "self_attn.q_a_proj", "qkv.latent", 0, rank, hidden)]),
+        Projection(*kv_down, hidden),
+        *queries,
+        Projection("kv_b_proj", "self_attn.kv_b_proj", "qkv.kv_up", 0, kv_width, latent.rank),
+        out,
+    ]
+
+
 def projections(arch: Architecture, layer: int = 0) -> list[Projection]:
     """The projections of one decoder layer, in the order of the forward pass; each expert has three."""
     hidden, mlp = arch.hidden_size, arch.mlp_size
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    attention = [
-        Projection("q_proj", "self_attn.q_proj", "qkv", 0, q, hidden),
-        Projection("k_proj", "self_attn.k_proj", "qkv", q, q + kv, hidden),
-        Projection("v_proj", "self_attn.v_proj", "qkv", q + kv, q + 2 * kv, hidden),
-        Projection("o_proj", "self_attn.o_proj", "out", 0, hidden, q),
-    ]
+    attention = _attention_projections(arch)
     if arch.has_experts(layer):
         return attention + _expert_projections(arch)
     return [
@@ -92,7 +109,14 @@ def _expert_projections(arch: Architecture) -> list[Projection]:
 
 def lora_targets(arch: Architecture, lora: Lora, layer: int = 0) -> list[Projection]:
     """The projections of one decoder layer that have an adapter."""
-    return [projection for projection in projections(arch, layer) if projection.name in lora.projections]
+    found = [projection for projection in projections(arch, layer) if projection.name in lora.projections]
+    missing = [] if lora.targets == "all-linear" else [t for t in lora.targets if all(t != p.name for p in found)]
+    if missing:
+        names = dict.fromkeys(projection.name for projection in projections(arch, layer))
+        raise UserError(
+            f"model.lora.targets: a {arch.family} model has no {missing[0]}; its projections are {', '.join(names)}"
+        )
+    return found
 
 
 def num_lora_parameters(arch: Architecture, lora: Lora) -> int:
@@ -125,7 +149,7 @@ def tensor_parallel_size(model: Decoder) -> int:
 
 def row_order_of(model: Decoder, name: str) -> Tensor | None:
     """The row order of a parameter of a model; None if it is Hugging Face's."""
-    parts, (module, kind) = tensor_parallel_size(model), ("", *name.split("."))[-2:]
+    parts, (module, kind) = tensor_parallel_size(model), ("", *name.split("."))[-2:]  # latent attention has one part
     if parts == 1 or module not in FUSED_MODULES or kind == "lora_a":
         return None
     if kind != "lora_b":

@@ -6,7 +6,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.config.loading import load
-from burnish.config.model import PROJECTIONS, Lora
+from burnish.config.model import ALL_PROJECTIONS, Lora
 from burnish.config.schema import TrainConfig
 
 BASE = ["model.path=somewhere", "data.train.task=sort_digits"]
@@ -23,7 +23,7 @@ def test_a_section_given_in_part_keeps_its_defaults() -> None:
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
     assert Lora(rank=16, alpha=24).scale == 1.5
     assert Lora(rank=16, alpha=24, rslora=True).scale == 6.0
-    assert Lora().projections == PROJECTIONS
+    assert Lora().projections == ALL_PROJECTIONS
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,25 @@ GEMMA2 = {
     "attn_logit_softcapping": 1.5,
     "final_logit_softcapping": 3.0,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+    "beta_slow": 1,
+}
+# All layers are dense, and value heads are narrower than key heads.
+DEEPSEEK = {
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.8},
+}
 GEMMA3_LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
@@ -67,6 +86,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral-window": ("Mistral", {"sliding_window": 5}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "deepseek": ("DeepseekV3", DEEPSEEK),
+    "deepseek-plain": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "rope_parameters": None,
+            "v_head_dim": 18,
+        },
+    ),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma3": ("Gemma3Text", GEMMA3),
     # The first layer is dense; two of six experts compute a token.

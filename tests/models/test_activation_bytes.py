@@ -19,6 +19,7 @@ from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.kernels import attention, elementwise, tree_attention, triton
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from tests.alive import Alive
@@ -35,7 +36,18 @@ def arch_of(family: str, num_layers: int) -> Architecture:
     kind = FAMILIES[family]
     window = {"window": 5 if family in ("mistral", "gemma2", "gemma3_text") else None}
     sizes = (61, 32, num_layers, 4, 2, 8, 96, 64)
+    if family == "deepseek_v3":
+        latent = LatentShape(20, 12, 10, 8, 14)
+        return Architecture(family, 61, 32, num_layers, 4, 4, latent.head_dim, 96, 64, latent=latent)
     return Architecture(family, *sizes, **{**kind.fixed, **kind.new_model_fields(num_layers), **window})
+
+
+def fitting(family: str, lora: Lora | None) -> Lora | None:
+    """The adapters, with the projections of latent attention in place of those that it does not have."""
+    if lora is None or lora.targets == "all-linear" or family != "deepseek_v3":
+        return lora
+    other: dict[str, Any] = {"q_proj": "q_b_proj", "v_proj": "kv_b_proj"}
+    return lora.model_copy(update={"targets": [other.get(name, name) for name in lora.targets]})
 
 
 def made(family: str, num_layers: int, dtype: torch.dtype, lora: Lora | None) -> Decoder:
@@ -63,6 +75,7 @@ def kept(model: Decoder, policy: str, shared_prefix: Tensor | None) -> int:
 
 def wrong(family: str, dtype: torch.dtype, lora: Lora | None, on_gpu: bool) -> list[str]:
     """Differences between the bytes saved by a layer and the formula."""
+    lora = fitting(family, lora)
     model = made(family, 4, dtype, lora)
     found = []
     for policy, shared_prefix in product(POLICIES, (None, SHARED)):

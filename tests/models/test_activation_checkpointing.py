@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
 from burnish.models.kernels import attention
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from burnish.models.transformers_model import TransformersPolicy
@@ -32,7 +34,10 @@ def make(family: str, dtype: torch.dtype = torch.float64, num_layers: int = 3) -
     kind = FAMILIES[family]
     window = {"window": 5 if family in ("mistral", "gemma2", "gemma3_text") else None}
     fields = {**kind.fixed, **kind.new_model_fields(num_layers), **window}
-    model = Decoder(Architecture(family, 61, 32, num_layers, 4, 2, 8, 96, 64, **fields))
+    arch = Architecture(family, 61, 32, num_layers, 4, 2, 8, 96, 64, **fields)
+    if family == "deepseek_v3":
+        arch = replace(arch, num_kv_heads=4, head_dim=18, latent=LatentShape(20, 12, 10, 8, 14))
+    model = Decoder(arch)
     initialise(model, 0, 0.3)
     return model.to(dtype)
 

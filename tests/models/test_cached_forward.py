@@ -20,7 +20,7 @@ from burnish.models.lora.adapters import add_lora
 from burnish.models.weight_files import load_decoder
 from tests.kernels import without_c
 
-VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "qwen3-moe", "olmoe"]
+VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "deepseek", "gemma2", "gemma3", "qwen3-moe", "olmoe"]
 TinyModel = Callable[..., tuple[Any, Path]]
 
 
@@ -100,7 +100,9 @@ def logits_of_both(model: Decoder, steps: CDecodeStep, start: list[int], dtype: 
     return worst
 
 
-@pytest.mark.parametrize("variant", [*(v for v in VARIANTS if v != "gemma2"), "qwen3-bias", "llama3", "gemma3-linear"])
+@pytest.mark.parametrize(
+    "variant", [*(v for v in VARIANTS if v not in ("deepseek", "gemma2")), "qwen3-bias", "llama3", "gemma3-linear"]
+)
 def test_a_step_in_c_is_the_forward_and_head_of_every_family(variant: str, tiny_model: TinyModel) -> None:
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-3)):
         model = load_decoder(tiny_model(variant)[1], dtype, torch.device("cpu"))
@@ -168,7 +170,7 @@ def test_a_row_of_a_step_in_c_has_the_same_bits_in_any_crowd_on_any_threads(tiny
     assert all(torch.equal(found[0], other) for other in found)
 
 
-def test_models_that_are_large_or_have_adapters_or_soft_caps_take_torchs_steps(
+def test_models_that_are_large_or_not_plain_take_torchs_steps(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))
@@ -180,7 +182,8 @@ def test_models_that_are_large_or_have_adapters_or_soft_caps_take_torchs_steps(
     monkeypatch.undo()
     add_lora(model, Lora(rank=2), seed=0)
     assert c_decode_step(model) is None
-    assert c_decode_step(load_decoder(tiny_model("gemma2")[1], torch.float32, torch.device("cpu"))) is None
+    for variant in ("gemma2", "deepseek"):
+        assert c_decode_step(load_decoder(tiny_model(variant)[1], torch.float32, torch.device("cpu"))) is None
 
 
 def test_without_kernels_there_is_no_step_in_c(tiny_model: TinyModel) -> None:

@@ -16,7 +16,7 @@ from burnish.models.weight_files import load_decoder
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
-    "gemma2", "gemma3", "gemma3-linear", "qwen3-moe", "qwen3-moe-sparse", "mixtral", "olmoe",
+    "llama-yarn", "deepseek", "deepseek-plain", "gemma2", "gemma3", "gemma3-linear", "qwen3-moe", "qwen3-moe-sparse", "mixtral", "olmoe",
 ]  # fmt: skip
 CPU = torch.device("cpu")
 TinyModel = Callable[..., tuple[Any, Path]]

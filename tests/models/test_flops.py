@@ -27,6 +27,7 @@ from burnish.models.flops import (
 )
 from burnish.models.heads import ValueModel
 from burnish.models.kernels.shared_prefix import computed_rows
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 
 pytestmark = pytest.mark.usefixtures("in_torch")  # whose products torch can count
@@ -38,6 +39,10 @@ FAMILIES = {
     "qwen2-tied": replace(BASE, family="qwen2", qkv_bias=True, tied=True),
     "qwen3": replace(BASE, family="qwen3", qk_norm=True, head_dim=16),
     "mistral-window": replace(BASE, family="mistral", window=5),
+    # Values as wide as keys, since torch counts their padding too.
+    "deepseek": replace(
+        BASE, family="deepseek_v3", num_kv_heads=4, head_dim=10, latent=LatentShape(10, 9, 6, 4, 10), qkv_bias=True
+    ),
     "gemma3": replace(
         BASE, family="gemma3_text", window=5, local_layers=(True, False), out_norms=True, norm_shift=1.0, qk_norm=True
     ),

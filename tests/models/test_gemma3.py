@@ -186,7 +186,7 @@ def test_old_and_new_configs_say_the_same() -> None:
         ({"hidden_activation": "gelu"}, "activation 'gelu' is not gelu_pytorch_tanh"),
         ({"layer_types": ["chunked_attention"] * 7}, "layers of type 'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, "lists 1 layers, and there are 7"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:

@@ -25,7 +25,7 @@ from burnish.models.nf4 import DenseWeights, Nf4Weight, dense_weight, nf4_linear
 from burnish.models.policy import PolicyModel, full_hf_tensors, load_policy, save_merged
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.weight_files import hf_tensors, load_decoder, load_tensors, stored_tensors
-from burnish.models.weight_layout import LAYER_MATRICES
+from burnish.models.weight_layout import layer_matrices
 from burnish.training.auxiliary_models import trainable_copy
 from tests.alive import Alive
 
@@ -91,7 +91,7 @@ def test_the_bits_are_those_of_the_files_numbers_whatever_the_models_type(
 def test_everything_but_the_layers_matrices_stays_in_the_models_type(tiny_model: TinyModel) -> None:
     directory = tiny_model("qwen2", tied=True)[1]
     model, plain = (load_decoder(directory, torch.float32, CPU, base) for base in ("nf4", "dtype"))
-    names = {f"layers.{i}.{module}.weight" for i in range(2) for module in LAYER_MATRICES}
+    names = {f"layers.{i}.{module}.weight" for i in range(2) for module in layer_matrices(model.arch, i)}
     own, all_of_it = dict(model.named_parameters()), dict(plain.named_parameters())
     assert own.keys() == all_of_it.keys() - names
     assert all(torch.equal(parameter, all_of_it[name]) for name, parameter in own.items())
@@ -107,7 +107,9 @@ def test_everything_but_the_layers_matrices_stays_in_the_models_type(tiny_model:
 def test_loading_holds_the_matrices_of_one_layer_at_most_beside_the_4_bits(tiny_model: TinyModel) -> None:
     directory = tiny_model("qwen3")[1]
     model = load_decoder(directory, torch.float32, CPU, "nf4")
-    layer = sum(w.shape[0] * w.shape[1] for w in (getattr(model.layers[0], m).weight for m in LAYER_MATRICES))
+    layer = sum(
+        w.shape[0] * w.shape[1] for w in (getattr(model.layers[0], m).weight for m in layer_matrices(model.arch, 0))
+    )
     with Alive(*model.parameters(), *model.buffers()) as alive:
         load_tensors(model, stored_tensors(directory), "files")
     assert alive.bytes == 0

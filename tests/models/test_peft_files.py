@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.model import Lora, Model, NewModel
+from burnish.config.model import PROJECTIONS, Lora, Model, NewModel
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights, add_lora, merged_tensors
 from burnish.models.lora.peft_files import base_model_of, load_adapter, read_lora_config, save_adapter
@@ -71,7 +71,7 @@ def test_the_files_are_those_peft_writes(lora: Lora, tiny_model: TinyModel, tmp_
     assert config["r"] == lora.rank
     assert config["lora_alpha"] == lora.alpha
     assert config["use_rslora"] is lora.rslora
-    assert config["target_modules"] == list(lora.projections)
+    assert config["target_modules"] == [name for name in PROJECTIONS if name in lora.projections]
     assert config["base_model_name_or_path"] == str(base.resolve())
 
 

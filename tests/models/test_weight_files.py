@@ -78,7 +78,10 @@ def reconfigure(directory: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("variant", ["llama3", "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama3", "llama-bias", "qwen2", "qwen3", "mistral-window", "deepseek", "deepseek-plain", "gemma2", "gemma3"],
+)
 def test_a_saved_decoder_is_the_same_model_to_transformers(
     tiny_model: TinyModel, tmp_path: Path, variant: str, tied: bool
 ) -> None:
@@ -308,7 +311,8 @@ def test_a_config_without_a_size_names_the_key(copy: Path) -> None:
     [
         ({"model_type": "gpt2"}, "architecture 'gpt2' is not one of llama, qwen2"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not silu"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not one of default"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not one of default"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "YaRN scaling gives no original_max_position"),
         ({"use_sliding_window": True}, "mixes sliding-window and full attention"),
         ({"quantization_config": {"bits": 4}}, "weights are quantised"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ValueModel
 from burnish.models.kernels import attention
 from burnish.models.kernels.shared_prefix import computed_rows, expand_rows
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from burnish.training.forward import Packing, micro_batches_of
@@ -34,6 +36,8 @@ def decoder(family: str = "qwen2", window: int | None = None) -> Decoder:
     record = FAMILIES[family]
     fields = {**record.fixed, **record.new_model_fields(2), "window": window, "tied": True}
     arch = Architecture(family, VOCAB, 16, 2, 4, 2, 8, 24, 256, **fields)
+    if family == "deepseek_v3":
+        arch = replace(arch, num_kv_heads=4, head_dim=10, latent=LatentShape(9, 7, 6, 4, 5))
     model = Decoder(arch).double()
     initialise(model, 3, std=0.4)
     return model

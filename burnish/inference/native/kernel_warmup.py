@@ -32,6 +32,7 @@ from burnish.models.kernels.inference_ops import (
     rotate_store,
 )
 from burnish.models.kernels.paged_cache import KVCache, Placement
+from burnish.models.latent_attention import LatentProjection
 from burnish.models.nf4 import quantised_weights
 
 
@@ -84,8 +85,14 @@ def warm_up_kernels(
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)
 
     def matmuls() -> None:
-        for module in (layer.qkv, layer.gate_up) if exact and layer.experts is None else (layer.qkv,):
-            (exact_linear if exact else nn.Linear.__call__)(module, zeros(rows, arch.hidden_size))
+        project = exact_linear if exact else nn.Linear.__call__
+        hidden = zeros(rows, arch.hidden_size)
+        if isinstance(layer.qkv, LatentProjection):
+            layer.qkv.project(hidden, project)
+        else:
+            project(layer.qkv, hidden)
+        if exact and layer.experts is None:
+            project(layer.gate_up, hidden)
         if exact:
             exact_logits(zeros(rows, arch.hidden_size), model.head_weight, arch.logit_softcap)
         else:

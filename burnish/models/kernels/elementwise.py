@@ -16,6 +16,7 @@ from torch.nn import functional
 from burnish.models.kernels.cpu import cpu_ops
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.device import use_triton
+from burnish.models.latent_shape import yarn_factor
 
 FULL_PRECISION = (torch.float32, torch.float64)
 GELU_FORM = "tanh"
@@ -121,12 +122,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
-    """Angular frequencies [head_dim/2] in float32, with linear or Llama-3 scaling."""
+    """Angular frequencies [head_dim/2] in float32, with linear, Llama-3 or YaRN scaling."""
     inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if scaling is None:
         return inverse
     if scaling["rope_type"] == "linear":
         return inverse / scaling["factor"]
+    if scaling["rope_type"] == "yarn":
+        return _yarn_frequencies(inverse, theta, scaling)
     # Llama 3 stretches long wavelengths by `factor`, keeps short ones, and blends linearly between.
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -138,14 +141,49 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | N
     return torch.where(between, smooth, scaled)
 
 
+def _yarn_frequencies(inverse: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
+    """YaRN (2309.00071): fast dimensions keep their frequency, slow ones are stretched by `factor`, with a linear ramp between."""
+    dim, original = 2 * inverse.shape[0], scaling["original_max_position_embeddings"]
+
+    def dimension(num_rotations: float) -> float:
+        """The dimension that turns this often within the original length."""
+        return dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    steps = torch.arange(dim // 2, dtype=torch.float32) - low
+    stretched = (steps / (high - low if high != low else 0.001)).clamp(0, 1)
+    return inverse / scaling["factor"] * stretched + inverse * (1 - stretched)
+
+
+def rotation_factor(scaling: dict[str, Any] | None) -> float:
+    """The factor of rotated queries and keys that a RoPE scaling implies: YaRN's `attention_factor`."""
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    factor, mscale, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return yarn_factor(factor, mscale) / yarn_factor(factor, all_dim) if mscale and all_dim else yarn_factor(factor)
+
+
 def rotation_table(
-    num_positions: int, inverse: Tensor, dtype: torch.dtype, factor: float = 1.0
+    num_positions: int, inverse: Tensor, dtype: torch.dtype, factor: float = 1.0, still: int = 0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of each position, times `factor`, [P, 1, head_dim]; the rotation is `x * cos + swap_halves(x) * sin`."""
+    """cos and signed sin of each position, [P, 1, head_dim]; the rotation is `x * cos + swap_halves(x) * sin`.
+
+    Rotated dimensions are multiplied by `factor`. The first `still` dimensions of each half are not rotated. All are multiplied by `scale`.
+    """
     angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse
     cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
+    if still:
+        ones = cos.new_ones(num_positions, still)
+        cos, sin = torch.cat([ones, cos], 1), torch.cat([0 * ones, sin], 1)
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
     return torch.cat([cos, cos], -1)[:, None].to(dtype), torch.cat([-sin, sin], -1)[:, None].to(dtype)
 
 

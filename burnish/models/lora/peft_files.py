@@ -15,7 +15,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from burnish.config.errors import UserError, did_you_mean
-from burnish.config.model import PROJECTIONS, Lora, LoraBase
+from burnish.config.model import ALL_PROJECTIONS, PROJECTIONS, Lora, LoraBase
 from burnish.config.model_ids import model_directory
 from burnish.config.yaml_text import read_json_object
 from burnish.core.pipeline_stage import stage_of
@@ -122,10 +122,10 @@ def _read_targets(named: Any, where: Path) -> Any:
     if not isinstance(named, list) or not named:
         raise UserError(f"{where}: target_modules is {named!r}; expected a list of {', '.join(PROJECTIONS)}")
     names = {str(name).rsplit(".", 1)[-1] for name in named}
-    strange = sorted(names - set(PROJECTIONS))
+    strange = sorted(names - set(ALL_PROJECTIONS))
     if strange:
-        raise UserError(f"{where}: there is no target {strange[0]!r} here{did_you_mean(strange[0], PROJECTIONS)}")
-    return "all-linear" if names == set(PROJECTIONS) else [name for name in PROJECTIONS if name in names]
+        raise UserError(f"{where}: there is no target {strange[0]!r} here{did_you_mean(strange[0], ALL_PROJECTIONS)}")
+    return "all-linear" if names == set(PROJECTIONS) else [name for name in ALL_PROJECTIONS if name in names]
 
 
 def base_model_of(directory: Path) -> Path:
@@ -162,6 +162,11 @@ def adapter_blocks(arch: Architecture, lora: Lora) -> list[WeightBlock]:
     return table
 
 
+def _target_names(arch: Architecture, lora: Lora) -> list[str]:
+    """The names of the projections with adapters, in the order of the forward pass."""
+    return list(dict.fromkeys(target.name for target in lora_targets(arch, lora)))
+
+
 def _adapter_parameters(model: Decoder, lora: Lora, head: Tensor | None) -> tuple[dict[str, Tensor], list[WeightBlock]]:
     """The trained parameters by name (with a score model's head), and their PEFT tensors."""
     parameters, table = dict[str, Tensor](adapter_weights(model)), adapter_blocks(model.arch, lora)
@@ -185,7 +190,7 @@ def adapter_contents(
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": list(lora.projections),
+        "target_modules": _target_names(model.arch, lora),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -216,7 +221,7 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
     if model.lora is None:
         raise UserError(f"{directory} holds an adapter, and the model has none: set model.lora or model.adapter")
     found, expected = read_lora_config(directory, scores=head is not None), model.lora
-    kinds = [(lora.rank, lora.scale, lora.projections, lora.base) for lora in (found, expected)]
+    kinds = [(lora.rank, lora.scale, _target_names(model.arch, lora), lora.base) for lora in (found, expected)]
     if kinds[0] != kinds[1]:
         raise UserError(
             f"{directory} has adapters of another kind: {describe_lora(found)}, not {describe_lora(expected)}"
@@ -233,6 +238,6 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
 
 def describe_lora(lora: Lora) -> str:
     """A description such as `LoRA of rank 16 x 2 on q_proj, v_proj`, with rank and scale."""
-    which = "all projections" if lora.projections == PROJECTIONS else ", ".join(lora.projections)
+    which = "all projections" if lora.projections in (PROJECTIONS, ALL_PROJECTIONS) else ", ".join(lora.projections)
     below = "" if lora.base == "dtype" else f" over weights in 4 bits ({lora.base})"
     return f"LoRA of rank {lora.rank} x {lora.scale:g} on {which}{below}"

@@ -70,6 +70,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def check_divisible(arch: Architecture, num_ranks: int) -> None:
     """Refuse a number of ranks that cannot have equal numbers of heads and MLP columns."""
+    if arch.latent is not None:
+        raise UserError("parallel.tensor does not divide latent attention yet: use parallel.shard or parallel.sequence")
     sizes = {"query heads": arch.num_heads, "key/value heads": arch.num_kv_heads, "MLP columns": arch.mlp_size}
     for what, size in sizes.items():
         if size % num_ranks:

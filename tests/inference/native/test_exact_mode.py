@@ -21,6 +21,7 @@ from burnish.models.expert_shape import ExpertShape
 from burnish.models.kernels.elementwise import swiglu
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_swiglu
 from burnish.models.kernels.paged_cache import Placement
+from burnish.models.latent_shape import LatentShape
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -33,6 +34,7 @@ SHAPES: list[dict[str, Any]] = [
     {"family": "olmoe", "wide_qk_norm": True, "experts": ExpertShape(6, 3, 20, normalised=False)},
     {"family": "qwen3_moe", "experts": ExpertShape(8, 2, 20, (False, True))},
     {"score_softcap": 0.5, "logit_softcap": 2.0, "query_scale": 0.8, "window": 6, "local_layers": (True, False)},
+    {"latent": LatentShape(10, 9, 6, 4, 5), "head_dim": 10, "num_kv_heads": 4},
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
 

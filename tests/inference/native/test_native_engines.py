@@ -18,6 +18,7 @@ from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
 from burnish.models.expert_shape import ExpertShape
+from burnish.models.latent_shape import LatentShape
 from burnish.models.weight_files import save_decoder
 
 GREEDY = [(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)]
@@ -38,6 +39,9 @@ GEMMA2 = {
     **{name: value for name, value in GEMMA3.items() if name not in ("qk_norm", "local_theta")},
     "family": "gemma2", "score_softcap": 0.5, "logit_softcap": 2.0,
 }  # fmt: skip
+DEEPSEEK = {
+    "family": "deepseek_v3", "latent": LatentShape(10, 9, 6, 4, 5), "head_dim": 10, "num_kv_heads": 4, "query_scale": 0.8,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +55,8 @@ def alone(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3, GEMMA2, EXPERTS],
-    ids=["plain", "window", "norms", "gemma3", "gemma2", "experts"],
+    [{}, {"window": 6}, {"qk_norm": True, "tied": True}, GEMMA3, GEMMA2, DEEPSEEK, EXPERTS],
+    ids=["plain", "window", "norms", "gemma3", "gemma2", "deepseek", "experts"],
 )
 def test_a_crowd_gets_the_tokens_and_logprobs_of_a_sampler_without_a_cache(
     tools: Any, native: Any, options: dict[str, Any]

@@ -22,6 +22,7 @@ from burnish.core.random_keys import to_int64, uniforms
 from burnish.inference.native.device_state import MAX_STOP_TOKENS
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
+from burnish.models.latent_shape import LatentShape
 from burnish.models.weight_files import save_decoder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,6 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "tied": True},
     "mistral": {"window": 24},
+    "deepseek_v3": {"latent": LatentShape(40, 32, 48, 16, 40), "num_kv_heads": 4, "query_scale": 0.9},
+    "gemma2": {
+        "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True, "tied": True, "window": 24,
+        "local_layers": (True, False), "score_softcap": 2.0, "logit_softcap": 5.0, "query_scale": 0.9,
+    },
     "gemma3_text": {
         "qk_norm": True, "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True,
         "tied": True, "window": 24, "local_layers": (True, False), "local_theta": 10_000.0, "rope_theta": 1e6,
@@ -45,7 +51,7 @@ def decoder(tools: Any, family: str = "llama", **options: Any) -> Decoder:
     """A float32 decoder on the CPU with realistic shapes, and with biases and norms that matter."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "mlp_size": 192}
     model: Decoder = tools.decoder(
-        torch.float32, family=family, max_positions=1024, **(FAMILIES[family] | sizes | options)
+        torch.float32, family=family, max_positions=1024, **(sizes | FAMILIES[family] | options)
     )
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -44,7 +44,7 @@ from tests.kernels import CUDA, DEVICE, kernel
 
 VARIANTS = [
     "llama", "llama-theta", "llama-linear", "llama3", "llama-bias", "qwen2", "qwen3", "qwen3-bias", "mistral-window", "mistral",
-    "gemma2", "gemma3", "gemma3-linear",
+    "llama-yarn", "deepseek", "deepseek-plain", "gemma2", "gemma3", "gemma3-linear",
 ]  # fmt: skip
 PAGE = 4
 TinyModel = Callable[..., tuple[Any, Path]]

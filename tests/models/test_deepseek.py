@@ -1,0 +1,161 @@
+"""DeepSeek-V3's latent attention: gradients, files, adapters and configs; logits are in `test_decoder.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from burnish.config.errors import UserError
+from burnish.config.model import Lora
+from burnish.models.architecture import architecture_from_hf, architecture_to_hf, why_not_native
+from burnish.models.kernels.elementwise import inverse_frequencies, rotation_factor
+from burnish.models.lora.adapters import add_lora, merged_tensors
+from burnish.models.lora.peft_files import load_adapter, save_adapter
+from burnish.models.weight_files import hf_tensors, load_decoder, load_tensors, save_decoder
+from burnish.training.parallel.tensor_parallel import check_divisible
+
+CPU = torch.device("cpu")
+TinyModel = Callable[..., tuple[Any, Path]]
+Packed = Callable[..., tuple[Tensor, Tensor]]
+CONFIG: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "first_k_dense_replace": 61,
+    "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def logprobs(model: Any, packed: Packed) -> Tensor:
+    tokens, offsets = packed([23])
+    logp: Tensor = model.token_logprobs(tokens, offsets, torch.arange(1, 23))[0]
+    return logp
+
+
+@pytest.mark.parametrize("variant", ["deepseek", "deepseek-plain"])
+def test_gradients_are_those_of_transformers(tiny_model: TinyModel, packed: Packed, variant: str) -> None:
+    theirs, directory = tiny_model(variant, False, torch.float64)
+    ours: Any = load_decoder(directory, torch.float64, CPU)
+    logprobs(ours, packed).sum().backward()
+    theirs.zero_grad()
+    tokens, _ = packed([23])
+    log_p = theirs(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+    log_p[torch.arange(22), tokens[1:]].sum().backward()
+    own = ours.layers[0].qkv
+    expected = theirs.model.layers[0].self_attn
+    pairs = [
+        (own.kv_up.weight, expected.kv_b_proj.weight),
+        (own.kv_norm.weight, expected.kv_a_layernorm.weight),
+        (own.q_up.weight, (expected.q_proj if variant == "deepseek-plain" else expected.q_b_proj).weight),
+        (ours.layers[0].out.weight, expected.o_proj.weight),
+    ]
+    for mine, yours in pairs:  # transformers computes norms in float32
+        torch.testing.assert_close(mine.grad, yours.grad, atol=1e-5 * float(yours.grad.abs().max()), rtol=1e-4)
+
+
+def test_saved_weights_are_theirs_bit_for_bit_and_layers_of_mtp_are_left_out(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    theirs, directory = tiny_model("deepseek", False, torch.bfloat16)
+    source = tmp_path / "source"
+    source.mkdir()
+    config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(3)}, source / "model.safetensors")
+    ours = load_decoder(source, torch.bfloat16, CPU)
+    named = dict(theirs.named_parameters())
+    assert {name for name, _ in hf_tensors(ours)} == set(named)
+    assert all(torch.equal(tensor, named[name]) for name, tensor in hf_tensors(ours))
+    save_decoder(ours, tmp_path / "saved", source=source)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theirs.parameters(), strict=True))
+
+
+LORAS = [Lora(rank=3), Lora(rank=2, targets=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]), Lora(rank=2, base="nf4")]
+
+
+@pytest.mark.parametrize("lora", LORAS, ids=["all", "some", "nf4"])
+def test_adapters_are_trained_saved_and_merged(
+    tiny_model: TinyModel, packed: Packed, tmp_path: Path, lora: Lora
+) -> None:
+    directory = tiny_model("deepseek")[1]
+    model = load_decoder(directory, torch.float64, CPU, lora.base)
+    before = logprobs(model, packed).detach()
+    add_lora(model, lora, seed=0)
+    torch.testing.assert_close(logprobs(model, packed), before)
+    logprobs(model, packed).sum().backward()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == name.endswith((".lora_a", ".lora_b"))
+            if name.endswith(".lora_b"):
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad
+    after = logprobs(model, packed).detach()
+    assert (after - before).abs().max() > 1e-3
+    save_adapter(model, tmp_path, directory)
+    again = load_decoder(directory, torch.float64, CPU, lora.base)
+    add_lora(again, lora, seed=1)
+    load_adapter(again, tmp_path)
+    torch.testing.assert_close(logprobs(again, packed), after)
+    merged = load_decoder(directory, torch.float64, CPU)
+    load_tensors(merged, merged_tensors(model), "merged")
+    torch.testing.assert_close(logprobs(merged, packed), after, atol=1e-12, rtol=0)
+
+
+def test_a_target_that_the_model_does_not_have_is_named(tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model("deepseek")[1], torch.float32, CPU)
+    with pytest.raises(UserError, match="a deepseek_v3 model has no k_proj; its projections are q_a_proj, kv_a_proj"):
+        add_lora(model, Lora(targets=["q_b_proj", "k_proj"]), seed=0)
+
+
+def test_the_published_sizes_and_yarn() -> None:
+    assert why_not_native(CONFIG) is None
+    arch = architecture_from_hf(CONFIG)
+    assert (arch.head_dim, arch.value_dim, arch.num_kv_heads) == (192, 128, 128)
+    assert arch.query_scale == pytest.approx(1.3689**2, rel=1e-4)  # (0.1 ln 40 + 1)^2
+    assert rotation_factor(arch.rope_scaling) == 1.0
+    frequencies, plain = (inverse_frequencies(64, 10000.0, scaling) for scaling in (arch.rope_scaling, None))
+    assert torch.equal(frequencies[:10], plain[:10])
+    torch.testing.assert_close(frequencies[-8:], plain[-8:] / 40)
+    assert architecture_from_hf(architecture_to_hf(arch, "bfloat16", (1,), None)) == arch
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"first_k_dense_replace": 3}, "experts"),
+        ({"v_head_dim": 256}, "wider than its key heads"),
+        ({"qk_nope_head_dim": 127}, "must be even"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    assert reason in str(why_not_native({**CONFIG, **change}))
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    with pytest.raises(UserError, match="does not divide latent attention"):
+        check_divisible(architecture_from_hf(CONFIG), 2)
