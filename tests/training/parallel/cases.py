@@ -163,7 +163,17 @@ FOUR: dict[str, Case] = {
     "tensor x context": Case("grpo", {"tensor": 2, "context": 2}, kv_heads=4, steps=FEW),
     "tensor x context, a key head per rank": Case("grpo", {"tensor": 2, "context": 2}, steps=FEW),
 }
-CASES = {2: TWO, 4: FOUR}
+EIGHT: dict[str, Case] = {
+    "pipeline x fsdp x tensor": Case("grpo", {"pipeline": 2, "tensor": 2}, tied=True, token_budget=20, steps=FEW),
+    "pipeline x fsdp x tensor, lora, a critic": Case("value", {"pipeline": 2, "tensor": 2}, lora=2, steps=FEW),
+    "pipeline x fsdp x context": Case("dpo", {"pipeline": 2, "context": 2}, token_budget=20, steps=FEW),
+    "pipeline x context x tensor": Case("grpo", {"pipeline": 2, "context": 2, "tensor": 2}, kv_heads=4, steps=FEW),
+    "pipeline of four x copies": Case("top entropies", {"pipeline": 4, "data": (2, 1)}, layers=4, steps=FEW),
+    "hsdp x tensor": Case("grpo", {"data": (2, 2), "tensor": 2}, optimizer="muon", steps=FEW),
+    "copies x context x tensor": Case("sft", {"data": (2, 1), "context": 2, "tensor": 2}, kv_heads=4, steps=FEW),
+}
+"""For `make slow`."""
+CASES = {2: TWO, 4: FOUR, 8: EIGHT}
 
 
 def parallel_of(case: Case) -> Parallel:

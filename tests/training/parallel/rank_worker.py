@@ -1,4 +1,4 @@
-"""Runs the cases of every number of ranks: `python -m tests.training.parallel.rank_worker <folder>`.
+"""Runs the cases of some numbers of ranks: `python -m tests.training.parallel.rank_worker <folder> <number> ...`.
 
 One process imports everything. For each number of ranks it forks a process that forks the ranks. Each rank writes what it saw to
 `<folder>/<number>/<rank>.pt`. Meanwhile the process above them runs the same cases alone, and writes `alone.pt`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,10 +94,10 @@ def run(num_ranks: int, folder: Path) -> None:
     sys.exit(failed)
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, numbers: Sequence[int]) -> int:
     gc.freeze()  # a collection in a fork would copy every page it looks at
     failed = 0
-    for num_ranks in CASES:
+    for num_ranks in numbers:
         child = FORK.Process(target=run, args=(num_ranks, folder / str(num_ranks)))
         child.start()
         child.join()
@@ -105,4 +106,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), [int(number) for number in sys.argv[2:]]))

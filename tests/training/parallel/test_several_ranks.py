@@ -1,6 +1,6 @@
-"""Two and four processes train what one trains, number by number, however they divide the work.
+"""Two, four and eight processes train what one trains, number by number, however they divide the work.
 
-One worker runs all cases (`worker.py`); the tests read what it wrote.
+One worker runs all cases of two and four (`rank_worker.py`), another those of eight; the tests read what they wrote.
 """
 
 from __future__ import annotations
@@ -24,48 +24,77 @@ from tests.training.parallel.cases import CASES, parallel_of
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 1800
-ALL = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
-WIDE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float64"]
-SINGLE = [(ranks, name) for ranks, name in ALL if CASES[ranks][name].dtype == "float32"]
-
+TOGETHER = ((2, 4), (8,))
+"""Numbers of ranks that one worker runs; eight are for `make slow`."""
 Records = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Where the ranks of each number have written; of several test processes one runs the worker, the others wait."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder, done = base / "ranks", base / "ranks.txt"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        until = time.monotonic() + DEADLINE_S
-        while not done.exists() and time.monotonic() < until:
-            time.sleep(0.1)
-    else:
-        command = [sys.executable, "-m", "tests.training.parallel.rank_worker", str(folder)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        said = [file.read_text() for file in sorted(folder.glob("*/*.txt"))]
-        done.write_text("" if ran.returncode == 0 else "\n".join([*said, ran.stdout, ran.stderr]))
-    problem = done.read_text()
-    assert not problem, problem  # whole: pytest shortens what it compares
-    return {num_ranks: folder / str(num_ranks) for num_ranks in CASES}
+def cases_of(*dtypes: str) -> list[Any]:
+    """(number of ranks, name) of the cases of these types."""
+    return [
+        pytest.param(ranks, name, marks=[pytest.mark.slow] if ranks == 8 else [])
+        for ranks, cases in CASES.items()
+        for name, case in cases.items()
+        if case.dtype in dtypes
+    ]
 
 
-@pytest.fixture(scope="session")
-def records(folders: dict[int, Path]) -> dict[int, tuple[Records, list[Records]]]:
+ALL, WIDE, SINGLE = cases_of("float64", "float32", "bfloat16"), cases_of("float64"), cases_of("float32")
+
+
+class Folders(dict[int, Path]):
+    """Where the ranks of each number have written. Of several test processes one runs the worker, the others wait."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__()
+        self.base = base
+
+    def __missing__(self, num_ranks: int) -> Path:
+        numbers = next(numbers for numbers in TOGETHER if num_ranks in numbers)
+        folder, done = (self.base / f"ranks-{numbers[0]}{suffix}" for suffix in ("", ".txt"))
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            until = time.monotonic() + DEADLINE_S
+            while not done.exists() and time.monotonic() < until:
+                time.sleep(0.1)
+        else:
+            command = [sys.executable, "-m", "tests.training.parallel.rank_worker", str(folder), *map(str, numbers)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            ran = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            )
+            said = [file.read_text() for file in sorted(folder.glob("*/*.txt"))]
+            done.write_text("" if ran.returncode == 0 else "\n".join([*said, ran.stdout, ran.stderr]))
+        problem = done.read_text()
+        assert not problem, problem  # whole: pytest shortens what it compares
+        self.update({number: folder / str(number) for number in numbers})
+        return self[num_ranks]
+
+
+class Results(dict[int, tuple[Records, list[Records]]]):
     """What one process saw, and what each of several saw, by their number."""
-    return {
-        num_ranks: (torch.load(folder / "alone.pt"), [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)])
-        for num_ranks, folder in folders.items()
-    }
+
+    def __init__(self, folders: Folders) -> None:
+        super().__init__()
+        self.folders = folders
+
+    def __missing__(self, num_ranks: int) -> tuple[Records, list[Records]]:
+        folder = self.folders[num_ranks]
+        several = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+        self[num_ranks] = torch.load(folder / "alone.pt"), several
+        return self[num_ranks]
 
 
-Results = dict[int, tuple[Records, list[Records]]]
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    base = tmp_path_factory.getbasetemp()
+    return Folders(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
+@pytest.fixture(scope="session")
+def records(folders: Folders) -> Results:
+    return Results(folders)
 
 
 def curves(results: Results, ranks: int, name: str) -> tuple[list[dict[str, float]], list[list[dict[str, float]]]]:
