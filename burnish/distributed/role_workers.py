@@ -62,10 +62,8 @@ class TrainingWorker:
         if config.training.deterministic and on_gpu:
             use_deterministic_algorithms()
         self.ranks = join_process_group(config.parallel, on_gpu) if is_launched() else SOLO
-        # A sharded model is moved to the device layer by layer, since it may not fit there as a whole.
-        model = config.model if self.ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
         sources = [*config.data.train, *config.data.validation]
-        policy = roles.build_policy(model, sources, config.seed, base)
+        policy = roles.build_policy(config.model, sources, config.seed, base, self.ranks)
         if weights is not None:
             policy.load_weights(weights)
         self._build(config, base, policy, parts)

@@ -102,10 +102,17 @@ def build_reward_models(reward: Reward, tokenizer: Tokenizer, base: Path | None)
     return {index: one for index, one in made.items() if isinstance(one, ModelScorer)}
 
 
-def build_policy(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyModel:
-    """The policy that a run starts from: a model directory, with an adapter if configured, or a new decoder."""
+def build_policy(
+    config: Model, sources: list[Source], seed: int, base: Path | None, ranks: Ranks = SOLO
+) -> PolicyModel:
+    """The policy that a run starts from: a model directory, with an adapter if configured, or a new decoder.
+
+    With several ranks it is on the CPU or without values, and must be divided among them (`parallelize_model`): no device holds all of it.
+    """
     path, adapter = _directories(config, base, with_weights=True)
-    return load_policy(config, path, alphabet_of(sources, seed), seed, adapter)
+    is_divided = ranks.mesh is not None
+    where = config.model_copy(update={"device": "cpu"}) if is_divided else config
+    return load_policy(where, path, alphabet_of(sources, seed), seed, adapter, may_defer=is_divided)
 
 
 def build_outline(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyOutline:
@@ -513,6 +520,8 @@ def build_process_reward_model(
 def _process_reward_module(config: TrainConfig, path: str | None, policy: PolicyModel, base: Path | None) -> nn.Module:
     if path is None:
         return trainable_copy(policy.module)
-    where = str(next(policy.module.parameters()).device)
-    own = config.model.model_copy(update={"adapter": None, "lora": policy.lora, "device": where})
-    return load_policy(own, find_directory(path, base), None, config.seed).module
+    device = next(policy.module.parameters()).device
+    own = config.model.model_copy(
+        update={"adapter": None, "lora": policy.lora, "device": "cpu" if device.type == "meta" else str(device)}
+    )
+    return load_policy(own, find_directory(path, base), None, config.seed, may_defer=device.type == "meta").module

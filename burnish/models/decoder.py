@@ -10,6 +10,7 @@ matmuls. `weight_files.py` maps them to Hugging Face's names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -172,6 +173,8 @@ class Decoder(nn.Module):
         """If set, log-probs have the values of this function (`cached_forward.py`) and the gradient of the usual forward."""
         self.shard_rows: ShardRows | None = None
         """If set, this process computes a shard of a micro-batch's rows (sequence or context parallelism)."""
+        self.unloaded_from: Path | None = None
+        """The directory of the weights, if the parameters are still on the meta device (`weight_files.load_deferred`)."""
         self.receive: Callable[[Tensor], Tensor] | None = None
         """If set, the input of the first layer comes from the stage before (`training/parallel/pipeline.py`)."""
         self.send: Callable[[Tensor], Tensor] | None = None

@@ -79,6 +79,7 @@ def without_head(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
             wrap_with_lora(copy, policy.lora)
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("head.")}
     copy.load_state_dict({name: t.clone() if name in copied else t for name, t in state.items()}, assign=True)
+    copy.unloaded_from = policy.unloaded_from
     return copy
 
 

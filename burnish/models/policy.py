@@ -32,7 +32,14 @@ from burnish.models.lora.peft_files import (
 )
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
-from burnish.models.weight_files import decoder_contents, load_decoder, load_tensors, save_decoder, stored_tensors
+from burnish.models.weight_files import (
+    decoder_contents,
+    defer_decoder,
+    load_decoder,
+    load_tensors,
+    save_decoder,
+    stored_tensors,
+)
 from burnish.models.weight_layout import num_lora_parameters
 from burnish.run.checkpoint.saver import TensorStaging, keep_in_place
 from burnish.run.checkpoint.snapshot import Content, WriterRank, write_contents, writer_rank_of
@@ -110,6 +117,8 @@ class PolicyModel:
         """Copy the weights of a saved directory into the module in place; tensors keep their addresses."""
         if isinstance(self.module, Decoder) and self.module.lora is not None:
             load_adapter(self.module, directory)
+        elif isinstance(self.module, Decoder) and self.module.unloaded_from is not None:
+            self.module.unloaded_from = directory
         elif isinstance(self.module, Decoder):
             load_tensors(self.module, stored_tensors(directory), str(directory))
         else:
@@ -207,11 +216,17 @@ def outline_policy(
 
 
 def load_policy(
-    config: Model, path: Path | None, alphabet: str | None, seed: int, adapter: Path | None = None
+    config: Model,
+    path: Path | None,
+    alphabet: str | None,
+    seed: int,
+    adapter: Path | None = None,
+    may_defer: bool = False,
 ) -> PolicyModel:
     """Load the policy of a config from `path`, the resolved model directory, or create `model.new` if there is no path.
 
-    `adapter`, or a `path` that is a PEFT directory, gives it those adapters; `model.lora` gives it new ones.
+    `adapter`, or a `path` that is a PEFT directory, gives it those adapters; `model.lora` gives it new ones. With `may_defer`, the weights of
+    a native decoder without adapters are read after it has been divided over processes (`weight_files.load_deferred`).
     """
     dtype, device = getattr(torch, config.dtype), resolve_device(config.device)
     outline = outline_policy(config, path, alphabet, adapter)
@@ -229,7 +244,10 @@ def load_policy(
         _check_embeddings(tokenizer, other.inner.get_input_embeddings().num_embeddings, source)
         return PolicyModel(other, tokenizer, source, note)
     lora = config.lora if outline.adapter is None else read_lora_config(outline.adapter)
-    module = load_decoder(source, dtype, device, "dtype" if lora is None else lora.base)
+    if lora is None and may_defer:
+        module = defer_decoder(source, dtype)
+    else:
+        module = load_decoder(source, dtype, device, "dtype" if lora is None else lora.base)
     note = (
         f"native decoder, {module.arch.num_parameters:,} parameters{_add_adapters(module, lora, outline.adapter, seed)}"
     )

@@ -257,6 +257,39 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base: LoraBase = "dtype") -> Decoder:
     """Load the native decoder from a Hugging Face directory; its layers' matrices are quantised if `base` is an NF4 format."""
+    model = _decoder_on_meta(directory, base)
+    materialise(model, dtype, device)
+    load_tensors(model, stored_tensors(directory), str(directory))
+    return model
+
+
+def defer_decoder(directory: Path, dtype: torch.dtype) -> Decoder:
+    """The decoder of a Hugging Face directory on the meta device: divide it over processes first, then call `load_deferred`."""
+    model = _decoder_on_meta(directory, "dtype").to(dtype)
+    model.unloaded_from = directory
+    return model
+
+
+@torch.no_grad()
+def load_deferred(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters that this process has of a model on the meta device, and read them from the model's files.
+
+    No process ever holds more than its part. Parameters of a head around the decoder become 0.
+    """
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device))
+    decoders = [module for module in model.modules() if isinstance(module, Decoder)]
+    for decoder in decoders:
+        assert decoder.unloaded_from is not None, "a model is on the meta device as a whole"
+        load_tensors(decoder, stored_tensors(decoder.unloaded_from), str(decoder.unloaded_from), stage_of(model))
+        decoder.unloaded_from = None
+    inside = {id(parameter) for decoder in decoders for parameter in decoder.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in inside:
+            parameter.zero_()
+
+
+def _decoder_on_meta(directory: Path, base: LoraBase) -> Decoder:
+    """A decoder of a directory's architecture without memory, checked against the shapes in the files."""
     config = read_config(directory)
     reason = why_not_native(config)
     if reason:
@@ -267,8 +300,6 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base
         model = Decoder(arch)
         _check_shapes(directory, model)
         quantise_layers(model, base)
-    materialise(model, dtype, device)
-    load_tensors(model, stored_tensors(directory), str(directory))
     return model
 
 
@@ -291,8 +322,16 @@ def _check_shapes(directory: Path, model: Decoder) -> None:
             raise UserError(f"{directory}: {name} is {tensor.shape} but config.json implies {wanted}")
 
 
-def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTensor]], where: str) -> None:
-    """Copy named Hugging Face tensors into the model in place. All must be known and fit, and none may be missing."""
+def load_tensors(
+    model: Decoder,
+    tensors: Iterable[tuple[str, Tensor | StoredTensor]],
+    where: str,
+    stage: PipelineStage | None = None,
+) -> None:
+    """Copy named Hugging Face tensors into the model in place. All must be known and fit, and none may be missing.
+
+    `stage` is that of a model around this one, which is divided into stages as a whole.
+    """
 
     def is_spare(name: str) -> bool:
         """Some exporters write the tied head as well, and old exports contain RoPE's derived buffer."""
@@ -310,7 +349,7 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor | StoredTen
         "config.json implies",
         partial(row_order_of, model),
         weights.filled,
-        stage_of(model),
+        stage_of(model) if stage is None else stage,
     )
 
 

@@ -312,10 +312,9 @@ def execute(
     # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of preferences here.
     plain = [source.model_copy(update={"options": {}}) for source in stage.data]
     ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
-    where = config.model if ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
     memory = plan_run(config, base)
     warnings = memory.check()
-    policy = build_policy(where, plain, config.seed, base)
+    policy = build_policy(config.model, plain, config.seed, base, ranks)
     loss = PreferenceLoss(stage.loss.name, stage.loss.model_dump(exclude={"name"}))
     pairs, left_out = load_answer_pairs(config, stage.data, loss, policy, base, "train")
     held_out, _ = load_answer_pairs(config, stage.held_out, loss, policy, base, "test")

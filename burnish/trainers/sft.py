@@ -98,11 +98,9 @@ def execute(
     # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of demonstrations here.
     plain = [source.model_copy(update={"options": {}}) for source in config.sft.data]
     ranks = join_process_group(config.parallel, resolve_device(config.model.device).type == "cuda")
-    # A sharded model moves to its devices shard by shard, because no single device holds all of it.
-    where = config.model if ranks.mesh is None else config.model.model_copy(update={"device": "cpu"})
     memory = plan_run(config, base)
     warnings = memory.check()
-    policy = build_policy(where, plain, config.seed, base)
+    policy = build_policy(config.model, plain, config.seed, base, ranks)
     examples, note = load_sft_examples(config, policy, base)
     stage = config.sft
     set_activations(policy.module, stage.activations)

@@ -321,10 +321,10 @@ class TeachersReference(Reference):
 def load_teacher(model: nn.Module, path: str) -> nn.Module:
     """A frozen model from a directory, in the type and on the device of `model`."""
     weight = next(model.parameters())
-    config = Model.model_validate(
-        {"path": path, "dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
-    )
-    return load_policy(config, Path(path), None, 0).module.requires_grad_(False).eval()
+    is_deferred = weight.device.type == "meta"
+    device = "cpu" if is_deferred else str(weight.device)
+    config = Model.model_validate({"path": path, "dtype": str(weight.dtype).removeprefix("torch."), "device": device})
+    return load_policy(config, Path(path), None, 0, may_defer=is_deferred).module.requires_grad_(False).eval()
 
 
 REFERENCES: dict[str, type[Reference]] = {

@@ -1,7 +1,7 @@
 """Four processes that save a learner in every layout and load it in others: `python -m tests.training.resharding_worker FOLDER`.
 
 `FOLDER/<layout>` is a checkpoint written by that layout after two updates. `FOLDER/<layout> as <other>` was written by another
-layout that had loaded it. The processes are forked from one that has imported everything.
+layout that had loaded it. At the end every layout reads a policy and a critic in parts. The processes are forked from one that has imported everything.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from burnish.core.sharded_tensors import local_tensor
 from burnish.data.supervised import Example
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.heads import ValueModel
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
+from burnish.models.weight_files import defer_decoder, load_decoder
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.checkpoint.saver import HostCopy, keep_in_place
 from burnish.run.checkpoint.snapshot import Snapshot
 from burnish.trainers.sft import pack_examples
 from burnish.training.learner import Learner
+from burnish.training.parallel.fsdp import full_parameters
 from burnish.training.parallel.ranks import SOLO, Ranks, join_process_group, parallelize_model
 from burnish.training.sharded_checkpoint import load_tensors_into, tensor_contents
 from tests.training.parallel.forked_ranks import start_ranks, wait_for_ranks
@@ -98,6 +101,25 @@ def run_layouts(folder: Path, rank: int) -> None:
     places = layouts()
     for optimizer in PAIRS:
         run(folder / optimizer, places, optimizer)
+    load_in_parts(folder / "adamw" / "alone" / "step-000001", places)
+
+
+def load_in_parts(directory: Path, places: dict[str, Ranks | None]) -> None:
+    """A policy and a critic that are divided before anything is read: each process then reads its own part."""
+    expected = dict(load_decoder(directory, torch.float32, torch.device("cpu")).named_parameters())
+    for name, ranks in places.items():
+        if ranks is None or ranks is SOLO:
+            continue
+        model = defer_decoder(directory, torch.float32)
+        critic = ValueModel(model)
+        for divided, prefix in ((critic, "backbone."), (model, "")):
+            assert all(parameter.is_meta for parameter in divided.parameters())
+            parallelize_model(divided, ranks)
+            found = dict(full_parameters(divided))
+            assert set(found) == set(dict(ValueModel(Decoder(model.arch)).named_parameters()) if prefix else expected)
+            for key, tensor in found.items():
+                wanted = torch.zeros_like(tensor) if key == "head" else expected[key.removeprefix(prefix)]
+                assert torch.equal(tensor, wanted), f"{name}: {key}"
 
 
 def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.core.random_keys import fold
 from burnish.core.sharded_tensors import local_tensor
@@ -34,6 +35,7 @@ from burnish.models.experts import Dispatch, ExpertLinear
 from burnish.models.nf4 import Nf4, Nf4ExpertLinear, Nf4Weight, dense_weight, nf4_linear, quantise_layers
 from burnish.models.weight_files import hf_tensors, weight_blocks
 from burnish.models.weight_layout import Projection, layer_matrices, lora_targets, projections, replace_module
+from burnish.run.checkpoint.snapshot import writer_rank_of
 
 Span = tuple[int, int]
 """Output columns [start, stop) that one adapter adds to."""
@@ -252,6 +254,10 @@ def merged_tensors(model: Decoder, wide: bool = False) -> Iterator[tuple[str, Te
 
     The sum is computed in float32 at least and rounded once to the model's dtype, or not at all if `wide`.
     """
+    if model.lora is not None and writer_rank_of(model).count > 1:
+        raise UserError(
+            "the adapters of a model that is divided over processes cannot be merged: merge a saved adapter (burnish export)"
+        )
     deltas = {
         (f"layers.{index}.{projection.module}.weight", projection.start): (a, b)
         for index, projection, a, b in adapters(model)

@@ -80,7 +80,9 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def layers_of(backbone: nn.Module) -> nn.ModuleList:
-    """The layers of a decoder, ours or transformers': its longest list of modules."""
+    """The layers of a decoder: of transformers', its longest list of modules."""
+    if isinstance(backbone, Decoder):
+        return backbone.layers
     lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len)
 

@@ -23,6 +23,7 @@ from burnish.config.errors import UserError
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
+from burnish.models.weight_files import load_deferred
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
 from burnish.training.parallel.context_parallel import apply_context_parallel
 from burnish.training.parallel.fsdp import apply_fsdp, reshard
@@ -230,11 +231,14 @@ def balanced_shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENT
 def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
     """Divide a whole model over the ranks, in place: afterwards this process has its shard. Make its learner after this call.
 
+    Of a model whose weights were not loaded yet, each process now reads its own part from the files.
+
     The order is fixed: a stage keeps whole layers, tensor parallelism divides their matrices, and FSDP shards what is left of them.
     """
     if ranks.mesh is None:
         return
     assert ranks.device is not None, "a process of a mesh knows where it computes"
+    is_deferred = next(model.parameters()).is_meta
     if ranks.mesh.sizes.pipeline > 1:
         apply_pipeline(model, ranks.mesh, ranks.device)
     if ranks.mesh.sizes.tensor > 1:
@@ -243,8 +247,10 @@ def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> 
         apply_context_parallel(model, ranks.context_group)
     if offload or ranks.mesh.sizes.replicate * ranks.mesh.sizes.shards > 1:
         apply_fsdp(model, ranks.mesh.fsdp, offload)
-    else:
+    elif not is_deferred:
         model.to(ranks.device)
+    if is_deferred:
+        load_deferred(model, torch.device("cpu") if offload else ranks.device)
 
 
 # --- The process group -------------------------------------------------------------------------------------------------

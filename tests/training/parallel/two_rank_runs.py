@@ -45,6 +45,8 @@ RUNS: dict[str, list[str]] = {
     "plain": [],
     "tensor": ["parallel.tensor=2"],
     "stages": ["parallel.pipeline=2"],
+    "from-files": ["model.new=null", "model.path=base"],
+    "stages-from-files": ["model.new=null", "model.path=base", "parallel.pipeline=2"],
     "transformers": ["model.new=null", "model.path=base", "model.backend=transformers"],
     "adapters": ["model.new=null", "model.path=base", "model.lora.rank=2"],
     "cut-adapters": [
@@ -123,7 +125,8 @@ def run_until_told_to_stop(folder: Path, name: str, overrides: list[str], is_tol
 def all_of(folder: Path, rank: int) -> None:
     """What every rank runs."""
     run(folder, "plain", [])
-    run(folder, "adapters", RUNS["adapters"])
+    for name in ("adapters", "from-files", "stages-from-files"):
+        run(folder, name, RUNS[name])
     run(folder, "transformers", RUNS["transformers"])
     stopped = ("tensor", "cut-adapters", "stages", "adapters-in-stages")
     for name, overrides in (*((name, RUNS[name]) for name in stopped), (HANDED_OVER, ["parallel.pipeline=2"])):
