@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, such as rollout.n=16")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, and stop")
     parser.add_argument(
+        "--cluster",
+        metavar="MxGxGPU",
+        help="with --dry-run: plan the run for a cluster, such as 64x8xH200 (mesh, memory, traffic, estimated time)",
+    )
+    parser.add_argument(
         "--shrink",
         action="store_true",
         help="run the same algorithm for a few steps, with a tiny model on a built-in task",
@@ -109,6 +114,8 @@ def _step_number(word: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train; the last lines are the held-out accuracy, or the mean reward, before and after RL."""
+    if args.cluster is not None:
+        return print_cluster_plan(args)
     loaded, name = load_recipe(TrainConfig, args)
     if args.dry_run:
         check_controls(args, loaded.config)
@@ -143,6 +150,21 @@ def print_dry_run(loaded: Loaded[TrainConfig], name: str, is_fresh: bool) -> int
     if loaded.config.placement.name == "local":
         checks.append(lambda: print_memory(loaded))
     return print_problems(loaded, checks)
+
+
+def print_cluster_plan(args: argparse.Namespace) -> int:
+    """Print the plan of a run on a cluster. It needs neither the cluster nor the files of the recipe."""
+    from burnish.config.explain import plan_text
+    from burnish.memory_plan.cluster_plan import plan_cluster, plan_report
+    from burnish.memory_plan.hardware import parse_cluster
+
+    if not args.dry_run or args.shrink:
+        raise UserError("--cluster plans a run on paper: give it with --dry-run, and without --shrink")
+    cluster = parse_cluster(args.cluster)
+    loaded = load(TrainConfig, args.recipe, args.overrides)
+    print(plan_text(loaded.config))
+    print(plan_report(plan_cluster(loaded.config, loaded.base, cluster)))
+    return 0
 
 
 def check_controls(args: argparse.Namespace, config: TrainConfig) -> None:

@@ -131,11 +131,11 @@ AtLeastOne = Annotated[int, Ge(1)]
 class MeshSizes(NamedTuple):
     """The sizes of a learner's mesh of processes, outermost dimension first. Ranks are numbered with `tensor` fastest."""
 
-    pipeline: int
-    data: int
-    context: int
-    expert: int
-    tensor: int
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
     replicate: int = 1
     """Copies of the sharded model among the `data` processes (HSDP)."""
 

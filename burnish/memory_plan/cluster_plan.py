@@ -1,0 +1,271 @@
+"""`burnish train RECIPE --dry-run --cluster 64x8xH200`: the mesh, memory, traffic and time of a run on a cluster, as a plan on paper.
+
+All meshes that divide the GPUs and the model are compared, and the fastest that fits is proposed, with the settings that make it fit.
+`parallel` in the config fixes the mesh instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from burnish.config.errors import UserError
+from burnish.config.placement import MeshSizes, Parallel
+from burnish.config.schema import TrainConfig
+from burnish.memory_plan.hardware import Cluster
+from burnish.memory_plan.mesh_cost import (
+    DeviceMemory,
+    StepTime,
+    Traffic,
+    Workload,
+    device_memory,
+    engine_weights,
+    learner_traffic,
+    micro_batches,
+    step_time,
+    weight_push,
+)
+from burnish.memory_plan.model_shapes import ModelShape, shape_of
+from burnish.memory_plan.planner import gib
+from burnish.memory_plan.suggestions import PLAN_TOLERANCE
+
+SHORT_SHARE = 0.25
+"""The second estimate of times, and the choice of the mesh, are for answers that take this share of their maximum."""
+MAX_ENGINE_GPUS = 64
+LEAST_CACHE_SEQUENCES = 4
+"""An engine must have room for so many sequences of full length."""
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """A mesh of the learner, the size of an engine, and what they need."""
+
+    cluster: Cluster
+    work: Workload
+    mesh: MeshSizes
+    engine_gpus: int
+    memory: DeviceMemory
+    changes: tuple[str, ...]
+    """Settings that the plan needs and that the config does not have."""
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        return [
+            *learner_traffic(self.work, self.mesh, self.cluster),
+            weight_push(self.work, self.engine_gpus, self.mesh, self.cluster),
+        ]
+
+    def time(self, answer_share: float = 1.0) -> StepTime:
+        """Seconds of a step whose answers have this share of their most tokens."""
+        work = replace(self.work, answer=max(1, round(self.work.answer * answer_share)))
+        return step_time(work, self.mesh, self.engine_gpus, self.memory.cache, self.cluster)
+
+
+def workload_of(config: TrainConfig, shape: ModelShape) -> Workload:
+    """The work of a step, with sequences of full length in its last rollout stage."""
+    training, algorithm = config.training, config.algorithm
+    last = config.rollout.all_stages()[-1]
+    prompt = config.data.max_prompt_tokens
+    answer = last.max_tokens * config.environment.max_turns
+    longest = config.environment.max_tokens or prompt + answer
+    reference = algorithm.kl.reference
+    has_reference = reference.has_weights and reference.name != "policy"
+    has_old_pass = training.mini_batches * training.epochs > 1
+    return Workload(
+        shape,
+        config.model.dtype,
+        training.optimizer,
+        last.prompts,
+        last.n,
+        prompt,
+        longest - prompt,
+        longest,
+        token_budget=training.token_budget,
+        activations=training.activations,
+        lora=config.model.lora,
+        mini_batches=training.mini_batches,
+        epochs=training.epochs,
+        max_rows=config.rollout.max_rows,
+        shares_prefixes=training.share_prefixes,
+        reference="copy" if has_reference and config.model.lora is None else "off" if has_reference else "none",
+        num_scoring_passes=has_old_pass + has_reference,
+        num_learners=1 if algorithm.critic is None else 2,
+    )
+
+
+def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> ClusterPlan:
+    """The fastest plan that fits; UserError with the nearest one if none does."""
+    work = workload_of(config, shape_of(config.model, base))
+    meshes = (
+        list(possible_meshes(work, cluster))
+        if config.parallel == Parallel()
+        else [config.parallel.sizes(cluster.num_gpus)]
+    )
+    candidates = [
+        (replace(work, activations=policy), mesh)
+        for policy in _policies(work.activations)
+        for mesh in meshes
+        if policy != "selective" or mesh.tensor == 1  # the config refuses the two together
+    ]
+    nearest: ClusterPlan | None = None
+    for changed, mesh in sorted(candidates, key=lambda pair: _learner_seconds(pair[0], pair[1], cluster)):
+        found = _with_engine(changed, mesh, cluster, work)
+        if found is not None and found.memory.total <= _room(cluster):
+            return found
+        if found is not None and (nearest is None or found.memory.total < nearest.memory.total):
+            nearest = found
+    if nearest is None:
+        raise UserError(
+            f"no engine of up to {MAX_ENGINE_GPUS} GPUs has room for the weights of {work.shape.name} on {cluster.text}"
+        )
+    raise UserError(
+        f"this run does not fit on {cluster.text}: at least {gib(nearest.memory.total)} of {gib(cluster.gpu.memory)} on a GPU\n"
+        f"{plan_report(nearest)}\nmore GPUs, training.optimizer.offload=true, or a smaller training.token_budget need less on each"
+    )
+
+
+def _policies(configured: str) -> list[str]:
+    """Activation policies to try: the configured one, and those that need less memory."""
+    order = ["keep", "selective", "recompute", "offload"]
+    return [configured, *(policy for policy in order[order.index(configured) + 1 : 3])]
+
+
+def _room(cluster: Cluster) -> int:
+    return int(cluster.gpu.memory * (1 - PLAN_TOLERANCE))
+
+
+def _learner_seconds(work: Workload, mesh: MeshSizes, cluster: Cluster) -> float:
+    usual = replace(work, answer=max(1, round(work.answer * SHORT_SHARE)))  # answers are rarely as long as they may be
+    made = step_time(usual, mesh, cluster.num_gpus, cluster.gpu.memory, cluster)
+    dimensions = sum(size > 1 for size in mesh)
+    return (made.scoring + made.update) * (1 + 0.002 * dimensions)  # of two equals the simpler one
+
+
+def possible_meshes(work: Workload, cluster: Cluster) -> Iterator[MeshSizes]:
+    """All meshes of the cluster's GPUs that divide the model and the batch."""
+    shape, num = work.shape, cluster.num_gpus
+    sequences = work.sequences // work.mini_batches
+    for tensor in _divisors(min(cluster.gpus_per_machine, num)):
+        if shape.num_heads % tensor or shape.num_kv_heads % tensor:
+            continue
+        for expert in _divisors(num // tensor):
+            if expert > 1 and (not shape.num_experts or shape.num_experts % expert):
+                continue
+            for context in _divisors(num // tensor // expert):
+                for pipeline in _divisors(num // tensor // expert // context):
+                    data = num // tensor // expert // context // pipeline
+                    if pipeline > shape.num_layers or data * expert > sequences:
+                        continue
+                    for copies in _divisors(data):
+                        yield MeshSizes(pipeline, data, context, expert, tensor, copies)
+
+
+def _divisors(number: int) -> list[int]:
+    """Divisors of a number of GPUs, of which there are few: numbers of GPUs are powers of two, or nearly."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _with_engine(work: Workload, mesh: MeshSizes, cluster: Cluster, configured: Workload) -> ClusterPlan | None:
+    """The plan with the engine size that samples fastest beside this learner; None if none has room for its weights."""
+    plans: list[tuple[float, float, ClusterPlan]] = []
+    alone = device_memory(work, mesh, 1, cluster)
+    without = sum(part.bytes for part in alone.resident) - engine_weights(work, 1, cluster)
+    sizes = [size for size in _divisors(min(MAX_ENGINE_GPUS, cluster.num_gpus)) if cluster.num_gpus % size == 0]
+    if alone.total - engine_weights(work, 1, cluster) > _room(cluster):
+        sizes = sizes[-1:]  # the learner alone does not fit
+    for size in sizes:
+        if without + engine_weights(work, size, cluster) >= cluster.gpu.memory:
+            continue
+        memory = device_memory(work, mesh, size, cluster)
+        one = work.shape.kv_size * work.shape.num_layers * work.element * work.longest
+        if memory.cache * size < LEAST_CACHE_SEQUENCES * one and cluster.num_gpus > 1:
+            continue
+        changes = [f"training.activations={work.activations}"] if work.activations != configured.activations else []
+        plan = ClusterPlan(cluster, work, mesh, size, memory, tuple(changes))
+        # An engine whose weights leave the learner no room is no plan, however fast it samples.
+        plans.append((max(0, memory.total - _room(cluster)), plan.time().rollout, plan))
+    return min(plans, key=lambda found: found[:2])[2] if plans else None
+
+
+# --- the report --------------------------------------------------------------------------------------------------------------
+
+
+def plan_report(plan: ClusterPlan) -> str:
+    """The plan as text."""
+    shape, mesh, cluster, work = plan.work.shape, plan.mesh, plan.cluster, plan.work
+    active = f", {shape.num_active_parameters / 1e9:.1f}B for one token" if shape.num_experts else ""
+    count = micro_batches(work, mesh)
+    data = (
+        f"data={mesh.data}"
+        if mesh.replicate == 1
+        else f"data={mesh.data} ({mesh.replicate} copies of {mesh.data // mesh.replicate} shards)"
+    )
+    lines = [
+        f"plan on paper for {cluster.text} ({cluster.num_gpus} GPUs): {shape.name}, {shape.num_parameters / 1e9:.1f}B parameters{active}",
+        f"learner: pipeline={mesh.pipeline} {data} context={mesh.context} expert={mesh.expert} tensor={mesh.tensor}; "
+        f"{mesh.batch_shards} parts of a mini-batch, {count} micro-batches each",
+        f"engines: {cluster.num_gpus // plan.engine_gpus} of {plan.engine_gpus} GPUs, on the same GPUs in turns",
+        *(f"with {change}" for change in plan.changes),
+        "",
+        f"memory of a GPU: {gib(plan.memory.total)} of {gib(cluster.gpu.memory)} during an update",
+        *_table([(part.name, gib(part.bytes), part.note) for part in (*plan.memory.resident, *plan.memory.update)]),
+        f"  {gib(plan.memory.cache)} are left for the KV cache while engines sample: {_cache_text(plan)}",
+        *([f"  and {gib(plan.memory.host)} of host memory"] if plan.memory.host else []),
+        "",
+        "traffic of a GPU in a step, answers of full length",
+        *(
+            _table([(one.name, _size(one.bytes), _traffic_note(one)) for one in plan.traffic if one.bytes])
+            or ["  none"]
+        ),
+        "",
+        "estimated seconds of a step, without rewards",
+        *_time_lines(plan),
+        "",
+        "how: passes at 50%, decode products at 62% of the peak FLOP/s, memory at 85% of its bandwidth, as measured on one H200 with dense models; "
+        "traffic at the bandwidths of NVLink and of one adapter a GPU, 80% of what can overlap hidden behind passes. Nothing on this page was measured on several GPUs.",
+    ]
+    return "\n".join(lines)
+
+
+def _time_lines(plan: ClusterPlan) -> list[str]:
+    whole, short = plan.time(), plan.time(SHORT_SHARE)
+    long = plan.work.answer
+    head = ("", f"answers of {long:,}", f"of {round(long * SHORT_SHARE):,} tokens")
+    rows = [
+        ("rollout", whole.rollout, short.rollout),
+        ("log-probs", whole.scoring, short.scoring),
+        ("update", whole.update, short.update),
+        ("weights to engines", whole.sync, short.sync),
+        ("step", whole.total, short.total),
+    ]
+    lines = [f"  {head[0]:<20}{head[1]:>20}{head[2]:>20}"]
+    lines += [f"  {name:<20}{a:>20,.1f}{b:>20,.1f}" for name, a, b in rows]
+    if plan.mesh.pipeline > 1:
+        lines.append(f"  a stage of the pipeline waits {whole.bubble:.0%} of its passes")
+    return lines
+
+
+def _cache_text(plan: ClusterPlan) -> str:
+    work = plan.work
+    one = work.shape.kv_size * work.shape.num_layers * work.element * work.longest
+    return f"{plan.memory.cache * plan.engine_gpus // one:,} sequences of {work.longest:,} tokens an engine"
+
+
+def _traffic_note(one: Traffic) -> str:
+    return f"{one.seconds:,.1f} s" + (", 80% of it behind computation" if one.overlaps else "")
+
+
+def _size(number: float) -> str:
+    return (
+        f"{number / 1e12:,.1f} TB"
+        if number >= 1e12
+        else f"{number / 1e9:,.1f} GB"
+        if number >= 1e8
+        else f"{number / 1e6:,.1f} MB"
+    )
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    width = max((len(name) for name, _, _ in rows), default=0)
+    return [f"  {name:<{width}}  {size:>9}  {note}".rstrip() for name, size, note in rows]

@@ -1,0 +1,230 @@
+"""Plans of clusters: shapes, memory, traffic and time by formulas, and `burnish train --dry-run --cluster`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burnish.cli.main import main
+from burnish.config.errors import UserError
+from burnish.config.loading import load
+from burnish.config.model import Model, Optimizer
+from burnish.config.placement import MeshSizes
+from burnish.config.recipe_names import recipe_path
+from burnish.config.schema import TrainConfig
+from burnish.memory_plan.cluster_plan import ClusterPlan, plan_cluster, possible_meshes
+from burnish.memory_plan.hardware import GPUS, parse_cluster
+from burnish.memory_plan.mesh_cost import Workload, device_memory, learner_traffic, step_time
+from burnish.memory_plan.model_shapes import ModelShape, published_shape, shape_from_hf, shape_of
+from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, RunSetup, plan_memory
+from burnish.models.architecture import Architecture
+from burnish.models.flops import ForwardCounts, backward_flops, causal_pairs, forward_flops, recomputed_flops
+
+BENCH = Path(__file__).parents[2] / "bench"
+ONE, CLUSTER = parse_cluster("H200"), parse_cluster("64x8xH200")
+OF_1_5B = Architecture("llama", 151936, 1536, 28, 12, 2, 128, 8960, 32768, tied=True)
+
+
+def shape(name: str) -> ModelShape:
+    found = published_shape(name)
+    assert found is not None
+    return found
+
+
+def work(name: str = "Qwen2.5-1.5B", **options: Any) -> Workload:
+    given: dict[str, Any] = {
+        "prompts": 32,
+        "samples": 8,
+        "prompt": 128,
+        "answer": 256,
+        "longest": 384,
+        "token_budget": 16384,
+    }
+    return Workload(shape(name), "bfloat16", Optimizer(), **given | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.494, 0.494),
+        ("models/Qwen2.5-7B", 7.62, 7.62),
+        ("Qwen/Qwen2.5-Coder-32B@main", 32.8, 32.8),
+        ("Qwen/Qwen3-8B-Base", 8.19, 8.19),
+        ("Qwen/Qwen3-30B-A3B", 30.5, 3.35),
+        ("Qwen/Qwen3-235B-A22B", 235.1, 22.2),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.7, 12.9),
+        ("meta-llama/Llama-3.1-70B", 70.6, 70.6),
+        ("deepseek-ai/DeepSeek-V3-Base", 671.0, 37.6),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, billions: float, active: float) -> None:
+    found = shape(name)
+    assert found.num_parameters / 1e9 == pytest.approx(billions, rel=0.003)
+    assert found.num_active_parameters / 1e9 == pytest.approx(active, rel=0.003)
+
+
+def test_other_names_are_not_taken_for_published_models() -> None:
+    assert published_shape("my-model") is None
+    assert published_shape("Qwen2.5-7.5B") is None
+    with pytest.raises(UserError, match="does not exist"):
+        shape_of(Model(path="my-model"), None)
+
+
+def test_a_directory_wins_over_the_table(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "intermediate_size": 96,
+    }
+    (tmp_path / "Qwen2.5-7B").mkdir()
+    (tmp_path / "Qwen2.5-7B" / "config.json").write_text(json.dumps(config))
+    found = shape_of(Model(path="Qwen2.5-7B"), tmp_path)
+    assert found.num_parameters == 2 * (4 * 64 * 64 + 3 * 64 * 96) + 2 * 100 * 64
+    with pytest.raises(UserError, match="has no vocab_size"):
+        shape_from_hf({key: value for key, value in config.items() if key != "vocab_size"}, "it")
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_one_gpu_is_planned_as_the_memory_plan_does(activations: str) -> None:
+    rows = 32 * (128 + 8 * 256)
+    setup = RunSetup(
+        OF_1_5B, "bfloat16", True, Optimizer(), 16384, 384, rows, activations=activations, tokens_per_row=1.0
+    )
+    found = device_memory(work(activations=activations), MeshSizes(), 1, ONE)
+    assert found.total == pytest.approx(plan_memory(setup).total, rel=0.01)
+    assert plan_memory(setup).outside.bytes == CUDA_CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_operations_are_those_that_the_learner_counts(activations: str) -> None:
+    one = work(prompts=3, samples=2, shares_prefixes=False, activations=activations)
+    counts = ForwardCounts(6 * 384, 6 * causal_pairs(384), 6 * 256)
+    forward = forward_flops(OF_1_5B, counts)
+    again = recomputed_flops(OF_1_5B, counts, activations=activations, fused_attention=True)
+    assert one.forward_flops == forward.total
+    assert one.update_flops == (forward + backward_flops(OF_1_5B, counts) + again).total
+
+
+def test_plans_are_within_a_tenth_of_what_was_measured_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    import plan_accuracy
+
+    rows = [
+        *plan_accuracy.rollouts(),
+        *plan_accuracy.long_updates(),
+        plan_accuracy.grpo_step(),
+        *plan_accuracy.big_models(),
+    ]
+    assert len(rows) == 16
+    assert {row["work"]: row["error"] for row in rows if abs(row["error"]) > 0.1} == {}
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshSizes(data=8), MeshSizes(2, 2, 1, 1, 2), MeshSizes(1, 2, 2, 2, 1), MeshSizes(4, 1, 1, 1, 2)]
+)
+def test_the_processes_hold_the_model_once(mesh: MeshSizes) -> None:
+    one = work("Qwen3-30B-A3B", prompts=64)
+    made = device_memory(one, mesh, 8, parse_cluster("8xH200"))
+    weights = next(part.bytes for part in made.resident if part.name == "weights")
+    # The first and the last stage have embedding or head, which the fullest process counts.
+    assert 1 <= weights * 8 / (2 * one.shape.num_parameters) < 1.06
+    copies = device_memory(one, MeshSizes(data=8, replicate=4), 8, parse_cluster("8xH200"))
+    assert sum(part.bytes for part in copies.resident) > sum(part.bytes for part in made.resident)
+
+
+def test_traffic_belongs_to_its_dimension() -> None:
+    one = work("Qwen3-30B-A3B", prompts=64)
+    cluster = parse_cluster("8xH200")
+
+    def names(mesh: MeshSizes) -> set[str]:
+        return {traffic.name.split()[0] for traffic in learner_traffic(one, mesh, cluster)}
+
+    assert learner_traffic(one, MeshSizes(), ONE) == []
+    assert names(MeshSizes(data=8)) == {"weights", "gradients"}
+    assert names(MeshSizes(tensor=8)) == {"tensor"}
+    assert names(MeshSizes(pipeline=8)) == {"pipeline"}
+    assert names(MeshSizes(context=8)) == {"context", "weights", "gradients"}
+    assert names(MeshSizes(expert=8)) == {"expert", "weights", "gradients"}
+    gathered = {t.name: t.bytes for t in learner_traffic(one, MeshSizes(data=8), cluster)}
+    divided = {t.name: t.bytes for t in learner_traffic(one, MeshSizes(expert=8), cluster)}
+    assert divided["weights gathered (FSDP)"] < gathered["weights gathered (FSDP)"] / 4  # experts stay where they are
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
+    cluster = parse_cluster("8xH200")
+    few, many = (
+        step_time(work(token_budget=budget), MeshSizes(pipeline=8), 1, GIB, cluster).bubble for budget in (70000, 2048)
+    )
+    assert few == 7 / 8
+    assert many < 0.2
+
+
+def test_machines_of_a_cluster_are_slower_to_reach_than_gpus_of_a_machine() -> None:
+    assert CLUSTER.ring_bandwidth(8, 1) == CLUSTER.gpu.link
+    assert CLUSTER.ring_bandwidth(16, 1) == 8 * CLUSTER.gpu.network
+    assert CLUSTER.ring_bandwidth(64, 8) == CLUSTER.gpu.network
+    assert CLUSTER.exchange_bandwidth(16, 1) == 2 * CLUSTER.gpu.network  # half of it stays in the machine
+    assert parse_cluster("8xb200").gpu is GPUS["B200"]
+    for text in ("64x8", "0x8xH100", "2x2x2xH100", "8xH101"):
+        with pytest.raises(UserError, match="--cluster"):
+            parse_cluster(text)
+
+
+def plan_of(cluster: str, *overrides: str) -> ClusterPlan:
+    loaded = load(TrainConfig, recipe_path("r1_zero"), list(overrides))
+    return plan_cluster(loaded.config, loaded.base, parse_cluster(cluster))
+
+
+def test_the_proposed_mesh_divides_the_model_and_fits() -> None:
+    plan = plan_of("64x8xH200", "model.path=deepseek-ai/DeepSeek-V3-Base")
+    mesh, one = plan.mesh, plan.work.shape
+    assert mesh.processes == 512
+    assert mesh.data * mesh.expert <= 512  # sequences of a mini-batch
+    assert one.num_heads % mesh.tensor == 0
+    assert one.num_experts % mesh.expert == 0
+    assert plan.memory.total < plan.cluster.gpu.memory
+    assert plan.changes == ("training.activations=recompute",)
+    assert plan.time(0.25).total < plan.time().total
+    slower = replace(plan, cluster=replace(plan.cluster, gpu=replace(plan.cluster.gpu, network=10e9)))
+    assert slower.time().total > plan.time().total
+    others = list(possible_meshes(plan.work, plan.cluster))
+    assert mesh in others
+    assert len(set(others)) == len(others) > 1000
+
+
+def test_the_config_fixes_the_mesh() -> None:
+    plan = plan_of("2x8xH200", "placement={name: ray, workers: 16}", "parallel={data: 2, context: 8}")
+    assert plan.mesh == MeshSizes(data=2, context=8)
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_plan() -> None:
+    with pytest.raises(UserError, match=r"does not fit on 1 x 8 x A100: at least .* GiB of 79.1 GiB"):
+        plan_of("8xA100", "model.path=Qwen2.5-32B", "training.activations=recompute")
+    with pytest.raises(UserError, match="no engine of up to 64 GPUs has room"):
+        plan_of("H100", "model.path=deepseek-ai/DeepSeek-V3-Base")
+
+
+def test_a_dry_run_prints_the_plan_without_files_or_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(recipe_path("r1_zero")), "--cluster", "64x8xH200"]
+    assert main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "plan on paper for 64 x 8 x H200 (512 GPUs): Qwen2.5-32B, 32.8B parameters",
+        "learner: pipeline=",
+        "memory of a GPU: ",
+        "master copies and moments",
+        "weights gathered (FSDP)",
+        "weights to engines",
+        "rollout",
+        "Nothing on this page was measured on several GPUs",
+    ):
+        assert text in said
+    assert main(words) == 2
+    assert "give it with --dry-run" in capsys.readouterr().err
