@@ -261,7 +261,7 @@ class Tokenizer:
                 if character not in self._alphabet:
                     raise UserError(
                         f"the character {character!r} in {text[:80]!r} is not in this tokenizer's alphabet "
-                        f"{''.join(sorted(self._alphabet))!r}"
+                        f"{_shortened(''.join(sorted(self._alphabet)))}"
                     )
         if is_marked(text):
             tokens = self._control.encode(text)
@@ -471,6 +471,11 @@ def check_remote_code(directory: Path, error: BaseException) -> None:
 def _one_line(error: BaseException) -> str:
     message = " ".join(str(error).split())
     return message if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {message}"
+
+
+def _shortened(alphabet: str) -> str:
+    """An alphabet in a message: whole if a line holds it."""
+    return repr(alphabet) if len(alphabet) <= 100 else f"of {len(alphabet):,} characters, {alphabet[:60]!r} and others"
 
 
 def _check_encodable(text: str) -> str:
