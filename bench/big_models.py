@@ -1,6 +1,6 @@
 """Whole GRPO steps, rollouts included, of models that fill one GPU of 139 GiB.
 
-python bench/big_models.py [--only 7B-8bit 7B-offload 32B-lora 32k]
+python bench/big_models.py [--only 7B-8bit 7B-offload 32B-lora 30B-A3B-lora 32k]
 
 Random weights in bfloat16, 8 prompts of 128 tokens x 8 samples x 256 new tokens. The native engine samples from the
 learner's own tensors; then one update follows.
@@ -8,6 +8,7 @@ learner's own tensors; then one update follows.
   7B-8bit     all weights, moments in 8 bits, layers recomputed
   7B-offload  all weights, AdamW's master weights and moments in host memory (about 85 GiB), layers recomputed
   32B-lora    adapters of rank 32 on all projections, layers recomputed
+  30B-A3B-lora  128 experts of which a token has 8, adapters of rank 16 on all projections and experts, layers recomputed
   32k         1.5B, all weights, one sequence of 32,768 tokens besides the samples
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import on_this_gpu, save, table
+from common import on_this_gpu, save_beside, table
 from rollout import SHAPES, Work, random_model, requests_of
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
@@ -54,6 +55,7 @@ CASES = {
     "7B-8bit": Case("7B", Optimizer(lr=1e-6, name="adam8bit")),
     "7B-offload": Case("7B", Optimizer(lr=1e-6, offload=True)),
     "32B-lora": Case("32B", Optimizer(lr=1e-5), Lora(rank=32)),
+    "30B-A3B-lora": Case("30B-A3B", Optimizer(lr=1e-5), Lora(rank=16)),
     "32k": Case("1.5B", Optimizer(lr=1e-6), long=32768, budget=32768),
 }
 
@@ -124,7 +126,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     print(table(rows, ["work", "step_s", "rollout_s", "learn_s", "trained_parameters", "tokens", "peak_gib"]))
-    print(f"saved {save(on_this_gpu('big_models'), rows)}")
+    print(f"saved {save_beside(on_this_gpu('big_models'), rows, lambda row: row['work'])}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def save(name: str, rows: list[dict[str, Any]], path: Path | None = None) -> Pat
     path = path or RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return path
+
+
+def save_beside(name: str, rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> Path:
+    """`save`, with the saved rows whose `key` none of these rows has."""
+    path = RESULTS / f"{name}.json"
+    saved = json.loads(path.read_text())["rows"] if path.is_file() else []
+    measured = {key(row) for row in rows}
+    kept = [row for row in saved if key(row) not in measured]
+    return save(name, sorted([*kept, *rows], key=lambda row: str(key(row))))
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:

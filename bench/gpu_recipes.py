@@ -6,7 +6,6 @@ python bench/gpu_recipes.py [--dtypes float32 bfloat16] [--only prime spo_tree]
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save, table
+from common import save_beside, table
 
 from burnish.config.loading import load_shrunk
 from burnish.config.recipe_names import named_recipes
@@ -44,17 +43,9 @@ def main() -> None:
     print(table([row for row in rows if row["error"]] or rows, ["work", "dtype", "wall_s", "mismatch_max", "error"]))
     bad = sum(bool(row["error"]) for row in rows)
     print(
-        f"{len(rows) - bad} of {len(rows)} ran; saved {save('gpu_recipes', [*others(rows), *rows] if args.only else rows)}"
+        f"{len(rows) - bad} of {len(rows)} ran; saved {save_beside('gpu_recipes', rows, lambda row: (row['work'], row['dtype']))}"
     )
     sys.exit(1 if bad else 0)
-
-
-def others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved rows of other work than these."""
-    path = RESULTS / "gpu_recipes.json"
-    known = {(row["work"], row["dtype"]) for row in rows}
-    saved = json.loads(path.read_text())["rows"] if path.is_file() else []
-    return [row for row in saved if (row["work"], row["dtype"]) not in known]
 
 
 def run(name: str, recipe: str, overrides: list[str], dtype: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The learner on one GPU: share of the peak throughput, cost of log-probs, long sequences, shared prompts.
 
-python bench/learner.py [--only a b c d e] [--repeats 3]
+python bench/learner.py [--only a b c d e f] [--repeats 3]
 
 Random weights of the named shapes in bfloat16, prompts of 64 to 192 tokens and completions of 64 to 448 (384 together on
 average), packed. Every update gives the log-prob and the entropy of each completion token. Shares are executed operations
@@ -12,27 +12,26 @@ update, and one of its forward and backward passes. `needed` leaves out what is 
   c  log-prob and entropy of 131,072 tokens over 152k words, forward and backward, compared with materialised logits
   d  one sequence of 32,768 tokens, 1.5B, activations kept and recomputed
   e  32 groups of 8 samples, 1.5B, with the prompt computed once and eight times
+  f  Qwen3-30B-A3B's shape with LoRA of rank 16 on all projections and experts, four sequences of 8,192 tokens
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from batches import equal, ragged
-from common import RESULTS, on_this_gpu, save, table
-from rollout import FLOPS, SHAPES, random_model
+from common import on_this_gpu, save_beside, table
+from rollout import FLOPS, architecture_of, random_model
 
 from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
 from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.models.activation_checkpointing import set_activations
-from burnish.models.architecture import Architecture
 from burnish.models.flops import backward_flops, forward_flops, packed_counts
 from burnish.models.kernels.logprob import head_logprob
 from burnish.models.lora.adapters import add_lora
@@ -116,8 +115,7 @@ def transformers_row(repeats: int) -> Row:
     """transformers' own forward and backward of the same shape, 8 x 1024 tokens, its cross-entropy, nothing recomputed."""
     import transformers
 
-    shape = SHAPES["1.5B"]
-    arch = Architecture(family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **shape)
+    arch = architecture_of("1.5B")
     config = transformers.Qwen2Config(
         vocab_size=arch.vocab_size, hidden_size=arch.hidden_size, intermediate_size=arch.mlp_size, num_hidden_layers=arch.num_layers,
         num_attention_heads=arch.num_heads, num_key_value_heads=arch.num_kv_heads, tie_word_embeddings=arch.tied, max_position_embeddings=32768,
@@ -254,20 +252,23 @@ def shared_prompts(repeats: int) -> list[Row]:
     return rows
 
 
+def experts(repeats: int) -> list[Row]:
+    """f"""
+    model = random_model("30B-A3B")
+    add_lora(model, Lora(rank=16), seed=0)
+    learner = learner_of(model, 8192, share_prefixes=False)
+    measured = updates(learner, equal(4, 8192, model.arch.vocab_size), repeats)
+    return [{"work": "f: 30B-A3B, LoRA of rank 16, 4 x 8,192", "system": "burnish"} | measured]
+
+
 WORKS: dict[str, Callable[[int], list[Row]]] = {
     "a": full_training,
     "b": lora,
     "c": head,
     "d": long_sequences,
     "e": shared_prompts,
+    "f": experts,
 }
-
-
-def kept(measured: set[str]) -> list[Row]:
-    """The last results of works that are not measured now."""
-    path = RESULTS / f"{on_this_gpu('learner')}.json"
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
-    return [row for row in rows if row["work"][0] not in measured]
 
 
 def main() -> None:
@@ -292,9 +293,8 @@ def main() -> None:
         found = WORKS[name](args.repeats)
         rows += found
         print(table(found, columns), f"\n{name} took {time.perf_counter() - started:.0f} s\n", flush=True)
-    rows = sorted([*rows, *kept(set(args.only))], key=lambda row: row["work"][0])
     print(table(rows, columns))
-    print(f"saved {save(on_this_gpu('learner'), rows)}")
+    print(f"saved {save_beside(on_this_gpu('learner'), rows, lambda row: row['work'][0])}")
 
 
 if __name__ == "__main__":

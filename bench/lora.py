@@ -19,13 +19,12 @@ import torch
 from batches import ragged
 from common import on_this_gpu, save, table
 from learner import GIB, clear, learner_of, median_s, updates
-from rollout import COPY, SHAPES, WORKS, Work, drain, random_model, requests_of
+from rollout import COPY, SHAPES, WORKS, Work, architecture_of, drain, random_model, requests_of
 from torch import nn
 from torch.nn import functional
 
 from burnish.config.model import Lora, LoraBase
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.models.architecture import Architecture
 from burnish.models.lora.adapters import LoraLinear, add_lora
 from burnish.models.nf4 import Nf4, dequantise_nf4, quantise_nf4, weight_bytes
 from burnish.models.weight_layout import lora_targets
@@ -43,7 +42,7 @@ def both_passes(layer: nn.Module, x: torch.Tensor, slope: torch.Tensor) -> None:
 
 def projections(shape: str, rank: int, tokens: int, repeats: int) -> list[Row]:
     """Each fused projection of one layer."""
-    arch = Architecture(family="qwen2", head_dim=128, max_positions=32768, qkv_bias=True, **SHAPES[shape])
+    arch = architecture_of(shape)
     rows = []
     for module in ("qkv", "out", "gate_up", "down"):
         parts = [target for target in lora_targets(arch, Lora(rank=rank)) if target.module == module]

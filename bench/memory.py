@@ -1,6 +1,6 @@
-"""The memory plan compared with a real GPU: six learners are planned, made with random weights, and measured over two updates.
+"""The memory plan compared with a real GPU: learners are planned, made with random weights, and measured over two updates.
 
-python bench/memory.py [--only 1.5B-full 1.5B-lora 1.5B-offload 7B-full 7B-lora 7B-offload]
+python bench/memory.py [--only 1.5B-full 1.5B-lora 1.5B-offload 7B-full 7B-lora 30B-A3B-lora 7B-offload]
 
 bfloat16, packed sequences of 128 to 640 tokens, two micro-batches that fill the token budget. `planned` is the planned
 peak of torch's allocated memory in the second update, `measured` the real one. `device` is all memory of the GPU that is
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from batches import ragged
-from common import on_this_gpu, save, table
-from rollout import SHAPES, random_model
+from common import on_this_gpu, table
+from rollout import architecture_of, random_model
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.config.model import Lora, Optimizer
@@ -28,7 +28,6 @@ from burnish.core.batch import Batch
 from burnish.memory_plan.planner import GIB, RunSetup, plan_memory
 from burnish.memory_plan.suggestions import PLAN_TOLERANCE, enough_suggestions, plan_error, plan_text
 from burnish.models.activation_checkpointing import set_activations
-from burnish.models.architecture import Architecture
 from burnish.models.lora.adapters import add_lora
 from burnish.training.learner import Learner
 
@@ -50,6 +49,7 @@ CASES = {
     "1.5B-offload": Case("1.5B", activations="selective", optimizer=Optimizer(offload=True)),
     "7B-full": Case("7B"),
     "7B-lora": Case("7B", lora=Lora(rank=32)),
+    "30B-A3B-lora": Case("30B-A3B", budget=8192, lora=Lora(rank=16)),
     "7B-offload": Case("7B", activations="recompute", optimizer=Optimizer(offload=True)),
 }
 FILLED = 0.99
@@ -67,9 +67,7 @@ def batch_for(budget: int, vocab: int) -> Batch:
 
 def prepared(case: Case, room: int, host_room: int) -> tuple[RunSetup, list[str]]:
     """What is run: the case, or what its plan makes of it where it does not fit; and the levers pulled for that."""
-    arch = Architecture(
-        family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **SHAPES[case.shape]
-    )
+    arch = architecture_of(case.shape)
     tokens = batch_for(case.budget, arch.vocab_size).num_tokens
     setup = RunSetup(
         *(arch, "bfloat16", True, case.optimizer, case.budget, LONGEST, tokens),

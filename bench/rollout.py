@@ -1,4 +1,4 @@
-"""Rollout throughput of the native engine on one GPU: the works R1 to R5, and the cost of groups and ragged lengths.
+"""Rollout throughput of the native engine on one GPU: the works R1 to R5, experts (E1, E2), and the cost of groups and ragged lengths.
 
 python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--vllm-python PYTHON] [--parts] [--first-token]
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import on_this_gpu, save, table
+from common import on_this_gpu, save, save_beside, table
 from first_token import breakdown, starts
 
 from burnish.core.engine import Request, SamplingOptions
@@ -31,12 +31,18 @@ from burnish.core.random_keys import fold
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.weight_files import materialise, on_meta_device
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5B": {"hidden_size": 1536, "mlp_size": 8960, "num_layers": 28, "num_heads": 12, "num_kv_heads": 2, "vocab_size": 151936, "tied": True},
     "7B": {"hidden_size": 3584, "mlp_size": 18944, "num_layers": 28, "num_heads": 28, "num_kv_heads": 4, "vocab_size": 152064, "tied": False},
+    "30B-A3B": {
+        "hidden_size": 2048, "mlp_size": 6144, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "vocab_size": 151936, "tied": False,
+        "family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "experts": ExpertShape(num_experts=128, experts_per_token=8, expert_size=768),
+    },
 }  # fmt: skip
+"""Qwen2.5's 1.5B and 7B, Qwen3-30B-A3B."""
 COPY, FLOPS = 4.3e12, 790e12  # bytes and operations a second of an H200, measured
 
 
@@ -63,6 +69,8 @@ WORKS = {
     "R3": Work("1.5B", 512, 2048),
     "R4": Work("7B", 256, 256),
     "R5": Work("7B", 256, 1024),
+    "E1": Work("30B-A3B", 256, 256),
+    "E2": Work("30B-A3B", 1024, 256),
     "ragged": Work("1.5B", 2048, 2048, rows=256, ragged=True),
     "ragged, 512 rows": Work("1.5B", 2048, 2048, rows=512, ragged=True),
     "group of 1": Work("1.5B", 32, 1, prompt=2048),
@@ -75,6 +83,7 @@ WORKS = {
 }
 PARTS = {
     "attention": ("_decode", "decode_attention", "_combine_splits", "flash"),
+    "experts": ("grouped", "sum_slots", "expert", "_dispatch"),
     "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gated_product"),
     "norms and activation": ("_add_norm", "_swiglu"),
     "rotation and cache": ("_rotate_store",),
@@ -84,13 +93,16 @@ PARTS = {
 """Kernels by a part of their names; the first that fits."""
 
 
+def architecture_of(shape: str) -> Architecture:
+    """The architecture of a named shape."""
+    common = {"family": "qwen2", "head_dim": 128, "max_positions": 32768, "rope_theta": 1e6, "qkv_bias": True}
+    return Architecture(**common | SHAPES[shape])
+
+
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     """A decoder of the shape with random weights, made on the GPU."""
-    arch = Architecture(
-        family="qwen2", head_dim=128, max_positions=32768, rope_theta=1e6, qkv_bias=True, **SHAPES[shape]
-    )
     with on_meta_device():
-        model = Decoder(arch)
+        model = Decoder(architecture_of(shape))
     materialise(model, dtype, torch.device("cuda"))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -137,9 +149,13 @@ def limit_s(work: Work, model: Decoder) -> float:
         p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(("emb", "head"))
     )
     head = arch.vocab_size * arch.hidden_size
+    active = body  # weights that a token is multiplied with
+    if arch.experts is not None:
+        idle = arch.experts.num_experts - arch.experts.experts_per_token
+        active -= 3 * arch.num_layers * idle * arch.experts.expert_size * arch.hidden_size
     token_bytes = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim
-    prefill = 2 * body * work.prompt * work.requests / work.group / FLOPS
-    step = max(2 * (body + head) * work.requests / FLOPS, 2 * (body + head) / COPY)
+    prefill = 2 * active * work.prompt * work.requests / work.group / FLOPS
+    step = max(2 * (active + head) * work.requests / FLOPS, 2 * (body + head) / COPY)
     past = token_bytes * work.requests * (work.prompt + work.new / 2) / COPY
     return prefill + (work.new - 1) * (step + past)
 
@@ -303,7 +319,7 @@ def main() -> None:
             rows += with_vllm(vllm, shape, plain, args.repeats)
     columns = ["work", "system", "tokens_per_s", "wall_s", "limit_share", "host_s", "first_run_s", "first_token_s"]
     print(table(rows, [*columns, "compile_s", "capture_s", "peak_gib"]))
-    print(f"saved {save(on_this_gpu('rollout'), rows)}")
+    print(f"saved {save_beside(on_this_gpu('rollout'), rows, lambda row: (row['work'], row['system']))}")
 
 
 def of_shape(shape: str, names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
