@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from batches import ragged
-from common import on_this_gpu, table
+from common import on_this_gpu, save_beside, table
 from rollout import architecture_of, random_model
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
@@ -151,8 +151,7 @@ def main() -> None:
             rows, ["work", "activations", "planned_gib", "measured_gib", "error", "device_gib", "host_gib", "update_s"]
         )
     )
-    name = on_this_gpu("memory") if len(args.only) == len(CASES) else on_this_gpu(f"memory-{'-'.join(args.only)}")
-    print(f"saved {save(name, rows)}")
+    print(f"saved {save_beside(on_this_gpu('memory'), rows, lambda row: row['work'])}")
     worst = max(abs(row["error"]) for row in rows)
     assert worst <= 0.1, f"a plan is {worst:.0%} off"
 
