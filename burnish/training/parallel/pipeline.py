@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.core.pipeline_stage import PipelineStage, StageTensor, stage_of
 from burnish.core.sharded_tensors import local_tensor
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
+from burnish.models.flops import matrix_sizes
 from burnish.models.heads import ValueModel
 from burnish.models.nf4 import quantised_tensors
 from burnish.training.parallel.fsdp import backbone_of
@@ -41,13 +43,32 @@ VALUE_HEAD = "head"
 # --- Dividing a model --------------------------------------------------------------------------------------------------
 
 
-def layer_ranges(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage: consecutive, as even as possible. Earlier stages have one more, since the last has the head."""
+def layer_ranges(num_layers: int, num_stages: int, head_layers: float = 0.0) -> list[range]:
+    """The layers of each stage: consecutive, such that the slowest stage has as little work as possible.
+
+    The last stage also has the head, whose work is that of `head_layers` layers, so it may have fewer layers. No stage has more layers than in
+    an even division, so that the memory of the largest stage stays the same.
+    """
     if num_layers < num_stages:
         raise UserError(f"parallel.pipeline={num_stages} needs as many layers, and the model has {num_layers}")
-    each, more = divmod(num_layers, num_stages)
-    starts = [stage * each + min(stage, more) for stage in range(num_stages + 1)]
-    return [range(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    if num_stages == 1:
+        return [range(num_layers)]
+    most = -(-num_layers // num_stages)
+
+    def slowest(last: int) -> float:
+        return max(last + head_layers, -(-(num_layers - last) // (num_stages - 1)))
+
+    candidates = range(max(1, num_layers - most * (num_stages - 1)), num_layers // num_stages + 1)
+    last = min(candidates, key=lambda last: (slowest(last), -last))
+    each, more = divmod(num_layers - last, num_stages - 1)
+    starts = [stage * each + min(stage, more) for stage in range(num_stages)]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], num_layers], strict=True)]
+
+
+def head_layers(arch: Architecture) -> float:
+    """The work of the output head for a token, in layers."""
+    layers = sum(sum(matrix_sizes(arch, layer).values()) for layer in range(arch.num_layers))
+    return arch.vocab_size * arch.hidden_size * arch.num_layers / layers
 
 
 def apply_pipeline(model: nn.Module, mesh: LearnerMesh, device: torch.device) -> None:
@@ -55,7 +76,8 @@ def apply_pipeline(model: nn.Module, mesh: LearnerMesh, device: torch.device) ->
     backbone = backbone_of(model)
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.pipeline needs the native decoder; this model runs through transformers")
-    ranges = layer_ranges(backbone.arch.num_layers, mesh.sizes.pipeline)
+    arch, is_policy = backbone.arch, backbone is model
+    ranges = layer_ranges(arch.num_layers, mesh.sizes.pipeline, head_layers(arch) if is_policy else 0.0)
     stage = PipelineStage(
         mesh.stage,
         mesh.sizes.pipeline,
@@ -66,9 +88,9 @@ def apply_pipeline(model: nn.Module, mesh: LearnerMesh, device: torch.device) ->
     )
     weight = backbone.embedding.weight
     absent = HeldElsewhere(weight.detach().new_empty(0, weight.shape[1]))
-    has_head = stage.is_last and backbone is model
+    has_head = stage.is_last and is_policy
     backbone.layers = StageLayers({index: backbone.layers[index] for index in ranges[stage.index]})
-    if not stage.is_first and not (has_head and backbone.arch.tied):
+    if not stage.is_first and not (has_head and arch.tied):
         backbone.embedding = cast(Any, absent)
     if not stage.is_last:
         backbone.norm = cast(Any, absent)
