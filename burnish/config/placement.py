@@ -175,9 +175,10 @@ class Parallel(Record):
     """Processes that split the tokens of the same micro-batches, for long sequences. Attention exchanges heads (Ulysses) if their number
     divides the key/value heads, and gathers keys otherwise. Parameters are sharded over them too."""
     expert: int = Field(1, ge=1)
-    """Processes that divide the experts of every layer. All other layers treat them like `data`: they have different sequences."""
+    """Processes that divide the experts of every layer. Must divide their number. All other layers treat them like `data`: they have
+    different sequences."""
     tensor: int = Field(1, ge=1)
-    """Processes that split the heads and the MLP of every layer. Must divide the model's heads and MLP width."""
+    """Processes that split the heads and the MLP, or each expert, of every layer. Must divide the model's heads and their widths."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and move each layer to the GPU when it is needed."""
 
@@ -258,16 +259,15 @@ def check_parallel_fits(parallel: Parallel, model: Model, optimizer: Optimizer, 
     for key in ("pipeline", "context", "expert", "tensor") if model.backend == "transformers" else ():
         if getattr(parallel, key) > 1:
             raise ValueError(f"parallel.{key} needs the native decoder, but model.backend=transformers")
-    if parallel.expert > 1:
-        raise ValueError("parallel.expert: experts cannot be divided over processes yet; set it to 1")
     if parallel.tensor > 1 and model.lora is not None and model.lora.base != "dtype":
         raise ValueError(
             f"parallel.tensor cannot split matrices in 4 bits (model.lora.base={model.lora.base}): use parallel.data, or base=dtype"
         )
-    if parallel.tensor > 1 and activations == "selective":
-        raise ValueError(
-            "activations=selective does not work with tensors that parallel.tensor splits: use recompute or keep"
-        )
+    for key in ("tensor", "expert") if activations == "selective" else ():
+        if getattr(parallel, key) > 1:
+            raise ValueError(
+                f"activations=selective does not work with tensors that parallel.{key} splits: use recompute or keep"
+            )
     if parallel.offload and model.device == "cpu":
         raise ValueError("parallel.offload has no effect with model.device=cpu: everything is in host memory")
     if parallel.offload and optimizer.offload:

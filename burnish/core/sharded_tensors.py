@@ -155,6 +155,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return part
 
 
+def local_with_gradient(tensor: Tensor) -> Tensor:
+    """Return the part that this process holds, with its gradient."""
+    if not is_dtensor(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor on every process. A collective: all processes must call it in the same order."""
     if not is_dtensor(tensor):

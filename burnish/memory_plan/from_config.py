@@ -246,7 +246,11 @@ def _per_process(setup: RunSetup, parallel: Parallel) -> RunSetup:
     sizes = parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
     tokens = -(-setup.update_tokens // sizes.batch_shards)
     return replace(
-        setup, update_tokens=tokens, shards=sizes.shards * sizes.tensor * sizes.pipeline, slices=sizes.context
+        setup,
+        update_tokens=tokens,
+        shards=sizes.shards * sizes.tensor * sizes.pipeline,
+        slices=sizes.context,
+        expert_ranks=sizes.expert,
     )
 
 

@@ -76,6 +76,8 @@ class RunSetup:
     """Processes that share each parameter."""
     slices: int = 1
     """Processes among them that share the tokens of a micro-batch."""
+    expert_ranks: int = 1
+    """Processes among them that divide the experts of a layer, and never gather those of the others."""
 
     @property
     def rows(self) -> int:
@@ -245,8 +247,15 @@ def _gathered_parts(setup: RunSetup, model: Decoder) -> list[MemoryPart]:
     if setup.shards == 1:
         return []
     layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
-    layer, rest = max(layers), sum(p.nbytes for p in model.parameters()) - sum(layers)
+    rest = sum(p.nbytes for p in model.parameters()) - sum(layers)
+    elsewhere = [_expert_bytes(layer) * (setup.expert_ranks - 1) // setup.expert_ranks for layer in model.layers]
+    layer = max(size - others for size, others in zip(layers, elsewhere, strict=True))
     return [MemoryPart("gathered weights", 2 * layer + rest, f"of {setup.shards} processes")]
+
+
+def _expert_bytes(layer: nn.Module) -> int:
+    """Bytes of a layer's experts, without their router."""
+    return sum(p.nbytes for name, p in layer.named_parameters() if name.startswith(("experts.gate_up", "experts.down")))
 
 
 def _reference_parts(setup: RunSetup, actor: LearnerFootprint) -> list[MemoryPart]:

@@ -171,6 +171,8 @@ class Decoder(nn.Module):
         """The config of the layers' adapters (`lora/adapters.py`); None without adapters."""
         self.exact: ExactLogprobs | None = None
         """If set, log-probs have the values of this function (`cached_forward.py`) and the gradient of the usual forward."""
+        self.expert_ranks = 1
+        """Number of processes that divide the experts of every layer (expert parallelism)."""
         self.shard_rows: ShardRows | None = None
         """If set, this process computes a shard of a micro-batch's rows (sequence or context parallelism)."""
         self.unloaded_from: Path | None = None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from burnish.core.sharded_tensors import local_with_gradient
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.kernels.grouped_products import (
     grouped_input_gradient,
@@ -40,6 +41,10 @@ class Choice(NamedTuple):
     """[N, k] numbers of experts, int64."""
     weights: Tensor
     """[N, k] weights of the experts, float32 at least."""
+
+
+ExchangeRows = Callable[[Tensor, Choice, Callable[[Tensor, Choice], Tensor]], Tensor]
+"""(tokens, their experts, function that computes this process's experts) -> outputs of the tokens."""
 
 
 class Dispatch(NamedTuple):
@@ -102,10 +107,11 @@ class ExpertLinear(nn.Linear):
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int) -> None:
         super().__init__(num_inputs, num_experts * num_outputs, bias=False)
         self.num_experts = num_experts
+        """Experts of this process: all, or a part of them with expert parallelism."""
 
     def matrices(self) -> Tensor:
         """The matrices [experts, outputs, inputs]."""
-        return self.weight.view(self.num_experts, -1, self.in_features)
+        return local_with_gradient(self.weight).view(self.num_experts, -1, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("the rows of an expert layer have an expert each: call `from_tokens` or `to_tokens`")
@@ -128,6 +134,8 @@ class ExpertMlp(nn.Module):
         self.router = nn.Linear(hidden_size, shape.num_experts, bias=False)
         self.gate_up = ExpertLinear(shape.num_experts, hidden_size, 2 * shape.expert_size)
         self.down = ExpertLinear(shape.num_experts, shape.expert_size, hidden_size)
+        self.exchange: ExchangeRows | None = None
+        """If set, rows are computed by the process that has their expert (expert parallelism)."""
         if shape.has_score_bias:
             self.score_bias = nn.Parameter(torch.zeros(shape.num_experts), requires_grad=False)
 
@@ -141,7 +149,11 @@ class ExpertMlp(nn.Module):
 
     def compute(self, x: Tensor, choice: Choice) -> Tensor:
         """The weighted sum of the chosen experts' outputs."""
-        way = dispatch(choice.experts, self.shape.num_experts)
+        return self.compute_own(x, choice) if self.exchange is None else self.exchange(x, choice, self.compute_own)
+
+    def compute_own(self, x: Tensor, choice: Choice) -> Tensor:
+        """The same, for numbers of experts that count this process's experts only."""
+        way = dispatch(choice.experts, self.gate_up.num_experts)
         return self.down.to_tokens(self.activated(self.gate_up.from_tokens(x, way), choice.weights, way.slots), way)
 
     def activated(self, gate_up: Tensor, weights: Tensor, slots: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.model_families import FAMILIES
 
 FUSED_MODULES = ("qkv", "gate_up")
@@ -142,6 +143,13 @@ def row_order(sizes: tuple[int, ...], parts: int) -> Tensor:
     return torch.cat(blocks)
 
 
+def expert_row_order(shape: ExpertShape, num_ranks: int, parts: int) -> Tensor:
+    """Row order of `experts.gate_up`: within the experts of each of `num_ranks` ranks, each part's rows are contiguous."""
+    counts = (shape.expert_size,) * (2 * shape.num_experts // num_ranks)
+    order = row_order(counts, parts)
+    return torch.cat([order + rank * sum(counts) for rank in range(num_ranks)])
+
+
 def tensor_parallel_size(model: Decoder) -> int:
     """The number of tensor-parallel parts; each layer has the architecture of its own part."""
     return model.arch.num_heads // cast(Layer, model.layers[0]).arch.num_heads
@@ -152,6 +160,9 @@ def row_order_of(model: Decoder, name: str) -> Tensor | None:
     parts, (module, kind) = tensor_parallel_size(model), ("", *name.split("."))[-2:]  # latent attention has one part
     if parts == 1 or module not in FUSED_MODULES or kind == "lora_a":
         return None
+    if ".experts." in name:
+        assert model.arch.experts is not None, "a model with experts"
+        return expert_row_order(model.arch.experts, model.expert_ranks, parts)
     if kind != "lora_b":
         return row_order(fused_row_counts(model.arch, module), parts)
     assert model.lora is not None, "a model with adapters"

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "parallel.pipeline",
     "parallel.data",
     "parallel.context",
+    "parallel.expert",
     "parallel.offload",
     "placement.name",
     "placement.workers",

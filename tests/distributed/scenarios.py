@@ -87,6 +87,8 @@ FEWER_POOLS = [
 """The critic alone in a pool of its own."""
 ADAPTERS = ["model.new=null", "model.path=base", "model.lora={rank: 2, alpha: 4}", "training.steps=4"]
 """Adapters on a saved model, whose frozen reference is that model with them off."""
+EXPERTS = ["model.new={family: qwen3_moe, experts: [4, 2, 12]}", "training.steps=3"]
+"""Experts in every layer."""
 Facts = dict[str, Any]
 fresh = ray_cluster.Cluster
 
@@ -141,6 +143,8 @@ def numbers(folder: Path, facts: Facts) -> None:
         run(folder, f"{name}-float32", "model.dtype=float32", "training.steps=1", *where)
         run(folder, f"{name}-mixed", *MIXED, *where)
         run(folder, f"{name}-adapters", *ADAPTERS, *MIXED, *where)
+    run(folder, "one-experts", *EXPERTS)
+    run(folder, "cut-experts", *EXPERTS, *placed(2, 1, "parallel.expert=2"))
     run(folder, "cut-adapters", *ADAPTERS, *MIXED, *placed(2, 1, "parallel.tensor=2"))
     run(folder, "stages-mixed", *MIXED, *placed(2, 1, "parallel.pipeline=2", "placement.sync=delta"))
 

@@ -77,6 +77,7 @@ def stored(path: Path) -> dict[str, np.ndarray]:
         ("one-adapters", "two-adapters", 3, 1e-9),
         ("one-adapters", "cut-adapters", 3, 1e-9),
         ("one-mixed", "stages-mixed", 3, 1e-9),
+        ("one-experts", "cut-experts", 3, 1e-9),
         ("one-float32", "two-float32", 1, 1e-5),
     ],
 )

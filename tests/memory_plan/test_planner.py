@@ -30,6 +30,7 @@ from burnish.memory_plan.suggestions import (
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.heads import new_score_model
 from burnish.models.lora.adapters import add_lora
 from burnish.models.nf4 import weight_bytes
@@ -330,6 +331,20 @@ def test_processes_that_share_a_model_hold_a_piece_each() -> None:
         )
         assert mine == pytest.approx(all_of_it / 4, rel=1e-6)
     assert plan_memory(on_gpu(OF_7B, slices=2)).setup.rows == one.setup.rows // 2
+
+
+def test_the_experts_of_other_processes_are_never_gathered() -> None:
+    shape = ExpertShape(num_experts=8, experts_per_token=2, expert_size=512)
+    arch = replace(OF_7B, family="mixtral", num_layers=2, experts=shape, qkv_bias=False)
+    whole, divided = (
+        next(
+            part.bytes
+            for part in plan_memory(on_gpu(arch, shards=4, expert_ranks=n)).parts
+            if part.name == "gathered weights"
+        )
+        for n in (1, 4)
+    )
+    assert whole - divided == 2 * (8 * 3 * 512 * 3584 * 2) * 3 // 4  # two layers in bfloat16
 
 
 # --- what to change ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.nn import functional
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.core.random_keys import fold
-from burnish.core.sharded_tensors import local_tensor
+from burnish.core.sharded_tensors import local_tensor, local_with_gradient
 from burnish.models import adapted_experts
 from burnish.models.adapted_experts import FrozenExperts
 from burnish.models.decoder import Decoder
@@ -146,11 +146,12 @@ class LoraExpertLinear(LoraLinear):
 
     def matrices(self, dtype: torch.dtype) -> Tensor:
         """The dense matrices [experts, outputs, inputs]."""
-        return dense_weight(self.weight, dtype).view(self.num_experts, -1, self.in_features)
+        weight = local_with_gradient(self.weight) if isinstance(self.weight, Tensor) else self.weight
+        return dense_weight(weight, dtype).view(self.num_experts, -1, self.in_features)
 
     @property
     def enabled_adapters(self) -> tuple[Tensor | None, Tensor | None]:
-        return (self.lora_a, self.lora_b) if self.is_on else (None, None)
+        return (local_with_gradient(self.lora_a), local_with_gradient(self.lora_b)) if self.is_on else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("the rows of an expert layer have an expert each: call `from_tokens` or `to_tokens`")

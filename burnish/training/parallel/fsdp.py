@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.pipeline_stage import stage_of, whole_tensor, whole_tensors
-from burnish.models.decoder import Decoder
+from burnish.models.decoder import Decoder, Layer
 from burnish.models.heads import ValueModel
 from burnish.models.nf4 import quantised_tensors
 from burnish.models.weight_layout import in_hf_order, row_order_of
@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, offload: bool = False) -> None:
+def apply_fsdp(
+    model: nn.Module, mesh: DeviceMesh, offload: bool = False, expert_mesh: DeviceMesh | None = None
+) -> None:
     """Shard the parameters of a model over a mesh (`LearnerMesh.fsdp`), in place; parameter names stay.
+
+    `expert_mesh` is that of experts which are divided over processes (`LearnerMesh.expert_fsdp`).
 
     Make the optimizer afterwards. The model may be on the CPU: it is moved to the rank's device layer by layer, so that no device
     ever holds all of it.
@@ -46,13 +50,17 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, offload: bool = False) -> Non
     on_gpu = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
 
-    def shard(module: nn.Module) -> None:
+    def shard(module: nn.Module, mesh: DeviceMesh = mesh) -> None:
         is_half = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
 
     backbone = backbone_of(model)
     for layer in layers_of(backbone):
+        if expert_mesh is not None and isinstance(layer, Layer) and layer.experts is not None:
+            for linear, method in ((layer.experts.gate_up, "from_tokens"), (layer.experts.down, "to_tokens")):
+                shard(linear, expert_mesh)
+                register_fsdp_forward_method(linear, method)
         shard(layer)
     shard(backbone)
     if isinstance(model, ValueModel) and model.head is not None:  # wider than the rest, and an FSDP group has one type

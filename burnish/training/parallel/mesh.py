@@ -44,10 +44,9 @@ class LearnerMesh:
         return _with_copies(self.parameters, self.sizes)
 
     @property
-    def expert_fsdp(self) -> DeviceMesh:
-        """The mesh over which FSDP shards the parameters of this process's experts."""
-        assert self.experts is not None, "experts are not divided (parallel.expert=1)"
-        return _with_copies(self.experts, self.sizes)
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """The mesh over which FSDP shards the parameters of this process's experts, if it is not that of all parameters."""
+        return None if self.experts is None else _with_copies(self.experts, self.sizes)
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -55,10 +54,11 @@ class LearnerMesh:
         return self.parameters["tensor"]
 
     @property
-    def expert(self) -> DeviceMesh:
-        """The mesh over which experts are divided."""
-        assert self.experts is not None, "experts are not divided (parallel.expert=1)"
-        return self.experts["expert"]
+    def expert_parts(self) -> DeviceMesh | None:
+        """The mesh over which experts and their columns are divided: `expert`, `tensor`, or both. None if they are whole."""
+        if self.experts is None:
+            return self.tensor if self.sizes.tensor > 1 else None
+        return self.experts["expert", "tensor"] if self.sizes.tensor > 1 else self.experts["expert"]
 
     @property
     def batch_group(self) -> ProcessGroup:

@@ -26,6 +26,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.models.weight_files import load_deferred
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
 from burnish.training.parallel.context_parallel import apply_context_parallel
+from burnish.training.parallel.expert_parallel import apply_expert_parallel
 from burnish.training.parallel.fsdp import apply_fsdp, reshard
 from burnish.training.parallel.mesh import LearnerMesh, learner_mesh
 from burnish.training.parallel.pipeline import apply_pipeline, sum_tied_gradient
@@ -245,8 +246,10 @@ def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> 
         apply_tensor_parallel(model, ranks.mesh.tensor)
     if ranks.context_group is not None:
         apply_context_parallel(model, ranks.context_group)
+    if ranks.mesh.expert_parts is not None:
+        apply_expert_parallel(model, ranks.mesh.expert_parts)
     if offload or ranks.mesh.sizes.replicate * ranks.mesh.sizes.shards > 1:
-        apply_fsdp(model, ranks.mesh.fsdp, offload)
+        apply_fsdp(model, ranks.mesh.fsdp, offload, ranks.mesh.expert_fsdp)
     elif not is_deferred:
         model.to(ranks.device)
     if is_deferred:

@@ -49,14 +49,16 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.tensor needs the native decoder; this model runs through transformers")
     check_divisible(backbone.arch, num_ranks)
-    if backbone.arch.experts is not None or backbone.arch.wide_qk_norm:
-        raise UserError("parallel.tensor does not divide experts or norms over all heads: use parallel.shard")
+    if backbone.arch.wide_qk_norm:
+        raise UserError("parallel.tensor does not divide norms over all heads: use parallel.data")
     if quantised_weights(backbone):
         raise UserError("parallel.tensor cannot cut matrices in 4 bits: use parallel.data, or model.lora.base=dtype")
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in FUSED_MODULES}
-    plan |= {name: RowwiseParallel() for name in ROWWISE}
+    whole_plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in FUSED_MODULES}
+    whole_plan |= {name: RowwiseParallel() for name in ROWWISE}
     for layer in cast("list[Layer]", backbone.layers):
-        for name in FUSED_MODULES:
+        # `expert_parallel.py` divides experts.
+        plan = {name: style for name, style in whole_plan.items() if layer.experts is None or name in ("qkv", "out")}
+        for name in (name for name in FUSED_MODULES if name in plan):
             _reorder_rows(getattr(layer, name), row_order(fused_row_counts(backbone.arch, name), num_ranks))
         adapted = [name for name in plan if isinstance(getattr(layer, name), LoraLinear)]
         for name in adapted:
@@ -71,7 +73,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 def check_divisible(arch: Architecture, num_ranks: int) -> None:
     """Refuse a number of ranks that cannot have equal numbers of heads and MLP columns."""
     if arch.latent is not None:
-        raise UserError("parallel.tensor does not divide latent attention yet: use parallel.shard or parallel.sequence")
+        raise UserError("parallel.tensor does not divide latent attention yet: use parallel.data or parallel.context")
     sizes = {"query heads": arch.num_heads, "key/value heads": arch.num_kv_heads, "MLP columns": arch.mlp_size}
     for what, size in sizes.items():
         if size % num_ranks:
@@ -116,8 +118,8 @@ class TensorParallelLoraLinear(LoraLinear):
         """By outputs: whole rows [N, in] to this rank's columns of [N, out]. By inputs: its columns of x to whole rows [N, out]."""
         weight, bias, a, b = (_local_part(t) for t in (self.weight, self.bias, self.lora_a, self.lora_b))
         if self.by_outputs:
-            return self.product(cast(Tensor, _CopyToTensorParallel.apply(x, self.group)), weight, bias, a, b)
-        y = cast(Tensor, _ReduceFromTensorParallel.apply(self.product(x, weight, None, a, b), self.group))
+            return self.product(copy_to_tensor_parallel(x, self.group), weight, bias, a, b)
+        y = reduce_from_tensor_parallel(self.product(x, weight, None, a, b), self.group)
         return y if bias is None else y + bias
 
 
@@ -155,6 +157,16 @@ def _sharded_parameter(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> n
 def _local_part(tensor: Any) -> Any:
     """This rank's part of a parameter, with gradient."""
     return tensor.to_local() if isinstance(tensor, Tensor) and is_dtensor(tensor) else tensor
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks of parts of an output."""
+    return cast(Tensor, _ReduceFromTensorParallel.apply(x, group))
+
+
+def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup) -> Tensor:
+    """An input that every rank has, of which each computes a part of the gradient."""
+    return cast(Tensor, _CopyToTensorParallel.apply(x, group))
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):

@@ -21,6 +21,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.heads import ValueModel
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
@@ -80,6 +81,8 @@ class Case:
     token_budget: int = 48
     gemma3: bool = False
     """Layers of two kinds, with norms behind them, instead of the usual ones."""
+    experts: int = 0
+    """Experts of each layer, of which two compute a token."""
 
 
 FEW = 2
@@ -164,6 +167,7 @@ FOUR: dict[str, Case] = {
     "tensor x context, a key head per rank": Case("grpo", {"tensor": 2, "context": 2}, steps=FEW),
 }
 EIGHT: dict[str, Case] = {
+    "tensor x context x fsdp, a key head per rank": Case("grpo", {"tensor": 2, "context": 2}, steps=FEW),
     "pipeline x fsdp x tensor": Case("grpo", {"pipeline": 2, "tensor": 2}, tied=True, token_budget=20, steps=FEW),
     "pipeline x fsdp x tensor, lora, a critic": Case("value", {"pipeline": 2, "tensor": 2}, lora=2, steps=FEW),
     "pipeline x fsdp x context": Case("dpo", {"pipeline": 2, "context": 2}, token_budget=20, steps=FEW),
@@ -172,8 +176,43 @@ EIGHT: dict[str, Case] = {
     "hsdp x tensor": Case("grpo", {"data": (2, 2), "tensor": 2}, optimizer="muon", steps=FEW),
     "copies x context x tensor": Case("sft", {"data": (2, 1), "context": 2, "tensor": 2}, kv_heads=4, steps=FEW),
 }
-"""For `make slow`."""
-CASES = {2: TWO, 4: FOUR, 8: EIGHT}
+EXPERTS_ON_TWO: dict[str, Case] = {
+    "expert": Case("grpo", {"expert": 2}, experts=4),
+    "expert, fewer sequences than ranks, recompute": Case(
+        "sft", {"expert": 2}, experts=4, sizes=(1,), activations="recompute", steps=FEW
+    ),
+    "expert, a critic": Case("value", {"expert": 2}, experts=4, steps=FEW),
+    "expert, lora": Case("grpo", {"expert": 2}, experts=4, lora=2, steps=FEW),
+    "data, experts, lora in 4 bits": Case("grpo", {"data": 2}, experts=4, lora=2, base="nf4", steps=FEW),
+    "tensor, experts, recompute": Case("sft", {"tensor": 2}, experts=4, activations="recompute", steps=FEW),
+    **{f"{kind}, experts": Case("grpo", {kind: 2}, experts=4, steps=FEW) for kind in ("data", "context")},
+}
+EXPERTS_ON_FOUR: dict[str, Case] = {
+    "expert x fsdp, muon": Case("grpo", {"expert": 2}, experts=4, optimizer="muon", steps=FEW),
+    "expert x copies, offload": Case("grpo", {"expert": 2, "data": (2, 1), "offload": True}, experts=4, steps=FEW),
+    "expert x context": Case("dpo", {"expert": 2, "context": 2}, experts=4, kv_heads=1, steps=FEW),
+    "expert x tensor": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, steps=FEW),
+    "pipeline x expert": Case("grpo", {"pipeline": 2, "expert": 2}, experts=4, token_budget=20, steps=FEW),
+    "four expert ranks": Case("top entropies", {"expert": 4}, experts=4, steps=FEW),
+    "tensor x fsdp, experts": Case("grpo", {"tensor": 2}, experts=4, steps=FEW),
+}
+EXPERTS_ON_EIGHT: dict[str, Case] = {
+    "expert x tensor x fsdp": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, steps=FEW),
+    "expert x tensor x copies": Case("grpo", {"expert": 2, "tensor": 2, "data": (2, 1)}, experts=4, steps=FEW),
+    "expert x context x fsdp, recompute": Case(
+        "grpo", {"expert": 2, "context": 2}, experts=4, kv_heads=1, activations="recompute", steps=FEW
+    ),
+    "expert x context x tensor": Case("top entropies", {"expert": 2, "context": 2, "tensor": 2}, experts=4, steps=FEW),
+    "pipeline x expert x tensor": Case(
+        "grpo", {"pipeline": 2, "expert": 2, "tensor": 2}, experts=4, token_budget=20, steps=FEW
+    ),
+    "pipeline x expert x context": Case(
+        "dpo", {"pipeline": 2, "expert": 2, "context": 2}, experts=4, kv_heads=1, token_budget=20, steps=FEW
+    ),
+    "four expert ranks x fsdp, muon": Case("grpo", {"expert": 4}, experts=4, optimizer="muon", steps=FEW),
+}
+CASES = {2: TWO | EXPERTS_ON_TWO, 4: FOUR | EXPERTS_ON_FOUR, 8: EIGHT | EXPERTS_ON_EIGHT}
+"""Those of eight ranks are for `make slow`."""
 
 
 def parallel_of(case: Case) -> Parallel:
@@ -181,10 +220,12 @@ def parallel_of(case: Case) -> Parallel:
 
 
 def make_model(case: Case) -> nn.Module:
-    family = "gemma3_text" if case.gemma3 else "qwen3"
+    family = "gemma3_text" if case.gemma3 else "qwen3_moe" if case.experts else "qwen3"
     fields = FAMILIES[family].fixed | (
         FAMILIES[family].new_model_fields(case.layers) | {"window": 3} if case.gemma3 else {"qkv_bias": True}
     )
+    if case.experts:
+        fields |= {"experts": ExpertShape(case.experts, 2, 12)}
     decoder = Decoder(
         Architecture(family, VOCAB, 32, case.layers, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied)
     )

@@ -90,7 +90,7 @@ def run(num_ranks: int, folder: Path) -> None:
         two_rank_runs.alone(folder)
     failed = wait_for_ranks(children, folder)
     if num_ranks == 2 and not failed:
-        two_rank_runs.run(folder, two_rank_runs.HANDED_OVER, [])
+        two_rank_runs.end_alone(folder)
     sys.exit(failed)
 
 

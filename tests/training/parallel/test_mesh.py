@@ -33,7 +33,7 @@ def test_dimensions_are_numbered_with_tensor_fastest_and_the_pipeline_slowest(me
             ("pipeline", mesh.pipeline_group),
             ("batch", mesh.batch_group),
             ("context", mesh.context_group),
-            ("expert", mesh.expert.get_group()),
+            ("expert", mesh.expert_parts.get_group("expert")),
             ("tensor", mesh.tensor.get_group()),
         )
     }

@@ -134,7 +134,8 @@ def test_reinforcement_learning_is_not_started_by_several_processes(
         (["parallel.replicate=2"], "parallel.replicate is now part of parallel.data"),
         (["parallel.sequence=2"], "parallel.sequence is now parallel.context"),
         (["parallel.pipeline=2", "model.backend=transformers"], "parallel.pipeline needs the native decoder"),
-        (["parallel.expert=2"], "experts cannot be divided over processes yet"),
+        (["parallel.expert=2", "sft.activations=selective"], "parallel.expert splits: use recompute or keep"),
+        (["parallel.expert=2", "model.backend=transformers"], "parallel.expert needs the native decoder"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_config(overrides: list[str], reason: str) -> None:

@@ -161,8 +161,9 @@ def test_a_rank_holds_its_pieces_only(ranks: int, name: str, records: Results) -
 @pytest.mark.parametrize(("ranks", "name"), ALL)
 def test_data_parallel_ranks_have_shares_of_their_own(ranks: int, name: str, records: Results) -> None:
     sizes = parallel_of(CASES[ranks][name]).sizes(ranks)
-    same, stage = sizes.context * sizes.tensor, ranks // sizes.pipeline
-    assert [record[name]["index"] for record in records[ranks][1]] == [rank % stage // same for rank in range(ranks)]
+    index = torch.arange(sizes.batch_shards).view(-1, 1, sizes.expert, 1)  # [data, context, expert, tensor]
+    expected = index.expand(-1, sizes.context, -1, sizes.tensor).flatten().tolist()
+    assert [record[name]["index"] for record in records[ranks][1]] == sizes.pipeline * expected
 
 
 # --- `burnish sft` -----------------------------------------------------------------------------------------------------

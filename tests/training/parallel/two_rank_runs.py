@@ -47,6 +47,7 @@ RUNS: dict[str, list[str]] = {
     "stages": ["parallel.pipeline=2"],
     "from-files": ["model.new=null", "model.path=base"],
     "stages-from-files": ["model.new=null", "model.path=base", "parallel.pipeline=2"],
+    "experts": ["model.new=null", "model.path=base-experts", "parallel.expert=2"],
     "transformers": ["model.new=null", "model.path=base", "model.backend=transformers"],
     "adapters": ["model.new=null", "model.path=base", "model.lora.rank=2"],
     "cut-adapters": [
@@ -73,7 +74,7 @@ PREFERENCES: dict[str, list[str]] = {
 }
 """Runs of `burnish prefer`; the tokens of a pair are more than 12."""
 HANDED_OVER = "handed-over"
-"""Begun by two ranks, ended by one process alone."""
+"""Begun by two ranks, ended by one process alone, as `experts` is."""
 STOPS_AFTER = 3
 
 
@@ -81,9 +82,12 @@ def prepare(folder: Path) -> None:
     """The recipe, and a model for adapters to adapt."""
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "preference.yaml").write_text(RECIPE.split("sft:")[0] + PREFERENCE)
-    (folder / "base").mkdir()
+    for name in ("base", "base-experts"):
+        (folder / name).mkdir()
     loaded = load(SftConfig, folder / "recipe.yaml", [])
     build_policy(loaded.config.model, [Source(task="sort_digits")], 0, folder).save(folder / "base")
+    experts = load(SftConfig, folder / "recipe.yaml", ["model.new={family: qwen3_moe, experts: [4, 2, 12]}"]).config
+    build_policy(experts.model, [Source(task="sort_digits")], 0, folder).save(folder / "base-experts")
     other = loaded.config.model.model_copy(update={"new": None, "path": "base", "backend": "transformers"})
     adapted = other.model_copy(update={"backend": "auto", "lora": Lora(rank=2)})
     policy = build_policy(adapted, [], 0, folder)
@@ -129,7 +133,8 @@ def all_of(folder: Path, rank: int) -> None:
         run(folder, name, RUNS[name])
     run(folder, "transformers", RUNS["transformers"])
     stopped = ("tensor", "cut-adapters", "stages", "adapters-in-stages")
-    for name, overrides in (*((name, RUNS[name]) for name in stopped), (HANDED_OVER, ["parallel.pipeline=2"])):
+    handed_over = (("experts", RUNS["experts"]), (HANDED_OVER, ["parallel.pipeline=2"]))
+    for name, overrides in (*((name, RUNS[name]) for name in stopped), *handed_over):
         run_until_told_to_stop(folder, name, overrides, is_told=rank == 1)
     for name in stopped:
         run(folder, name, RUNS[name])
@@ -143,3 +148,9 @@ def alone(folder: Path) -> None:
         run(folder, f"{name}-alone", [o for o in overrides if not o.startswith("parallel")])
     for name, overrides in PREFERENCES.items():
         prefer(folder, f"{name}-alone", [o for o in overrides if not o.startswith("parallel")])
+
+
+def end_alone(folder: Path) -> None:
+    """The rest of the runs that two ranks began."""
+    run(folder, HANDED_OVER, [])
+    run(folder, "experts", [o for o in RUNS["experts"] if not o.startswith("parallel")])
