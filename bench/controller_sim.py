@@ -57,7 +57,16 @@ from burnish.distributed.worker_group import RankCall, Traffic, WorkerGroup
 from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
 from burnish.inference.request_arrays import PackedCompletions, PackedRequests
-from burnish.inference.weight_sync import Bucket, EngineReport, Entry, Publication, TrainerClient, digest, probe_request
+from burnish.inference.weight_sync import (
+    PROBE_TOLERANCE,
+    Bucket,
+    EngineReport,
+    Entry,
+    Publication,
+    TrainerClient,
+    digest,
+    probe_request,
+)
 from burnish.trainers.minibatches import mini_batches
 from burnish.training.learner import Update
 from burnish.training.meter import MeterReading
@@ -310,7 +319,9 @@ class Simulation:
         actor = WorkerGroup(ACTOR, TrainingWorker, self.backends[0], 1e9, mini_batches=UPDATES)
         rollout = WorkerGroup("rollout", RolloutWorker, self.backends[1], 1e9)
         ledger, slim = ControllerMetrics([actor, rollout]), ForwardColumns()
-        trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, "bfloat16")
+        trainer = TrainerClient(
+            actor.publish.later, actor.publish_again.later, actor.score.later, PROBE_TOLERANCE["bfloat16"]
+        )
         model: Any = SimpleNamespace(
             arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1 << 15)
         )  # what is asked of it

@@ -403,7 +403,8 @@ def _notes_on_merged_adapters(config: TrainConfig) -> list[str]:
     model, rollout = config.model, config.rollout
     on_sglang = rollout.engine == "sglang" and (model.lora is not None or model.adapter is not None)
     in_4_bits = model.lora is not None and model.lora.base != "dtype"
-    on_vllm = rollout.vllm is not None and rollout.vllm.url is not None and in_4_bits
+    is_started = getattr(config.placement, "server", None) is not None and rollout.engine == "vllm"
+    on_vllm = in_4_bits and (is_started or (rollout.vllm is not None and rollout.vllm.url is not None))
     if model.dtype != "bfloat16" or not (on_sglang or on_vllm):
         return []
     unless = " unless it computes in float32" if on_vllm else ""

@@ -40,6 +40,8 @@ class Pool(Record):
     """CPUs of each place, and threads of each of its processes."""
     gpu: bool = True
     """Whether each place has a GPU, if the cluster has any."""
+    gpus: int = Field(1, ge=1)
+    """GPUs of each place, for a server of placement.server that uses several."""
 
 
 PoolAssignment = tuple[Pool, dict[str, int]]
@@ -72,6 +74,9 @@ class RayPlacement(Slot):
     roles: dict[Role, str] = Field(default_factory=dict)
     """The pool of each role. A reference or a critic without a pool, or with the actor's, runs in the actor's processes. A reward without
     a pool is computed on the driver's machine."""
+    server: str | None = None
+    """Command with which each process that samples starts its own vLLM or SGLang server, on its GPUs: `vllm serve {model} --port {port}`.
+    {model} is the model's directory and {port} a free port. null: the servers that rollout names, or vLLM in the process."""
     sync: Literal["full", "delta"] = "full"
     """What is sent to engines after a step: all weights, or only the values that changed. Both give the same bits; delta keeps a copy of the
     trained weights."""
@@ -237,7 +242,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
-    """Refuse roles without a pool, pools without a role, and GPUs for only one of actor and engines."""
+    """Refuse roles without a pool, pools without a role, and several GPUs for roles that use one."""
     for role, pool in roles.items():
         if pool not in pools:
             known = ", ".join(pools) or "none"
@@ -248,9 +253,30 @@ def check_pools(pools: dict[str, Pool], roles: dict[Role, str]) -> None:
     unused = [name for name in pools if name not in roles.values()]
     if unused:
         raise ValueError(f"pools.{unused[0]} has no effect: no role works there")
-    if pools and not pools[roles[ACTOR]].gpu and pools[roles[ROLLOUT]].gpu:
+    for name, places in pools.items():
+        if places.gpus > 1 and (
+            not places.gpu or [role for role, where in roles.items() if where == name] != [ROLLOUT]
+        ):
+            raise ValueError(
+                f"pools.{name}.gpus={places.gpus}: only a pool of the rollout alone, with gpu=true, has several GPUs a place"
+            )
+
+
+def _check_gpus(config: TrainConfig, placement: RayPlacement) -> None:
+    """Refuse GPUs for only one of actor and engines, except where engines are servers elsewhere; and GPUs that nothing uses."""
+    pools, roles = placement.pools, placement.roles
+    if not pools:
+        return
+    actor, rollout = pools[roles[ACTOR]], pools[roles[ROLLOUT]]
+    if rollout.gpus > 1 and placement.server is None:
+        raise ValueError(
+            f"placement.pools.{roles[ROLLOUT]}.gpus={rollout.gpus} is for servers of placement.server; processes of the native engine have "
+            "one GPU each (placement.engine_tensor)"
+        )
+    if not actor.gpu and rollout.gpu:
         raise ValueError(f"pools.{roles[ACTOR]}.gpu=false leaves the actor without a GPU while engines have some")
-    if pools and pools[roles[ACTOR]].gpu and not pools[roles[ROLLOUT]].gpu:
+    is_elsewhere = config.rollout.engine in ("vllm", "sglang") and placement.server is None
+    if actor.gpu and not rollout.gpu and not is_elsewhere:
         raise ValueError(f"pools.{roles[ROLLOUT]}.gpu=false leaves engines without a GPU while the actor has some")
 
 
@@ -299,8 +325,7 @@ def check_placement_fits(config: TrainConfig) -> None:
         *([config.algorithm.process.optimizer] if config.algorithm.process else []),
     ):
         check_parallel_fits(parallel, config.model, optimizer, config.training.activations)
-    if config.rollout.engine not in ("auto", "native", "transformers"):
-        raise ValueError(f"rollout.engine={config.rollout.engine} needs placement=local: it runs in its own processes")
+    _check_gpus(config, placement)
     _check_engine_ranks(config, placement)
     if config.rollout.mismatch is not None:
         raise ValueError("rollout.mismatch needs placement=local: it changes the learner's own tensors")
@@ -332,6 +357,11 @@ def _check_engine_ranks(config: TrainConfig, placement: RayPlacement) -> None:
     if num_processes % size:
         where = f"placement.pools.{placement.roles[ROLLOUT]}.places" if placement.pools else "placement.engines"
         raise ValueError(f"placement.engine_tensor={size} does not divide {where}={num_processes}")
+    if config.rollout.engine in ("vllm", "sglang"):
+        raise ValueError(
+            f"placement.engine_tensor divides the native engine, but rollout.engine={config.rollout.engine}: give its server several GPUs "
+            "(placement.pools) and its own option in placement.server"
+        )
     if config.model.backend == "transformers" or config.rollout.engine == "transformers":
         raise ValueError("placement.engine_tensor needs the native decoder, but the model runs through transformers")
     if config.model.lora is not None and config.model.lora.base != "dtype":

@@ -226,7 +226,12 @@ def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
         yield f"environment {config.environment.name}", *ENVIRONMENT_PACKAGES[config.environment.name]
     if config.placement.name == "ray":
         yield "placement=ray", "ray", "ray"
-    if config.rollout.engine == "vllm" and (config.rollout.vllm is None or config.rollout.vllm.url is None):
+    has_server = getattr(config.placement, "server", None) is not None
+    if (
+        config.rollout.engine == "vllm"
+        and not has_server
+        and (config.rollout.vllm is None or config.rollout.vllm.url is None)
+    ):
         yield "rollout.engine=vllm", "vllm", "vllm"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -101,8 +102,9 @@ def _str_as_list(value: Any) -> Any:
 class Sglang(Record):
     """Running SGLang servers (0.5 or later) with the policy's model. New weights are sent to them after every step."""
 
-    urls: Annotated[list[str], BeforeValidator(_str_as_list), Field(min_length=1)]
-    """Addresses, such as http://localhost:30000. Each request goes to the server with the least work."""
+    urls: Annotated[list[str], BeforeValidator(_str_as_list)] = Field(default_factory=list)
+    """Addresses, such as http://localhost:30000. Each request goes to the server with the least work. Empty if placement.server starts the
+    servers."""
     timeout_s: float = Field(1800.0, gt=0)
     """Time limit of one request, including retries and the wait in a server's queue, and of one transfer of weights."""
     weights_dir: str | None = None
@@ -134,27 +136,58 @@ class Vllm(Record):
 
     @model_validator(mode="after")
     def _check_effect(self) -> Vllm:
-        unused = LOCAL_ENGINE_KEYS if self.url is not None else SERVER_KEYS
-        given = [key for key in unused if getattr(self, key) != type(self).model_fields[key].default]
+        given = self.given(LOCAL_ENGINE_KEYS)
         if given and self.url is not None:
             raise ValueError(
                 f"rollout.vllm.{given[0]} has no effect on a server, which has its own setting: remove it, or url"
             )
-        if given:
-            raise ValueError(f"rollout.vllm.{given[0]} applies to a server: give rollout.vllm.url, or remove it")
         return self
+
+    def given(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys that do not have their default."""
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
 
 def check_engine_fits(rollout: Rollout) -> None:
     """Refuse what SGLang cannot do, and SGLang options that have no effect."""
     engine = rollout.engine
-    if engine == "sglang" and rollout.sglang is None:
-        raise ValueError("rollout.engine=sglang: give the addresses of its servers in rollout.sglang.urls")
     if engine != "sglang" and rollout.sglang is not None:
         raise ValueError(f"rollout.sglang has no effect with rollout.engine={engine}: set rollout.engine=sglang")
     if engine == "sglang" and rollout.mismatch is not None:
         raise ValueError(
             "rollout.mismatch changes the learner's own tensors, but rollout.engine=sglang has weights of its own"
+        )
+
+
+def check_servers_fit(config: TrainConfig) -> None:
+    """Refuse an engine without a server, and options of servers that have no effect."""
+    rollout, placement = config.rollout, config.placement
+    command = placement.server if isinstance(placement, RayPlacement) else None
+    urls = rollout.sglang.urls if rollout.sglang is not None else []
+    url = rollout.vllm.url if rollout.vllm is not None else None
+    if rollout.engine == "sglang" and not urls and command is None:
+        raise ValueError(
+            "rollout.engine=sglang: give the addresses of its servers in rollout.sglang.urls, or with placement=ray the command that starts "
+            "one in placement.server"
+        )
+    if rollout.vllm is not None and url is None and command is None and (given := rollout.vllm.given(SERVER_KEYS)):
+        raise ValueError(f"rollout.vllm.{given[0]} applies to a server: give rollout.vllm.url, or remove it")
+    if command is not None and rollout.engine not in ("vllm", "sglang"):
+        raise ValueError(
+            f"placement.server has no effect with rollout.engine={rollout.engine}: set it to vllm or sglang"
+        )
+    if command is not None and (urls or url is not None):
+        raise ValueError(
+            "placement.server starts the servers, and rollout names the addresses of others: remove one of them"
+        )
+    if command is not None and rollout.vllm is not None and (given := rollout.vllm.given(LOCAL_ENGINE_KEYS)):
+        raise ValueError(f"rollout.vllm.{given[0]} has no effect on a server: write it into placement.server")
+    if command is not None and rollout.cache_gib is not None:
+        raise ValueError("rollout.cache_gib has no effect on a server: write its option into placement.server")
+    if isinstance(placement, RayPlacement) and (urls or url is not None) and placement.size("rollout") > 1:
+        raise ValueError(
+            f"one process speaks to all servers that rollout names, and the placement has {placement.size('rollout')} that sample: set "
+            "placement.engines=1 (or the places of its pool), or start a server for each with placement.server"
         )
 
 

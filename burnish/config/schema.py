@@ -25,6 +25,7 @@ from burnish.config.rollout import (
     check_mismatch_fits,
     check_opponents_fit,
     check_repeatable,
+    check_servers_fit,
     check_source_fits,
 )
 from burnish.config.trackers import AnyTracker
@@ -207,6 +208,7 @@ class TrainConfig(Record):
     def _combinations(self) -> TrainConfig:
         check_trainable(self.model)
         check_placement_fits(self)
+        check_servers_fit(self)
         check_source_fits(self)
         check_repeatable(self)
         check_opponents_fit(self)

@@ -58,7 +58,7 @@ def plan_layout(placement: RayPlacement, on_gpu: bool) -> Layout:
     slots: dict[str, list[ProcessSlot]] = {}
     pools: list[range] = []
     for pool, sizes in placement.pool_assignments:
-        bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": 1.0} if on_gpu and pool.gpu else {})
+        bundle: Resources = {"CPU": float(pool.cpus)} | ({"GPU": float(pool.gpus)} if on_gpu and pool.gpu else {})
         num_processes = [sum(k < size for size in sizes.values()) for k in range(pool.places)]
         for role, size in sizes.items():
             slots[role] = [

@@ -29,10 +29,11 @@ from burnish.distributed.role_proxies import (
     RemoteReference,
 )
 from burnish.distributed.role_workers import PROCESS, TRAINING_ROLES, RolloutWorker, TrainingWorker
+from burnish.distributed.roles import is_foreign
 from burnish.distributed.worker_group import WorkerGroup
 from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
-from burnish.inference.weight_sync import TrainerClient, probe_request
+from burnish.inference.weight_sync import FOREIGN_PROBE_TOLERANCE, PROBE_TOLERANCE, TrainerClient, probe_request
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
@@ -209,7 +210,9 @@ def build_remote_engine(
         if isinstance(module, Decoder):  # other engines check by themselves
             check_requests(requests, (), partial(check_native_request, model=module, decode=decode))
 
-    trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, config.model.dtype)
+    tolerances = FOREIGN_PROBE_TOLERANCE if is_foreign(config.rollout) else PROBE_TOLERANCE
+    tolerance = tolerances[config.model.dtype]
+    trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, tolerance)
     asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else sampling and learning alternate
     assert isinstance(config.placement, RayPlacement)

@@ -6,6 +6,8 @@ of such a method's docstring is quoted in errors about the call.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.algorithms.losses.policy_loss import Loss
+from burnish.config.errors import UserError
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, ROLLOUT, RayPlacement
 from burnish.config.plugins import load_plugin
 from burnish.config.records import Plugin
@@ -24,6 +27,7 @@ from burnish.core.dispatch import InProcessStore, ObjectStore, dispatch
 from burnish.core.engine import Completion, Engine
 from burnish.distributed import roles
 from burnish.distributed.roles import build_process_reward_model
+from burnish.distributed.server_process import ServerProcess, start_server
 from burnish.inference import weight_sync
 from burnish.inference.native.parallel_decoder import rank_part
 from burnish.inference.request_arrays import PackedCompletions, PackedRequests, pack_completions, unpack_requests
@@ -43,6 +47,8 @@ from burnish.training.parallel.ranks import SOLO, is_launched, join_process_grou
 
 PROCESS, POLICY = "process", "policy"
 """The role of the process reward model, and the name of the policy's weights in checkpoint calls."""
+SERVER_END_S = 2.0
+"""How long after a failed request its server may take to end."""
 TRAINING_ROLES = (ACTOR, REFERENCE, CRITIC, PROCESS)
 """The roles that a `TrainingWorker` may have."""
 
@@ -276,10 +282,16 @@ class RolloutWorker:
         torch.set_num_threads(config.placement.cpus_of(ROLLOUT))
         if config.training.deterministic and resolve_device(config.model.device).type == "cuda":
             use_deterministic_algorithms()
-        sources = [*config.data.train, *config.data.validation]
-        self.policy = roles.build_policy(config.model, sources, config.seed, base)
+        sources, rollout = [*config.data.train, *config.data.validation], config.rollout
+        # vLLM and SGLang have weights of their own. The policy here is a copy in host memory, from which they are sent.
+        model = config.model.model_copy(update={"device": "cpu"}) if roles.is_foreign(rollout) else config.model
+        self.policy = roles.build_policy(model, sources, config.seed, base)
         self.policy.module.requires_grad_(False)
-        self.thread = EngineThread(roles.build_engine(self.policy, config.rollout))
+        self.server: ServerProcess | None = None
+        if config.placement.server is not None:
+            timeout_s = config.placement.timeout_s
+            self.server, rollout = start_server(config.placement.server, self.policy, rollout, timeout_s)
+        self.thread = EngineThread(roles.build_engine(self.policy, rollout))
         self.probe = probe_request(self.policy.tokenizer.vocab_size, self.policy.max_positions)
         self.version: int | None = None
         self._taken: list[str] = []
@@ -292,7 +304,13 @@ class RolloutWorker:
     @dispatch("each", "list", lane="side")
     def collect(self, at_least: int, wait_s: float) -> PackedCompletions:
         """Return completions."""
-        return pack_completions(self.thread.collect(at_least, wait_s))
+        try:
+            return pack_completions(self.thread.collect(at_least, wait_s))
+        except UserError as error:
+            if self.server is not None and self.server.has_ended(SERVER_END_S):
+                print(f"this process ends, since its server has ended: {error}", file=sys.stderr, flush=True)
+                os._exit(1)  # the driver starts both again
+            raise
 
     @dispatch("each", "list")
     def abort(self, numbers: Sequence[int]) -> PackedCompletions:

@@ -145,6 +145,18 @@ def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str,
     return MismatchEngine(make, policy.module, rollout.mismatch, policy.tokenizer)
 
 
+def is_foreign(rollout: Rollout) -> bool:
+    """Whether the engine is vLLM's or SGLang's, with weights and kernels of its own."""
+    return rollout.engine in ("vllm", "sglang")
+
+
+def driver_rollout(config: TrainConfig) -> Rollout:
+    """The settings of the engine that the driver makes before its roles start. On Ray, other processes sample with vLLM or SGLang."""
+    if isinstance(config.placement, RayPlacement) and is_foreign(config.rollout):
+        return config.rollout.model_copy(update={"engine": "auto", "vllm": None, "sglang": None, "cache_gib": None})
+    return config.rollout
+
+
 def engine_kind(rollout: Rollout, is_native: bool) -> str:
     """The engine that samples; UserError if it cannot run the policy. `is_native`: the policy is a native decoder."""
     kind = rollout.engine if rollout.engine != "auto" else ("native" if is_native else "transformers")

@@ -71,7 +71,10 @@ class Plan:
     """Transfers in an order in which they can be executed: a relayed block is received before it is sent on."""
 
     node_of: Callable[[int], int]
+    keeps_transfers: bool = True
+    """Whether `transfers` are listed; otherwise only counted."""
     transfers: list[Transfer] = field(default_factory=list)
+    num_transfers: int = 0
     within: Load = field(default_factory=Load)
     """Bytes between ranks of one machine."""
     across: Load = field(default_factory=Load)
@@ -84,7 +87,9 @@ class Plan:
         return self.within.total + self.across.total
 
     def add(self, transfer: Transfer) -> None:
-        self.transfers.append(transfer)
+        self.num_transfers += 1
+        if self.keeps_transfers:
+            self.transfers.append(transfer)
         if transfer.is_local:
             self.kept_bytes += transfer.num_bytes
             return
@@ -121,9 +126,9 @@ class TensorLayout:
     targets: Holders
 
 
-def make_plan(tensors: Iterable[TensorLayout], node_of: Callable[[int], int]) -> Plan:
-    """Plan the transfer of all tensors. `node_of(rank)` is the rank's machine."""
-    plan = Plan(node_of)
+def make_plan(tensors: Iterable[TensorLayout], node_of: Callable[[int], int], keeps_transfers: bool = True) -> Plan:
+    """Plan the transfer of all tensors. `node_of(rank)` is the rank's machine. Millions of transfers may be counted and not listed."""
+    plan = Plan(node_of, keeps_transfers)
     for tensor in tensors:
         for block in shared_blocks(tensor):
             _plan_block(plan, tensor, block)

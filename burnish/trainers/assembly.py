@@ -213,11 +213,11 @@ def build_parts(
     if config.training.compile:
         check_compile(policy.module)
     inputs = build_inputs(config, base, policy, rewards, read)
-    engine = roles.build_engine(policy, config.rollout)
+    engine = roles.build_engine(policy, roles.driver_rollout(config))
     runner = roles.build_runner(config, policy, engine, base)
     runner.demonstrations = inputs.demonstrations
     paged = roles.find_paged_engine(engine)
-    if paged is not None and config.rollout.cache_gib is not None:
+    if paged is not None and paged.cache_bytes is not None:
         paged.plan(inputs.longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
     parts = RunParts(
         config,

@@ -201,6 +201,40 @@ def parallel_engine(folder: Path, facts: Facts) -> None:
         ray_cluster.Cluster = PooledCluster
 
 
+def servers(folder: Path, facts: Facts) -> None:
+    """A server that each engine's process starts; one is killed in the middle of a run."""
+    serve = f"{sys.executable} -m tests.inference.sglang.fake_sglang_server {{model}} {{port}}"
+    where = placed(1, 1, "rollout.engine=sglang", f"placement.server='{serve}'", "training.steps=4")
+    original, killed = RemoteEngine._send_requests, list[int]()
+
+    def deal(engine: RemoteEngine, requests: Any) -> None:
+        if engine.version == 2 and not killed:
+            engine.confirm()
+            killed.append(
+                pid_of("fake_sglang_server", parent=pid_of("start_new_session", engine.workers.backend.pid(0)))
+            )  # type: ignore[attr-defined]
+            os.kill(killed[0], signal.SIGKILL)
+        original(engine, requests)
+
+    RemoteEngine._send_requests = deal  # type: ignore[method-assign]
+    ray_cluster.Cluster = fresh
+    try:
+        run(folder, "served", *where)
+    finally:
+        ray_cluster.Cluster = PooledCluster
+        RemoteEngine._send_requests = original  # type: ignore[method-assign]
+    facts["killed servers"] = len(killed)
+
+
+def pid_of(word: str, parent: int) -> int:
+    """The child of a process whose command line has a word."""
+    children = [
+        int(pid) for task in Path(f"/proc/{parent}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    (found,) = [pid for pid in children if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found
+
+
 def killed_engine(folder: Path, facts: Facts) -> None:
     """kill -9, and a stop for ever, of an engine that has just been given requests, in the middle of a run."""
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
@@ -368,6 +402,7 @@ SCENARIOS = (
     process,
     games,
     parallel_engine,
+    servers,
     killed_engine,
     relayed,
     killed_trainer,

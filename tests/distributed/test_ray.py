@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow  # a Ray of its own and a dozen runs: one to two m
 SCENARIOS = [
     "numbers",
     "parallel_engine",
+    "servers",
     "killed_engine",
     "relayed",
     "killed_trainer",
@@ -104,6 +105,16 @@ def test_an_engine_that_lost_one_of_its_processes_is_started_again_as_a_whole(
     said = (folder / "parallel" / "log.txt").read_text()
     assert "engine 0 is started again, and its 16 unfinished requests are issued again" in said
     assert "rollout rank 1 of 2 has ended" in said
+
+
+def test_a_server_of_another_engine_has_the_weights_of_every_step_and_is_started_again_when_it_ends(
+    folder: Path, facts: dict[str, Any]
+) -> None:
+    rows = read_metrics(folder / "served" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["mismatch/max"] for row in rows) < 1e-6
+    assert facts["killed servers"] == 1
+    assert "engine 0 is started again, and its 16 unfinished requests" in (folder / "served" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("name", ["killed", "stopped", "relayed"])

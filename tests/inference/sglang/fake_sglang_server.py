@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections import deque
@@ -28,10 +29,12 @@ from starlette.routing import Route
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.config.model import Model
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.gateway.http_guards import bind_socket
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.models.decoder import Decoder
+from burnish.models.policy import load_policy
 from burnish.models.weight_files import load_tensors, stored_tensors
 from burnish.serve.async_engine import AsyncEngine, Generation
 from burnish.serve.engine_worker import EngineThread, Listener
@@ -376,3 +379,15 @@ class _Cut(JSONResponse):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": bytes(self.body[: len(self.body) // 2]), "more_body": True})
         raise ConnectionResetError("cut on purpose")
+
+
+def main(directory: Path, port: int) -> None:
+    """Serve a model directory until the process is killed."""
+    policy = load_policy(Model(path=str(directory), dtype="float64", device="cpu"), directory, None, seed=0)
+    assert isinstance(policy.module, Decoder)
+    SglangServer(policy.module, decode=policy.tokenizer.decode).start(port)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
