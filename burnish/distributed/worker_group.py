@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from burnish.core.batch import Batch
@@ -73,7 +73,7 @@ class SentCall:
     method: str
     token: Any
     """The backend's handle of the call."""
-    started: float = field(default_factory=time.monotonic)
+    started: float
     has_ended: bool = False
     """Whether the call is known to have ended, so that it need not be polled again."""
     is_promised: bool = False
@@ -190,8 +190,10 @@ class WorkerGroup:
         deadline_s: float,
         shares: Sequence[int] | None = None,
         mini_batches: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.kind, self.backend, self.deadline_s = name, kind, backend, deadline_s
+        self.clock = clock
         self.mini_batches = mini_batches
         """Number of consecutive selections of a batch that the ranks will get; each is balanced over the ranks."""
         self.size = backend.size
@@ -345,8 +347,8 @@ class WorkerGroup:
         left = [call for call in handles if not call.has_ended]
         for call in left:
             if call.is_promised:  # its time starts when its arguments are available
-                call.started, call.is_promised = time.monotonic(), False
-        while left and time.monotonic() - min(call.started for call in left) <= self.deadline_s:
+                call.started, call.is_promised = self.clock(), False
+        while left and self.clock() - min(call.started for call in left) <= self.deadline_s:
             ended = {id(token) for token in self.backend.wait([call.token for call in left], POLL_INTERVAL_S)}
             for call in left:
                 call.has_ended = id(call.token) in ended
@@ -371,9 +373,9 @@ class WorkerGroup:
     def _send(self, rank_calls: Sequence[RankCall]) -> list[SentCall]:
         with nullcontext() if self.backend.is_here else self._sending:
             tokens = self.backend.send(rank_calls)
-        pairs = zip(rank_calls, tokens, strict=True)
+        pairs, now = zip(rank_calls, tokens, strict=True), self.clock()
         return [
-            SentCall(rank_call.rank, rank_call.method, token, is_promised=bool(rank_call.promises))
+            SentCall(rank_call.rank, rank_call.method, token, now, is_promised=bool(rank_call.promises))
             for rank_call, token in pairs
         ]
 
@@ -391,7 +393,7 @@ class WorkerGroup:
         )
 
     def _check_deadline(self, calls: Sequence[SentCall]) -> None:
-        late = next((call for call in calls if time.monotonic() - call.started > self.deadline_s), None)
+        late = next((call for call in calls if self.clock() - call.started > self.deadline_s), None)
         if late is None:
             return
         method = late.method

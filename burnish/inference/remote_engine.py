@@ -75,7 +75,9 @@ class RemoteEngine:
         count: Callable[[str, float], None],
         note: Callable[[str], None],
         at_once: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self.workers, self.deadline_s, self.at_once = workers, deadline_s, at_once
         self.sync = WeightSync(workers, trainer, probe, count)
         self.check, self.count, self.note = check, count, note
@@ -199,7 +201,7 @@ class RemoteEngine:
         wait_s = max(COLLECT_WAIT_S, COLLECT_WAIT_PER_ENGINE_S * len(self.engines))
         for handle in self.workers.ready([m.pending for m in self.engines if m.pending is not None], 0.0):
             self._receive(handle)  # an engine that has answered is not silent, however long its answer was not read
-        now = time.monotonic()
+        now = self.clock()
         # Ask for all of its requests: an engine that has finished all need not wait.
         enough = {rank: len(self.engines[rank].running) for rank in self._idle(now, wait_s)}
         for handle in self.workers.send_each("collect", {rank: (least, wait_s) for rank, least in enough.items()}):

@@ -144,7 +144,7 @@ def test_an_engine_that_ends_is_started_again_and_nothing_is_lost_or_twice(
 
 @pytest.mark.parametrize("has_answered", [True, False])
 def test_an_engine_that_has_answered_is_not_silent_however_long_nobody_listened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_answered: bool
+    tmp_path: Path, has_answered: bool
 ) -> None:
     class Late(HereBackend):
         def __init__(self, *made: Any) -> None:
@@ -165,7 +165,7 @@ def test_an_engine_that_has_answered_is_not_silent_however_long_nobody_listened(
     parts.engine._collect()
     assert parts.engine.engines[1].pending is not None
     later = time.monotonic() + remote_engine.MAX_SILENCE_S + 1
-    monkeypatch.setattr(remote_engine, "time", SimpleNamespace(monotonic=lambda: later, perf_counter=time.perf_counter))
+    parts.engine.clock = lambda: later
     if has_answered:
         parts.backend.late.clear()  # type: ignore[attr-defined]
     assert {c.id: told(c) for c in parts.engine.stream()} == run(parts.local, asked)
