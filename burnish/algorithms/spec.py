@@ -43,6 +43,7 @@ from burnish.algorithms.terms.spec import (
     Entropy,
     IterateReference,
     Kl,
+    Router,
 )
 from burnish.config.model import Critic, ProcessModel
 from burnish.config.records import Plugin, Record, Slot, choice, name_to_record
@@ -120,6 +121,8 @@ class Algorithm(Record):
     """KL to a reference."""
     entropy: Entropy = Entropy()
     """Entropy bonus, fixed or adaptive, and training on high-entropy tokens only."""
+    router: Router = Router()
+    """Routers of a model with experts: balance loss, and replay of the engine's experts."""
     auxiliary: Auxiliary = Auxiliary()
     """Supervised losses added to the policy loss."""
     filters: list[FilterSlot] = Field(default_factory=list)

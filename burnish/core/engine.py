@@ -73,6 +73,8 @@ class Completion:
     """Version of the weights that generated it."""
     raw_logp: np.ndarray | None = field(default=None, kw_only=True)
     """float32: log-probs of the raw model. None unless `raw_logprobs` was set."""
+    experts: np.ndarray | None = field(default=None, kw_only=True)
+    """int16 [prompt and generated tokens, layers, k]: the experts that computed each token (`core/routed_experts.py`). None unless recorded."""
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ from burnish.config.errors import UserError
 from burnish.core.batch import Batch, Ragged
 from burnish.core.observations import observed_columns
 from burnish.core.random_keys import fold, hash_text, to_int64
+from burnish.core.routed_experts import expert_columns
 from burnish.core.segments import offsets_from_lengths
 
 TrajectoryFinish = Literal["stop", "length", "turns", "aborted", "error"]
@@ -104,6 +105,9 @@ class TokenNode:
     """False takes the tokens of a sampled node out of the loss: a retried answer, a cut stream, a call beside the task."""
     observed: np.ndarray | None = None  # int8
     """Only of a node that was read: which of its tokens are the body of a message, by the number of its role (`core/observations.py`)."""
+
+    experts: np.ndarray | None = None  # int16
+    """The experts that computed each token in the engine (`core/routed_experts.py`); None if they were not recorded."""
 
     @property
     def is_sampled(self) -> bool:
@@ -313,7 +317,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     A missing number is nan. Token columns: `action_mask`, `loss_mask` (the actions of nodes that are trained), `behaviour_logp`, `version`. If the environment reports
     states or rewards turns before the last, there are ragged columns `turn_start` (position in the sequence), `turn_state` (equal
     numbers for equal states) and `turn_reward`. A turn is in the sequence in which its tokens are actions.
-    `segment_and_tree_columns`, `step_reward_columns` and `observed_columns` add theirs.
+    `segment_and_tree_columns`, `step_reward_columns`, `observed_columns` and `expert_columns` add theirs.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
     if unscored:
@@ -343,7 +347,8 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
         }
         | extra_token_columns
         | step_reward_columns(trajectories)
-        | observed_columns(trajectories),
+        | observed_columns(trajectories)
+        | expert_columns(trajectories),
         sequence={
             "group_ids": torch.tensor(group_ids, dtype=torch.int64),
             "trajectory_ids": torch.tensor(trajectory_ids, dtype=torch.int64),

@@ -287,6 +287,7 @@ class RolloutWorker:
         model = config.model.model_copy(update={"device": "cpu"}) if roles.is_foreign(rollout) else config.model
         self.policy = roles.build_policy(model, sources, config.seed, base)
         self.policy.module.requires_grad_(False)
+        roles.set_expert_recording(config, self.policy)
         self.server: ServerProcess | None = None
         if config.placement.server is not None:
             timeout_s = config.placement.timeout_s

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.algorithms.losses.distillation_spec import DivergenceLoss, GoldLoss
-from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
+from burnish.algorithms.terms.spec import Router, TeacherReference, TeachersReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
 from burnish.config.errors import UserError
@@ -133,6 +133,24 @@ def _directories(config: Model, base: Path | None, with_weights: bool) -> tuple[
     return path, adapter
 
 
+def set_expert_recording(config: TrainConfig, policy: PolicyModel) -> None:
+    """Make engines on the policy record the experts of every token, if the algorithm reads them. Call it before `build_engine`."""
+    router = config.algorithm.router
+    if router == Router():
+        return
+    if policy.arch is None or policy.arch.experts is None:
+        raise UserError("algorithm.router is set, and the model has no experts: remove the section")
+    if router.engine_experts == "ignore":
+        return
+    if engine_kind(config.rollout, is_native=True) != "native":
+        raise UserError(
+            f"algorithm.router.engine_experts={router.engine_experts} needs the native engine, which records the experts: "
+            "set rollout.engine=native"
+        )
+    assert isinstance(policy.module, Decoder), "a policy with an architecture"
+    policy.module.records_experts = True
+
+
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:
     """The engine that samples from the policy's own tensors, or from altered ones if `rollout.mismatch` is set."""
     if rollout.mismatch is None:
@@ -186,7 +204,8 @@ def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str
             )
         if rollout.exact:
             policy.module.exact = partial(exact_logprobs, policy.module)
-        if weight.is_cuda or rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto":
+        is_paged = rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto"
+        if weight.is_cuda or is_paged or policy.module.records_experts:
             return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention does not gather pages.
         return DenseEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
@@ -319,6 +338,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
         training.share_prefixes,
         training.grad_norms,
         ranks,
+        config.algorithm.router,
     )
 
 

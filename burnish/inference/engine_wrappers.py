@@ -260,8 +260,10 @@ class MismatchEngine:
                 assert self.tokenizer is not None  # checked by __init__
                 tokens, logp = reencode(self.tokenizer, asked, found)
         raw = None if isinstance(self.fault, ReencodedFault) else found.raw_logp  # these are of the drawn tokens
+        is_same = not isinstance(self.fault, ReencodedFault | ExtraBosFault)
+        experts = found.experts if is_same else None  # of the tokens that the engine read
         return FaultyCompletion(
-            found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp, raw_logp=raw
+            found.id, tokens, logp, found.finish, found.version, found.tokens, found.logp, raw_logp=raw, experts=experts
         )
 
 

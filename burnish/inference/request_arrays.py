@@ -42,6 +42,7 @@ class PackedCompletions:
     tokens: np.ndarray  # int32, of all
     logp: np.ndarray  # float32, of all
     raw_logp: np.ndarray | None  # float32, of the requests that asked for it, concatenated
+    experts: list[np.ndarray | None] | None = None  # of models with experts, if they are recorded
 
     @property
     def numbers(self) -> list[int]:
@@ -128,6 +129,7 @@ def pack_completions(completions: Sequence[Completion]) -> PackedCompletions:
         tokens=_concatenate([c.tokens for c in completions], np.int32),
         logp=_concatenate([c.logp for c in completions], np.float32),
         raw_logp=_concatenate(raw, np.float32) if raw else None,
+        experts=[c.experts for c in completions] if any(c.experts is not None for c in completions) else None,
     )
 
 
@@ -143,6 +145,8 @@ def unpack_completions(packed: PackedCompletions, ids: Sequence[str]) -> list[Co
         ends = _offsets(lengths[chosen]).tolist()
         for k, start, stop in zip(chosen.tolist(), ends, ends[1:], strict=False):
             found[k].raw_logp = packed.raw_logp[start:stop]
+    for completion, experts in zip(found, packed.experts or (), strict=False):
+        completion.experts = experts
     return found
 
 

@@ -300,7 +300,8 @@ def set_activations(model: nn.Module, policy: str) -> None:
 def _checkpoint_native_layer(
     checkpoint: CheckpointFunction, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
 ) -> Tensor:
-    return checkpoint(layer.run, x, cos, sin, attend)
+    run = layer.run if layer.experts is None else layer.experts.in_this_pass(layer.run)
+    return checkpoint(run, x, cos, sin, attend)
 
 
 def _checkpoint_transformers_layer(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.models.architecture import Architecture
-from burnish.models.experts import ExpertMlp
+from burnish.models.experts import ExpertMlp, RouterPass
 from burnish.models.kernels.aligned_groups import AlignedGroups, head_aligned
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.divergence import head_comparison
@@ -43,6 +43,7 @@ from burnish.models.latent_attention import LatentProjection, value_heads
 
 if TYPE_CHECKING:
     from burnish.config.model import Lora
+    from burnish.models.router_pass import LearnerRouting
 
 LayerForward = Callable[["Layer", Tensor, Tensor, Tensor, Attend], Tensor]
 """(layer, x, cos, sin, attend) -> output of the layer."""
@@ -70,7 +71,8 @@ class Layer(nn.Module):
         self.experts: ExpertMlp | None = None
         """Experts in place of `gate_up` and `down`."""
         if arch.experts is not None and arch.has_experts(index):
-            self.experts = ExpertMlp(arch.hidden_size, arch.experts, self.gated_activation)
+            place = sum(map(arch.has_experts, range(index)))
+            self.experts = ExpertMlp(arch.hidden_size, arch.experts, self.gated_activation, place)
         else:
             self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.mlp_size, bias=arch.mlp_bias)
             self.down = nn.Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
@@ -181,6 +183,10 @@ class Decoder(nn.Module):
         """If set, the input of the first layer comes from the stage before (`training/parallel/pipeline.py`)."""
         self.send: Callable[[Tensor], Tensor] | None = None
         """If set, the output of the last layer goes to the next stage, and what this returns has no values."""
+        self.records_experts = False
+        """Whether a paged engine on this model records the experts of every token (`router_pass.py`)."""
+        self.routing: LearnerRouting | None = None
+        """What the learner's routers do besides choosing; set by `set_routing`."""
 
     @property
     def attention_cost(self) -> float:
@@ -188,6 +194,18 @@ class Decoder(nn.Module):
         arch = self.arch
         matmuls = sum(arch.attention_matrices.values()) + 3 * arch.hidden_size * arch.active_mlp_size
         return arch.num_heads * arch.head_dim / matmuls
+
+    def set_routing(self, routing: LearnerRouting | None) -> None:
+        """Set what the routers do in the learner's next passes; None lets them only choose."""
+        self.routing = routing
+        self.set_router_pass(routing)
+
+    def set_router_pass(self, router_pass: RouterPass | None) -> None:
+        """Set the router pass of all layers with experts."""
+        for layer in self.layers:
+            experts = cast(Layer, layer).experts
+            if experts is not None:
+                experts.router_pass = router_pass
 
     @property
     def head_weight(self) -> Tensor:
@@ -257,6 +275,8 @@ class Decoder(nn.Module):
         if rows is not None:
             tokens, positions, at = tokens[rows.own], positions[rows.own], rows.row_of[at]
         shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(attend.lengths, rows, at)
+        if self.routing is not None:
+            self.routing.begin(offsets, rows, shard, self.exact is not None)
         hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend), int(lengths.max()))
         return hidden[shard.at], shard
 
@@ -264,6 +284,14 @@ class Decoder(nn.Module):
         """Logits [N, vocab], for a few rows at a time."""
         logits = functional.linear(hidden, self.head_weight)
         return logits if self.arch.logit_softcap is None else softcapped(logits, self.arch.logit_softcap)
+
+    def exact_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float) -> Tensor | None:
+        """The log-probs of exact mode [M]; None in other modes."""
+        if self.exact is None:
+            return None
+        if self.routing is not None:
+            self.routing.begin(offsets, None, UnshardedRows(wanted), True, is_exact=True)
+        return self.exact(tokens, offsets, wanted, temperature)
 
     def token_logprobs(
         self,
@@ -275,7 +303,7 @@ class Decoder(nn.Module):
         shared_prefix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """log p(token | its past) at the `wanted` positions [M] (never the first of a sequence), and entropies if requested."""
-        exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
+        exact = self.exact_values(tokens, offsets, wanted, temperature)
         if exact is not None and not torch.is_grad_enabled() and not with_entropy:
             return exact, None
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
@@ -315,7 +343,7 @@ class Decoder(nn.Module):
         else:
             found = head_comparison(*states, reference, temperature, self.arch.logit_softcap)
         logp, entropy, kl = map(shard.gather_wanted, found)
-        exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else None
+        exact = self.exact_values(tokens, offsets, wanted, temperature)
         return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl
 
     @torch.no_grad()
@@ -332,8 +360,8 @@ class Decoder(nn.Module):
         targets = shard.select_wanted(tokens[wanted])
         found = head_statistics(hidden, self.head_weight, targets, temperature, self.arch.logit_softcap)
         logp, entropy, squares = map(shard.gather_wanted, found)
-        exact = self.exact(tokens, offsets, wanted, temperature) if self.exact is not None else logp
-        return exact, entropy, squares
+        exact = self.exact_values(tokens, offsets, wanted, temperature)
+        return (logp if exact is None else exact), entropy, squares
 
 
 def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:

@@ -16,7 +16,7 @@ does not depend on the batch. For the same reason the gradient of the input is a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -125,12 +125,21 @@ class ExpertLinear(nn.Linear):
         return _ToTokens.apply(rows, self.matrices(), way)
 
 
-class ExpertMlp(nn.Module):
-    """The router and the experts of one layer."""
+class RouterPass(Protocol):
+    """A forward pass that does more than choose experts (`router_pass.py`)."""
 
-    def __init__(self, hidden_size: int, shape: ExpertShape, activate: Activate) -> None:
+    def choose(self, mlp: ExpertMlp, logits: Tensor, score_bias: Tensor | None) -> Choice:
+        """The experts of each token from the logits [N, E] of a layer's router."""
+
+
+class ExpertMlp(nn.Module):
+    """The router and the experts of one layer; `place` is its index among the layers with experts."""
+
+    def __init__(self, hidden_size: int, shape: ExpertShape, activate: Activate, place: int = 0) -> None:
         super().__init__()
-        self.shape, self.activate = shape, activate
+        self.shape, self.activate, self.place = shape, activate, place
+        self.router_pass: RouterPass | None = None
+        """If set, it makes the choice."""
         self.router = nn.Linear(hidden_size, shape.num_experts, bias=False)
         self.gate_up = ExpertLinear(shape.num_experts, hidden_size, 2 * shape.expert_size)
         self.down = ExpertLinear(shape.num_experts, shape.expert_size, hidden_size)
@@ -145,7 +154,23 @@ class ExpertMlp(nn.Module):
 
     def choose(self, logits: Tensor) -> Choice:
         """The experts of each token from the router's logits [N, E]."""
-        return route(logits, self.shape, self.score_bias if self.shape.has_score_bias else None)[0]
+        bias = self.score_bias if self.shape.has_score_bias else None
+        if self.router_pass is not None:
+            return self.router_pass.choose(self, logits, bias)
+        return route(logits, self.shape, bias)[0]
+
+    def in_this_pass(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function that runs with the present router pass, also when it is recomputed during another one."""
+        own = self.router_pass
+
+        def bound(*inputs: Any) -> Tensor:
+            present, self.router_pass = self.router_pass, own
+            try:
+                return run(*inputs)
+            finally:
+                self.router_pass = present
+
+        return bound
 
     def compute(self, x: Tensor, choice: Choice) -> Tensor:
         """The weighted sum of the chosen experts' outputs."""

@@ -196,6 +196,7 @@ class InFlightTrajectories:
             )
         tokens = completion.tokens.tolist()
         active.turn.append(tokens, completion.logp.tolist(), completion.version)
+        active.turn.experts = completion.experts
         active.num_sampled += len(tokens)
 
     def _drop_partial_stop(self, active: RunningTrajectory) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from burnish.core.engine import SamplingOptions
+from burnish.core.routed_experts import padded_record
 from burnish.core.trajectory import TokenNode, TurnSpan
 from burnish.data.prompt_stream import PromptSample
 
@@ -33,6 +34,8 @@ class PartialTurn:
     """Whether the model sampled the token. Answers that continue a given prefix begin with tokens that it did not sample."""
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    experts: np.ndarray | None = None
+    """The engine's experts of the whole context and this turn, by the last request; None if they were not recorded."""
 
     def append(self, tokens: Sequence[int], logp: Sequence[float] | None = None, version: int = -1) -> None:
         """Add tokens: sampled ones with their log-probs, others without."""
@@ -48,7 +51,7 @@ class PartialTurn:
 
     def copy(self) -> PartialTurn:
         """Return a copy that grows on its own."""
-        return PartialTurn(list(self.tokens), list(self.sampled), list(self.logp), list(self.version))
+        return PartialTurn(list(self.tokens), list(self.sampled), list(self.logp), list(self.version), self.experts)
 
 
 class TokenPath:
@@ -86,6 +89,7 @@ class TokenPath:
         """Add a complete turn of the model behind the path. Returns the index of its last sampled node."""
         num_given = turn.sampled.index(True) if True in turn.sampled else len(turn.tokens)
         self.append(turn.tokens[:num_given])
+        self._add_records(turn.experts)
         if num_given == len(turn.tokens):
             return len(self.nodes) - 1  # nothing was sampled
         node = TokenNode(
@@ -94,8 +98,18 @@ class TokenPath:
             np.array(turn.logp[num_given:], dtype=np.float32),
             np.array(turn.version[num_given:], dtype=np.int32),
         )
+        if turn.experts is not None:
+            node.experts = padded_record(turn.experts[self.length :], len(node.tokens))
         self._add(node)
         return len(self.nodes) - 1
+
+    def _add_records(self, experts: np.ndarray | None) -> None:
+        """Give the nodes that were only read the experts of the first request that read them."""
+        at = 0
+        for node in [self.nodes[index] for index in self.path] if experts is not None else ():
+            own = slice(at, at := at + len(node.tokens))
+            if experts is not None and not node.is_sampled and node.experts is None:
+                node.experts = padded_record(experts[own], len(node.tokens))
 
     def branch(self, tokens: Sequence[int], observed: np.ndarray | None = None) -> None:
         """Continue with a context that does not continue the path: fork behind the nodes that both begin with."""

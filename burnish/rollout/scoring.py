@@ -18,6 +18,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
 from burnish.core.observations import marks_to_arrays, restore_marks
+from burnish.core.routed_experts import records_to_arrays, restore_records
 from burnish.core.trajectory import (
     EVENTS,
     MAIN_TURN,
@@ -368,7 +369,7 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     `logp` and `versions` have the sampled tokens only.
     """
     nodes = [node for t in trajectories for node in t.nodes]
-    return {
+    found = {
         "tokens": _packed([node.tokens for node in nodes], np.int64),
         "logp": _packed([node.logp for node in nodes if node.logp is not None], np.float32),
         "versions": _packed([_versions(node) for node in nodes if node.is_sampled], np.int32),
@@ -378,7 +379,8 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         "trained": np.array([node.is_trained for node in nodes], dtype=bool),
         "nodes": np.array([len(t.nodes) for t in trajectories], dtype=np.int64),
         "records": _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories]),
-    } | marks_to_arrays(nodes)
+    }
+    return found | marks_to_arrays(nodes) | records_to_arrays(nodes)
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
@@ -399,6 +401,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
             own = slice(at_sampled, at_sampled := at_sampled + length)
             nodes[-1].logp, nodes[-1].version = logp[own], versions[own]
     restore_marks(nodes, arrays)
+    restore_records(nodes, arrays)
     result, at = [], 0
     for record, count in zip(_from_bytes(arrays["records"]), arrays["nodes"].tolist(), strict=True):
         record["turns"] = [TurnSpan(*span) for span in record["turns"]]

@@ -213,6 +213,7 @@ def build_parts(
     if config.training.compile:
         check_compile(policy.module)
     inputs = build_inputs(config, base, policy, rewards, read)
+    roles.set_expert_recording(config, policy)
     engine = roles.build_engine(policy, roles.driver_rollout(config))
     runner = roles.build_runner(config, policy, engine, base)
     runner.demonstrations = inputs.demonstrations

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from burnish.algorithms.batch_columns import ANSWER_COLUMN, first_sequences
 from burnish.algorithms.losses.loss_view import loss_view
 from burnish.algorithms.losses.policy_loss import Loss
+from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
@@ -57,6 +58,7 @@ from burnish.training.optimizers.base_optimizer import BaseOptimizer
 from burnish.training.optimizers.update_rules import lr_factor, make_optimizer
 from burnish.training.parallel.pipeline import OneForwardOneBackward
 from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.router_training import RouterTraining
 from burnish.training.sharded_checkpoint import StoredTensors, read_state, state_contents
 
 LAYER_PATTERN = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -82,7 +84,7 @@ class Learner:
 
     `temperature` is the sampling temperature of the batches; all log-probs are computed at it. With `share_prefixes` a
     prefix that sequences of a group have in common is computed once, if the model supports it and it saves enough. With
-    `grad_norms` an update also reports the gradient norm of each block. `meter` counts the work and its time.
+    `grad_norms` an update also reports the gradient norm of each block. `router` is for models with experts. `meter` counts the work and its time.
 
     With several `ranks`, each is given its own shard of a mini-batch (`ranks.local_shard`), and all make the same calls. The numbers
     of an update are those of the whole mini-batch on every rank; its columns are of the rank's own tokens.
@@ -98,8 +100,10 @@ class Learner:
         share_prefixes: bool = True,
         grad_norms: bool = False,
         ranks: Ranks = SOLO,
+        router: Router | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
+        self.routers = RouterTraining.of(model, router, ranks)
         self.config, self.total_updates = optimizer, total_updates
         self.packing, self.temperature = Packing.of(model, token_budget, share_prefixes), temperature
         self.reference: ReferenceFn | None = None
@@ -130,9 +134,24 @@ class Learner:
 
         `value` if it is among the needs, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) if needed.
         """
-        return batch_outputs(
-            self.model, batch, needs, self.packing, self.temperature, mask, self._count_work, self.ranks, self.reference
+        found = batch_outputs(
+            self.model,
+            batch,
+            needs,
+            self.packing,
+            self.temperature,
+            mask,
+            self._before_pass,
+            self.ranks,
+            self.reference,
         )
+        self._end_passes()
+        return found
+
+    def _before_pass(self, micro_batch: MicroBatch) -> None:
+        self._count_work(micro_batch)
+        if self.routers is not None:
+            self.routers.begin(micro_batch, with_gradient=False)
 
     @metered("other")
     def update(
@@ -164,7 +183,7 @@ class Learner:
         with self.meter("optimizer"):
             norm = self.optimizer.clip(self.config.clip_norm)
         stats = {"loss": total + second, "grad_norm": norm, "lr": lr, **{k: v / num_tokens for k, v in sums.items()}}
-        stats |= blocks | observed
+        stats |= blocks | observed | ({} if self.routers is None else self.routers.stats())
         if also is not None:
             stats["second_loss"] = second
         if not math.isfinite(norm):
@@ -206,12 +225,17 @@ class Learner:
         sums: dict[str, Tensor] = {}
         seen: dict[str, Tensor] = {}
         schedule = OneForwardOneBackward(self.model, self._backward_pass)
-        for micro_batch in micro_batches_of(batch, self.packing, mask, self.ranks, whole_groups):
+        micro_batches = micro_batches_of(batch, self.packing, mask, self.ranks, whole_groups)
+        if self.routers is not None:
+            self.routers.start(micro_batches)
+        for micro_batch in micro_batches:
             self._count_work(micro_batch, with_gradient=True)
             with self.meter("forward"):
+                if self.routers is not None:
+                    self.routers.begin(micro_batch, with_gradient=True)
                 found = forward(self.model, micro_batch, needs, self.temperature, self.reference)
             if not has_outputs(self.model):
-                schedule.add(zero_loss(found))
+                schedule.add(self._with_balance(zero_loss(found)))
                 continue
             with self.meter("forward"):
                 split = SplitOutputs(micro_batch, found, mask)
@@ -223,7 +247,7 @@ class Learner:
                 )
                 if (term := split.term()) is not None:
                     value, amounts = value + term[0], amounts | term[1]
-            schedule.add(value)
+            schedule.add(self._with_balance(value))
             total += value.detach()
             for name, amount in amounts.items():
                 sums[name] = sums.get(name, torch.zeros_like(total)) + amount.detach()
@@ -232,6 +256,7 @@ class Learner:
                     seen[name] = output.new_zeros(batch.num_tokens)
                 seen[name][split.positions] = output.detach()
         schedule.finish()
+        self._end_passes()
         numbers = float(total), {name: float(amount) for name, amount in sums.items()}
         return *self.ranks.from_last_stage(numbers), self.ranks.columns_from_last_stage(seen, batch)
 
@@ -243,22 +268,37 @@ class Learner:
         # An entropy that only metrics use has slope 0, and is not computed again.
         names = [name for name, slope in slopes.items() if name != "entropy" or bool(slope.any())]
         schedule = OneForwardOneBackward(self.model, self._backward_pass)
-        for micro_batch in micro_batches_of(batch, self.packing, mask, self.ranks):
+        micro_batches = micro_batches_of(batch, self.packing, mask, self.ranks)
+        if self.routers is not None:
+            self.routers.start(micro_batches)
+        for micro_batch in micro_batches:
             self._count_work(micro_batch, with_gradient=True)
             with self.meter("forward"):
+                if self.routers is not None:
+                    self.routers.begin(micro_batch, with_gradient=True)
                 outputs = forward(self.model, micro_batch, frozenset(names), self.temperature, self.reference)
                 if has_outputs(self.model):
                     terms = [(outputs[name] * slopes[name][micro_batch.positions]).sum() for name in names]
                     value = torch.stack(terms).sum()
                 else:
                     value = zero_loss(outputs)
-            schedule.add(value)
+            schedule.add(self._with_balance(value))
         schedule.finish()
+        self._end_passes()
 
     def _backward_pass(self, value: Tensor) -> None:
         with self.meter("backward"):
             value.backward()
             self.optimizer.accumulate_gradients()
+
+    def _with_balance(self, value: Tensor) -> Tensor:
+        """The loss of a forward pass with the balance loss of its routers, if there is one."""
+        term = None if self.routers is None else self.routers.term()
+        return value if term is None else value + term.to(value.dtype)
+
+    def _end_passes(self) -> None:
+        if self.routers is not None:
+            self.routers.end()
 
     def _count_work(self, micro_batch: MicroBatch, with_gradient: bool = False) -> None:
         if not micro_batch.is_padding:

@@ -317,6 +317,18 @@ class Entropy(Record):
     """Train only on this share of tokens, those of highest entropy (2506.01939); denominators still count all."""
 
 
+class Router(Record):
+    """The routers of a model with experts. A model without experts refuses this section."""
+
+    balance: float = Field(0.0, ge=0)
+    """Weight of the load-balance loss, computed for each sequence by itself (DeepSeek-V3, 2412.19437): the mean over sequences and layers of
+    sum_e f_e P_e, where f_e is the share of tokens that chose expert e by its even share, and P_e the mean score of e."""
+    engine_experts: Literal["ignore", "compare", "replay"] = "ignore"
+    """The experts that the engine chose for each token. compare: they are recorded, and the metric router/agreement says which share of them the
+    learner's routers choose too. replay: the learner computes with the engine's experts and its own scores of them (R3, 2510.11370), which
+    keeps ratios meaningful if the weights or the rounding have changed the choice. Needs the native engine."""
+
+
 class Chord(Record):
     """Demonstrations with a schedule and a gate: L = (1 - mu) L_rl + mu L_sft, with mu from a schedule of steps (CHORD, Trinity-RFT)."""
 

@@ -415,7 +415,7 @@ VERL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
     (f"{ROLLOUT}.seed", "same", "sampling is a function of `seed`, the prompt and the sample"),
     (f"{ROLLOUT}.full_determinism", "differs", "rollout.exact=true makes the learner's log-probs equal the engine's"),
     (f"{ROLLOUT}.over_sample_rate", "differs", "rollout.source=async trains on the oldest complete groups"),
-    (f"{ROLLOUT}.enable_rollout_routing_replay", "none", "there are no experts to replay"),
+    (f"{ROLLOUT}.enable_rollout_routing_replay", "differs", "algorithm.router.engine_experts=replay"),
     (
         f"{ROLLOUT}.quantization*",
         "differs",
@@ -439,7 +439,7 @@ VERL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
     (f"{REF}.*", "none", "the reference has the layout of the policy"),
     ("*.veomni.*", "none", "one training backend: FSDP2, with parallel.tensor and parallel.context"),
     ("*.torchtitan.*", "none", "one training backend: FSDP2, with parallel.tensor and parallel.context"),
-    ("*.router_replay*", "none", "there are no experts to replay"),
+    ("*.router_replay*", "differs", "algorithm.router.engine_experts=replay is R3; R2 is not there"),
     ("*.load_weight", "same", "the weights of model.path are always loaded"),
     ("*.profile.*", "none", "burnish train --profile writes a trace"),
     ("*nsight_options.*", "none", "burnish train --profile writes a trace"),

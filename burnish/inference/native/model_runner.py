@@ -28,6 +28,7 @@ from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
 from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, Pages, Placement
+from burnish.models.router_pass import EngineRecorder
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ModelRunner:
         num_positions = plan.blocks_per_row * plan.block_size
         self.rotations = [model.rotations(num_positions, layer) for layer in range(model.arch.num_layers)]
         self.row_ids = torch.arange(plan.max_rows, device=weight.device)
+        self.recorder = EngineRecorder(model, plan.num_blocks, plan.block_size) if model.records_experts else None
         self._graphs: dict[tuple[int, SamplerFlags, int], torch.cuda.CUDAGraph] = {}
 
     def batch_size(self, rows: int) -> int:
@@ -128,18 +130,20 @@ class ModelRunner:
         place = Placement(owner, position, self.rows.block_table)
         last = self._send((np.cumsum(lengths) - 1)[np.array(wanted)])
         if self.exact:
-            return self._logits(tokens, self._exact_attend(place), last)
+            return self._logits(tokens, self._exact_attend(place), place, last)
         rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
         attend = PrefillAttention(
             rows, starts, lengths, place, self.rotations, self.block_size, self.windows, self.softcap
         )
-        return self._logits(tokens, attend, last)
+        return self._logits(tokens, attend, place, last)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks into others, in all layers."""
         to, of = (self._send(np.array(x, dtype=np.int64)) for x in (targets, sources))
         for tensor in self._tensors():
             tensor[:, :, to] = tensor[:, :, of]
+        if self.recorder is not None:
+            self.recorder.copy_pages(of, to)
 
     def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], flags: SamplerFlags) -> None:
         """Draw the first token of each row from `logits[source]`."""
@@ -172,11 +176,22 @@ class ModelRunner:
             tables = self.rotations[layer]
             return decode_attention(qkv, *tables, place, norms, keys, values, window, splits, least, self.softcap)
 
-        logits = self._logits(state.ints[LAST_TOKEN, :num_rows], self._exact_attend(place) if self.exact else attend)
+        tokens = state.ints[LAST_TOKEN, :num_rows]
+        logits = self._logits(tokens, self._exact_attend(place) if self.exact else attend, place)
         state.draw(logits, row_ids, row_ids, flags)
 
-    def _logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None = None) -> Tensor:
+    def _logits(self, tokens: Tensor, attend: PagedAttend, place: Placement, which: Tensor | None = None) -> Tensor:
         """Logits after all tokens, or after those of index `which`."""
+        if self.recorder is None:
+            return self._computed_logits(tokens, attend, which)
+        self.recorder.begin(place, which)
+        self.model.set_router_pass(self.recorder)
+        try:
+            return self._computed_logits(tokens, attend, which)
+        finally:
+            self.model.set_router_pass(None)
+
+    def _computed_logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None) -> Tensor:
         if self.exact:
             hidden = paged_forward(self.model, tokens, self.cache, attend, exact_linear, which)
             return exact_logits(hidden, self.model.head_weight, self.model.arch.logit_softcap)

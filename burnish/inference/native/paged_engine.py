@@ -320,6 +320,8 @@ class PagedEngine:
         self._release_blocks(state)
 
     def _release_blocks(self, state: RequestState) -> None:
+        if self.runner.recorder is not None and state.block_table:
+            state.experts = self.runner.recorder.read(state.block_table)  # before another request writes there
         self.block_manager.release(state.block_table)
         state.block_table = []
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.core.routed_experts import padded_record
 from burnish.inference.engine_common import has_stop_string
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, DeviceRows, NewRow, RingSnapshot, SamplerFlags
@@ -64,6 +66,8 @@ class RequestState:
     """Tokens drawn since the admission that the host has read."""
     num_launched: int = 0
     """Tokens drawn since the admission once all launched steps have run."""
+    experts: Tensor | None = None
+    """[tokens, layers, k] experts of the blocks that were released last, if they are recorded."""
     flags: SamplerFlags = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,7 +141,15 @@ class RequestState:
             finish,
             version,
             raw_logp=np.array(self.raw_logp, dtype=np.float32) if self.request.sampling.raw_logprobs else None,
+            experts=self._experts(),
         )
+
+    def _experts(self) -> np.ndarray | None:
+        """The experts of prompt and tokens. The last token drawn is never computed, and blocks may be larger than their tokens."""
+        if self.experts is None:
+            return None
+        num_tokens = len(self.request.tokens) + len(self.tokens)
+        return padded_record(self.experts[: max(0, num_tokens - 1)].cpu().numpy(), num_tokens)
 
 
 @dataclass(frozen=True)
