@@ -53,9 +53,15 @@ def apply_context_parallel(model: nn.Module, group: ProcessGroup) -> None:
     backbone = backbone_of(model)
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.context needs the native decoder; this model runs through transformers")
-    if cast(Layer, backbone.layers[0]).arch.num_kv_heads % group.size() == 0:
+    kv_heads = cast(Layer, backbone.layers[0]).arch.num_kv_heads
+    if kv_heads % group.size() == 0:
         apply_sequence_parallel(backbone, group)
         return
+    if backbone.arch.score_softcap is not None:
+        raise UserError(
+            f"parallel.context={group.size()} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
+            "gathered keys has no soft-capped scores: use a divisor of them"
+        )
     windows = backbone.arch.windows
     backbone.shard_rows = lambda lengths, rows, wanted: ContextShard(group, lengths, rows, wanted, windows)
 

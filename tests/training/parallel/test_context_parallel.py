@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from burnish.config.errors import UserError
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.kernels import tree_attention as tree
 from burnish.models.kernels.shared_prefix import computed_rows
 from burnish.models.kernels.tree_attention import PieceKernel, tree_attention
+from burnish.models.model_families import FAMILIES
 from burnish.training.parallel.context_parallel import (
     ContextShard,
     apply_context_parallel,
@@ -64,6 +66,13 @@ def test_heads_are_exchanged_if_key_heads_can_be_divided_and_keys_are_gathered_o
     apply_context_parallel(model, cast(Any, SimpleNamespace(size=lambda: num_ranks, rank=lambda: 0)))
     assert model.shard_rows is not None
     assert type(model.shard_rows([5, 3], None, torch.tensor([1, 6]))) is expected
+
+
+def test_soft_capped_scores_need_divided_heads() -> None:
+    model = Decoder(Architecture("gemma2", 11, 32, 1, 8, 2, 4, 24, 32, **FAMILIES["gemma2"].fixed, score_softcap=50.0))
+    apply_context_parallel(model, cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: 0)))
+    with pytest.raises(UserError, match=r"context=4 does not divide the 2 key/value heads .* no soft-capped scores"):
+        apply_context_parallel(model, cast(Any, SimpleNamespace(size=lambda: 4, rank=lambda: 0)))
 
 
 @settings(max_examples=60, deadline=None)
