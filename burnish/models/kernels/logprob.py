@@ -86,6 +86,8 @@ class _HeadLogprob(torch.autograd.Function):
         for i, j in row_chunks(hidden, weight):
             logits = scaled_logits(hidden[i:j], weight, ctx.temperature, ctx.softcap)
             log_p = logits.log_softmax(-1)
+            if ctx.softcap is None:
+                logits = log_p  # frees the logits, which only the gradient of a soft cap reads
             p = log_p.exp()
             # d logp_target / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if grad_logp is None:
@@ -253,7 +255,10 @@ class _HeadKl(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for i, j in row_chunks(hidden, weight):
             logits = scaled_logits(hidden[i:j], weight, ctx.temperature, softcap)
-            log_p, log_q = logits.log_softmax(-1), _reference_log_softmax(reference, i, j, ctx.temperature)
+            log_p = logits.log_softmax(-1)
+            if softcap is None:
+                logits = log_p
+            log_q = _reference_log_softmax(reference, i, j, ctx.temperature)
             p = log_p.exp()
             grad_logits = torch.zeros_like(p)
             if grad_logp is not None:
