@@ -226,7 +226,7 @@ def load_policy(
     """Load the policy of a config from `path`, the resolved model directory, or create `model.new` if there is no path.
 
     `adapter`, or a `path` that is a PEFT directory, gives it those adapters; `model.lora` gives it new ones. With `may_defer`, the weights of
-    a native decoder without adapters are read after it has been divided over processes (`weight_files.load_deferred`).
+    a native decoder are read after it has been divided over processes (`weight_files.load_deferred`).
     """
     dtype, device = getattr(torch, config.dtype), resolve_device(config.device)
     outline = outline_policy(config, path, alphabet, adapter)
@@ -244,10 +244,8 @@ def load_policy(
         _check_embeddings(tokenizer, other.inner.get_input_embeddings().num_embeddings, source)
         return PolicyModel(other, tokenizer, source, note)
     lora = config.lora if outline.adapter is None else read_lora_config(outline.adapter)
-    if lora is None and may_defer:
-        module = defer_decoder(source, dtype)
-    else:
-        module = load_decoder(source, dtype, device, "dtype" if lora is None else lora.base)
+    quantised = "dtype" if lora is None else lora.base
+    module = defer_decoder(source, dtype, quantised) if may_defer else load_decoder(source, dtype, device, quantised)
     note = (
         f"native decoder, {module.arch.num_parameters:,} parameters{_add_adapters(module, lora, outline.adapter, seed)}"
     )

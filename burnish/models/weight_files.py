@@ -263,9 +263,9 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device, base
     return model
 
 
-def defer_decoder(directory: Path, dtype: torch.dtype) -> Decoder:
+def defer_decoder(directory: Path, dtype: torch.dtype, base: LoraBase = "dtype") -> Decoder:
     """The decoder of a Hugging Face directory on the meta device: divide it over processes first, then call `load_deferred`."""
-    model = _decoder_on_meta(directory, "dtype").to(dtype)
+    model = _decoder_on_meta(directory, base).to(dtype)
     model.unloaded_from = directory
     return model
 
@@ -274,9 +274,10 @@ def defer_decoder(directory: Path, dtype: torch.dtype) -> Decoder:
 def load_deferred(model: nn.Module, device: torch.device) -> None:
     """Allocate the parameters that this process has of a model on the meta device, and read them from the model's files.
 
-    No process ever holds more than its part. Parameters of a head around the decoder become 0.
+    No process ever holds more than its part. Parameters of a head around the decoder become 0. Adapters are not on the meta device,
+    and keep their values.
     """
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device))
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     decoders = [module for module in model.modules() if isinstance(module, Decoder)]
     for decoder in decoders:
         assert decoder.unloaded_from is not None, "a model is on the meta device as a whole"

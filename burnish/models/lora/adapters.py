@@ -166,7 +166,10 @@ class LoraExpertLinear(LoraLinear):
 
 
 def wrap_with_lora(model: Decoder, lora: Lora) -> None:
-    """Freeze the model and add zero adapters to its target layers, which keep their tensors or are quantised to 4 bits."""
+    """Freeze the model and add zero adapters to its target layers, which keep their tensors or are quantised to 4 bits.
+
+    The adapters of a model whose weights will be read later are on the CPU, since no file has the values of new ones.
+    """
     model.requires_grad_(False)
     quantise_layers(model, lora.base)
     dtype = model.embedding.weight.dtype
@@ -181,6 +184,9 @@ def wrap_with_lora(model: Decoder, lora: Lora) -> None:
                 adapted = LoraLinear(base, spans, lora.rank, lora.scale, dtype)
             replace_module(layer, name, adapted)
     model.lora = lora
+    for name, parameter in adapter_weights(model).items() if model.unloaded_from is not None else ():
+        path, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(path), kind, nn.Parameter(torch.zeros_like(parameter, device="cpu")))
 
 
 @torch.no_grad()

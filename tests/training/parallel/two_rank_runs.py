@@ -59,7 +59,12 @@ RUNS: dict[str, list[str]] = {
         ),
         *("sft.optimizer.name=muon", "parallel.tensor=2"),
     ],
-    "adapters-in-stages": ["model.new=null", "model.path=base", "model.lora.rank=2", "parallel.pipeline=2"],
+    "adapters-in-stages": [
+        "model.new=null",
+        "model.path=base",
+        "model.lora={rank: 2, base: nf4}",
+        "parallel.pipeline=2",
+    ],
 }
 """Overrides by name; those that are cut are stopped once and go on with the same processes."""
 ADAPTER = ["model.new=null", "model.adapter=adapter"]
