@@ -63,8 +63,8 @@ class RayPlacement(Slot):
     engines: int = Field(1, ge=1)
     """Processes that sample. Each has a copy of the weights, unless engine_tensor says that several share one."""
     engine_tensor: int = Field(1, ge=1)
-    """Processes that form one native engine and hold a part of the model each (tensor parallelism), for models larger than a GPU. Divides
-    the number of processes that sample and the model's query heads and MLP width."""
+    """Processes that form one native engine and hold a part of the model each (tensor parallelism; whole experts of a mixture), for models
+    larger than a GPU. Divides the number of processes that sample and the model's query heads, MLP width and experts."""
     cpus: int = Field(1, ge=1)
     """CPUs of each process, and its threads for arithmetic."""
     layout: Literal["colocated", "split"] = "colocated"

@@ -1,8 +1,9 @@
 """Which part of every parameter a tensor-parallel rank holds (Megatron, 1909.08053), as blocks of the full tensor.
 
 A rank has some query heads with the key/value heads they read, and some columns of the MLP. The fused matrices are divided by
-their outputs and the matrices after them by their inputs. An engine also divides the vocabulary: rows of the embedding and of the
-head. Norms are whole on every rank.
+their outputs and the matrices after them by their inputs. Latent attention is divided where latents become heads. Of a mixture of
+experts a rank has some whole experts, and the router. An engine also divides the vocabulary: rows of the embedding and of the head.
+Norms are whole on every rank, except those over all heads.
 
 The full tensor has Hugging Face's order of rows. A rank's rows of a fused matrix are several blocks of it, which lie one after the
 other in the rank's tensor. Nothing here needs torch: plans of weight transfers (`inference/resharding.py`) are made from it.
@@ -23,11 +24,18 @@ VOCABULARY = ("embedding", "head")
 """Modules with a row for each token of the vocabulary."""
 BY_INPUTS = ("out", "down")
 """Modules that are divided by their inputs."""
+FROM_LATENTS = ("q_up", "kv_up")
+"""Modules of latent attention with equal rows for each head."""
 
 
 def check_divisible(arch: Architecture, size: int, key: str) -> None:
     """Refuse a number of ranks that cannot have equal parts of the layers. `key` is the config key that sets it."""
-    for what, number in (("query heads", arch.num_heads), ("MLP columns", arch.mlp_size)):
+    sizes = {"query heads": arch.num_heads}
+    if arch.num_expert_layers < arch.num_layers:
+        sizes["MLP columns"] = arch.mlp_size
+    if arch.experts is not None:
+        sizes["experts"] = arch.experts.num_experts
+    for what, number in sizes.items():
         if number % size:
             raise UserError(f"{key}={size} does not divide the model's {number} {what}")
     kv_heads = arch.num_kv_heads
@@ -39,8 +47,11 @@ def check_divisible(arch: Architecture, size: int, key: str) -> None:
 
 def rank_architecture(arch: Architecture, size: int) -> Architecture:
     """The architecture of one rank's layers. With fewer key/value heads than ranks, several ranks hold the same one."""
-    kv_heads = max(1, arch.num_kv_heads // size)
-    return replace(arch, num_heads=arch.num_heads // size, num_kv_heads=kv_heads, mlp_size=arch.mlp_size // size)
+    kv_heads, experts = max(1, arch.num_kv_heads // size), arch.experts
+    if experts is not None:
+        experts = replace(experts, num_experts=experts.num_experts // size)
+    heads, mlp_size = arch.num_heads // size, arch.mlp_size // size
+    return replace(arch, num_heads=heads, num_kv_heads=kv_heads, mlp_size=mlp_size, experts=experts)
 
 
 def vocabulary_range(vocab_size: int, rank: int, size: int) -> Range:
@@ -81,18 +92,31 @@ def rank_blocks(
 
     `shape` is that of the full tensor. The B matrices of a fused layer stack those of its `lora_projections`, in that order.
     """
-    module, kind = ("", *name.split("."))[-2:]
-    if size == 1 or (kind == "lora_a" and module not in BY_INPUTS) or (kind == "lora_b" and module in BY_INPUTS):
-        return [PlacedShard(full_shard(shape), (0,) * len(shape))]
+    owner, module, kind = ("", "", *name.split("."))[-3:]
+    if size == 1:
+        return _whole(shape)
+    if owner == "experts" and module in ("gate_up", "down"):  # experts are runs of rows of every tensor
+        return _along(shape, 0, [_equal_part(shape[0], rank, size)])
     if with_vocabulary and module in VOCABULARY:
         return _along(shape, 0, [vocabulary_range(shape[0], rank, size)])
     if module in BY_INPUTS and kind in ("weight", "lora_a"):
-        columns = arch.num_heads * arch.head_dim if module == "out" else arch.mlp_size
-        return _along(shape, 1, [(rank * columns // size, (rank + 1) * columns // size)])
-    if kind == "lora_b" and module in ("qkv", "gate_up"):
+        return _along(shape, 1, [_equal_part(shape[1], rank, size)])
+    if module in FROM_LATENTS and kind != "lora_a":
+        return _along(shape, 0, [_equal_part(shape[0], rank, size)])
+    if module in ("qkv", "gate_up") and kind == "lora_b":
         return _along(shape, 0, _adapter_ranges(arch, lora_projections, rank, size))
-    if module in ("qkv", "gate_up"):
+    if module in ("qkv", "gate_up") and kind != "lora_a":
         return _along(shape, 0, fused_ranges(arch, module, rank, size))
+    if arch.wide_qk_norm and module in ("q_norm", "k_norm"):
+        return _along(shape, 0, [rank_ranges(arch, f"{module[0]}_proj", rank, size)])
+    return _whole(shape)
+
+
+def _equal_part(total: int, rank: int, size: int) -> Range:
+    return rank * total // size, (rank + 1) * total // size
+
+
+def _whole(shape: Sequence[int]) -> list[PlacedShard]:
     return [PlacedShard(full_shard(shape), (0,) * len(shape))]
 
 

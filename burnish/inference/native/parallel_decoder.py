@@ -1,7 +1,8 @@
 """One rank's part of a decoder, for an engine whose ranks hold the model together (Megatron, 1909.08053).
 
 Each rank has some heads, some columns of the MLP and some tokens of the vocabulary (`models/tensor_shards.py`). It computes its part
-of a layer's output from the whole input, and the parts are summed: two all-reduces per layer, one for the embedding. The logits are
+of a layer's output from the whole input, and the parts are summed: two all-reduces per layer, one for the embedding. Of a mixture of
+experts a rank has some whole experts: since every rank has all tokens, the same sum takes the place of an exchange of tokens. The logits are
 gathered on rank 0, which samples. The modules have the names of the whole decoder's, and `arch` is the shape of the rank's layers, so
 that the paged forward, its kernels and its cache run on it unchanged.
 """
@@ -22,6 +23,10 @@ from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
+from burnish.models.expert_shape import ExpertShape
+from burnish.models.experts import Choice, ExpertLinear, ExpertMlp, dispatch
+from burnish.models.kernels.elementwise import RMSNorm
+from burnish.models.kernels.grouped_products import grouped_product, sum_slots
 from burnish.models.lora.adapters import LoraLinear, wrap_with_lora
 from burnish.models.nf4 import quantised_weights
 from burnish.models.tensor_shards import BY_INPUTS, check_divisible, rank_architecture, rank_blocks, vocabulary_range
@@ -143,8 +148,12 @@ class ParallelDecoder(Decoder):
             if lora is not None:
                 wrap_with_lora(self, lora)
             for layer in cast("list[Layer]", self.layers):
-                for name in BY_INPUTS:
+                for name in BY_INPUTS if layer.experts is None else ("out",):
                     setattr(layer, name, divided_by_inputs(getattr(layer, name), ranks))
+                if layer.experts is not None and whole.experts is not None:
+                    layer.experts = DividedExperts(layer.experts, whole.hidden_size, whole.experts, ranks)
+                if whole.wide_qk_norm:
+                    layer.q_norm, layer.k_norm = DividedNorm(layer.q_norm, ranks), DividedNorm(layer.k_norm, ranks)
         self.whole, self.ranks, self.vocabulary = whole, ranks, (start, stop)
         self.to(dtype).to_empty(device=device).requires_grad_(False)
 
@@ -170,8 +179,10 @@ class ParallelDecoder(Decoder):
 
 def rank_part(arch: Architecture, lora: Lora | None, name: str, full: Tensor, rank: int, size: int) -> Tensor:
     """The part of a decoder's parameter that a rank of an engine has: a view of the full tensor if its rows are adjacent there."""
-    module = ("", *name.split("."))[-2]
-    adapted = [] if lora is None else [t.name for t in lora_targets(arch, lora) if t.module == module]
+    adapted: list[str] = []
+    if lora is not None and name.endswith(".lora_b"):
+        _, layer, *_, module, _ = name.split(".")
+        adapted = [target.name for target in lora_targets(arch, lora, int(layer)) if target.module == module]
     parts = []
     for block in rank_blocks(arch, name, full.shape, rank, size, lora_projections=adapted):
         starts, sizes = block.shard.offsets, block.shard.sizes
@@ -216,6 +227,54 @@ class DividedLoraLinear(LoraLinear):
         assert isinstance(self.weight, Tensor), "4-bit matrices are refused"
         y = self.ranks.all_reduce(self.product(x, self.weight, None, self.lora_a, self.lora_b))
         return y if self.bias is None else y.add_(self.bias)
+
+
+class DividedExperts(ExpertMlp):
+    """Some experts of a layer and its whole router. Every rank has all tokens, so the ranks' outputs are summed and no token moves."""
+
+    def __init__(self, part: ExpertMlp, hidden_size: int, shape: ExpertShape, ranks: EngineRanks) -> None:
+        nn.Module.__init__(self)
+        self.shape, self.activate, self.ranks = shape, part.activate, ranks
+        self.router = nn.Linear(hidden_size, shape.num_experts, bias=False)
+        self.gate_up, self.down = part.gate_up, part.down
+        if shape.has_score_bias:
+            self.score_bias = nn.Parameter(torch.zeros(shape.num_experts), requires_grad=False)
+        self.num_own = shape.num_experts // ranks.size
+
+    def compute(self, x: Tensor, choice: Choice) -> Tensor:
+        own = choice.experts - self.ranks.rank * self.num_own
+        is_own = (own >= 0) & (own < self.num_own)
+        if type(self.down) is ExpertLinear:
+            return self.ranks.all_reduce(self._own_output(x, choice, torch.where(is_own, own, self.num_own)))
+        # Adapted experts compute all pairs; those of other ranks have weight 0.
+        weights = choice.weights.masked_fill(~is_own, 0)
+        way = dispatch(own.clamp(0, self.num_own - 1), self.num_own)
+        activated = self.activated(self.gate_up.from_tokens(x, way), weights, way.slots)
+        return self.ranks.all_reduce(self.down.to_tokens(activated, way))
+
+    def _own_output(self, x: Tensor, choice: Choice, experts: Tensor) -> Tensor:
+        """The weighted sum of this rank's experts. Pairs of others are sorted behind all rows that products read."""
+        way = dispatch(experts, self.num_own)
+        activated = self.activated(self.gate_up.from_tokens(x, way), choice.weights, way.slots)
+        outputs = grouped_product(activated, self.down.matrices(), way.ends)
+        is_other = torch.arange(outputs.shape[0], device=x.device) >= way.ends[-1]
+        return sum_slots(outputs.masked_fill_(is_other[:, None], 0), way.rows)  # their rows were never written
+
+
+class DividedNorm(RMSNorm):
+    """A norm of a vector whose parts are on several ranks (the heads of OLMoE)."""
+
+    def __init__(self, part: RMSNorm, ranks: EngineRanks) -> None:
+        assert part.eps is not None
+        super().__init__(part.weight.shape[0], part.eps, part.shift)
+        self.ranks, self.epsilon = ranks, part.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Heads that several ranks hold are counted once for each of them, in the sum and in the width.
+        mean = self.ranks.all_reduce(wide.square().sum(-1, keepdim=True)) / (self.ranks.size * x.shape[-1])
+        normed = wide * torch.rsqrt(mean + self.epsilon)
+        return normed.to(x.dtype) * (self.weight + self.shift if self.shift else self.weight)
 
 
 def divided_by_inputs(base: nn.Linear, ranks: EngineRanks) -> nn.Linear:

@@ -22,6 +22,8 @@ from burnish.inference.native.paged_engine import PagedEngine
 from burnish.inference.native.parallel_decoder import EngineRanks, join_engine_ranks, parallel_decoder_of, rank_part
 from burnish.inference.native.parallel_engine import ParallelEngine, ParallelFollower
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import adapter_weights, add_lora
 from tests.inference.native.conftest import mixed_requests
 from tests.tiny_engines import decoder, requests, run
@@ -29,6 +31,8 @@ from tests.training.parallel.forked_ranks import start_ranks, wait_for_ranks
 
 GEMMA = {"out_norms": True, "window": 5, "local_layers": (True, False), "local_theta": 500.0, "qk_norm": True,
          "activation": "gelu_tanh", "norm_shift": 1.0, "scaled_embedding": True, "query_scale": 1.3}  # fmt: skip
+EXPERTS = {"family": "qwen3_moe", "experts": ExpertShape(8, 3, 16, layers=(True, False))}
+LATENT = {"family": "deepseek_v3", "num_kv_heads": 4, "head_dim": 12, "latent": LatentShape(10, 6, 8, 4, 6)}
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 Play = Callable[[Engine, Decoder], dict[str, Completion]]
 
@@ -49,11 +53,16 @@ CASES = {
     "biases, all heads": Case(BIASES | {"num_kv_heads": 4}),
     "gemma": Case(GEMMA | {"tied": True}),
     "adapters": Case({"qkv_bias": True}, lora=Lora(rank=3, alpha=6, targets=["k_proj", "v_proj", "o_proj", "up_proj"])),
+    "experts": Case(EXPERTS | {"qk_norm": True}),
+    "experts with adapters, norms over all heads": Case(
+        EXPERTS | {"wide_qk_norm": True}, lora=Lora(rank=2, alpha=4, targets=["o_proj", "gate_proj", "down_proj"])
+    ),
+    "latent attention": Case(LATENT),
     "a small cache": Case(engine={"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "8-bit cache": Case(engine={"quantised": True}),
     "a life": Case(play="life"),
 }
-OF_FOUR = ("untied", "adapters")
+OF_FOUR = ("untied", "adapters", "experts")
 """The cases of four ranks, two of which have the same key heads."""
 
 
@@ -129,15 +138,15 @@ def run_cases(folder: Path, rank: int) -> None:
 
 
 RESHARDED = {
-    "fsdp to four parts": ({"shard": 4}, 4),
+    "fsdp to four parts": ({"data": 4}, 4),
     "tensor x fsdp to two copies of two parts": ({"tensor": 2}, 2),
-    "copies to four copies": ({"replicate": 2}, 1),
+    "copies to four copies": ({"data": [2, 2]}, 1),
     "one learner to another order of parts": ({"tensor": 4}, 2),
 }
 """The division of a learner over four ranks, and the ranks of each engine on the same four."""
 
 
-def resharded(parallel: dict[str, int], engine_ranks: int, control: Any) -> dict[str, Any]:
+def resharded(parallel: dict[str, Any], engine_ranks: int, control: Any) -> dict[str, Any]:
     """Weights of a divided learner on their way to engines, with two ranks on each machine."""
     from burnish.config.placement import Parallel
     from burnish.core.sharded_tensors import local_tensor
