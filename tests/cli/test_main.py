@@ -2,6 +2,7 @@
 
 import errno
 import os
+import runpy
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -48,9 +49,13 @@ def test_help_loads_neither_torch_nor_pydantic() -> None:
         assert summary in done.stdout
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
+    assert capsys.readouterr().out == f"burnish {__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["burnish", "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("burnish", run_name="__main__")
     assert capsys.readouterr().out == f"burnish {__version__}\n"
 
 
