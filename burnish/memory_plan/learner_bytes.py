@@ -160,7 +160,8 @@ def _pass_bytes(model: nn.Module, decoder: Decoder, passes: LearnerPasses, on_gp
     again = forward.recomputed(policy).of(rows, tokens)
     mlp_size, sorted_rows = arch.mlp_size, 0
     if arch.experts is not None:
-        mlp_size = max(arch.mlp_size, arch.experts.experts_per_token * arch.experts.expert_size)
+        shape = arch.experts
+        mlp_size = max(arch.mlp_size, shape.experts_per_token * shape.expert_size + shape.shared_size)
         # Inputs and input gradients of the experts, one row for each chosen expert.
         sorted_rows = 2 * arch.experts.experts_per_token * arch.hidden_size
     gate = GATE_WIDTHS[policy == "selective", on_gpu or forward.in_c] * mlp_size

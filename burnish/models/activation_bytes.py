@@ -85,7 +85,7 @@ class ActivationEstimate:
         if self.arch.has_experts(index):
             mlp, fixed = self._experts(index)
         else:
-            mlp, fixed = self._input("gate_up", h, index) + self._input("down", m, index) + self._gate(), 0
+            mlp, fixed = self._input("gate_up", h, index) + self._input("down", m, index) + self._gate(m), 0
         attention = self._attention(index)
         raw = (q + 2 * k) * self.element  # the fused projection, of which attention reads the values
         has_raw = self._by_kernel and not self._expands
@@ -105,7 +105,7 @@ class ActivationEstimate:
         mlp, fixed = self._routing() if self.arch.has_experts(index) else (0, 0)
         if self.arch.experts is not None and self.arch.has_experts(index):
             shape = self.arch.experts
-            m = shape.experts_per_token * shape.expert_size
+            m = shape.experts_per_token * shape.expert_size + shape.shared_size
             mlp += shape.experts_per_token * self._wide  # the weights, in the order of the slots
         rows = (2 * h + q + 2 * k + 2 * m) * self.element + mlp + attention.row + self._adapters(index)
         if self.arch.latent is not None:
@@ -134,6 +134,8 @@ class ActivationEstimate:
         row, fixed = self._routing()
         row += self._input("experts.gate_up", self.arch.hidden_size, index)
         row += shape.experts_per_token * (2 * shape.expert_size * self.element + self._wide)
+        if shape.shared_size:
+            row += self._input("down", shape.shared_size, index) + self._gate(shape.shared_size)
         return row + self._input("experts.down", shape.experts_per_token * shape.expert_size, index), fixed
 
     def _latent(self, index: int, is_input_recomputed: bool = False) -> int:
@@ -219,10 +221,10 @@ class ActivationEstimate:
             stacked = (4 * q + 2 * heads * self.length) * element
         return ActivationBytes(result, stacked) if self._expands else ActivationBytes(result + stacked)
 
-    def _gate(self) -> int:
+    def _gate(self, size: int) -> int:
         """The gated activation saves its input, and without a kernel also the activated gate."""
         by_kernel = self.in_c or (self.on_gpu and self.arch.activation == "silu")
-        return (2 if by_kernel else 3) * self.arch.mlp_size * self.element
+        return (2 if by_kernel else 3) * size * self.element
 
     def layers(self, policy: str) -> ActivationBytes:
         """Bytes saved by all layers when the backward pass begins."""

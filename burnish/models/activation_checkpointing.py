@@ -244,8 +244,13 @@ def selective_forward(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend:
             choice = layer.experts.choose(layer.experts.router(normed))
             way = dispatch(choice.experts, layer.experts.shape.num_experts)
             gate_up = layer.experts.gate_up.from_tokens(normed, way)
+            shared = layer.gate_up(normed) if layer.has_dense_mlp else None
+        if shared is not None:
+            with recomputed_output(layer.gated_activation, shared) as activated:
+                shared = layer.down(activated)
         with recomputed_output(layer.experts.activated, gate_up, choice.weights, way.slots) as activated:
-            return x + layer.experts_output(layer.experts.down.to_tokens(activated, way))
+            computed = layer.experts.down.to_tokens(activated, way)
+            return x + layer.experts_output(computed if shared is None else computed + shared)
     with recomputed_output(layer.mlp_norm, x) as normed:
         gate_up = layer.gate_up(normed)
     with recomputed_output(layer.gated_activation, gate_up) as activated:

@@ -97,6 +97,10 @@ class Architecture:
         """Whether a layer has experts in place of the MLP."""
         return self.experts is not None and self.experts.in_layer(layer)
 
+    def dense_size(self, layer: int) -> int:
+        """Width of the MLP of a layer that computes every token; 0 if the layer has only experts."""
+        return self.experts.shared_size if self.experts is not None and self.has_experts(layer) else self.mlp_size
+
     @property
     def num_expert_layers(self) -> int:
         """Number of layers with experts."""
@@ -107,7 +111,7 @@ class Architecture:
         """Width of the MLP that computes one token, experts included; the mean over the layers."""
         if self.experts is None:
             return self.mlp_size
-        chosen = self.experts.experts_per_token * self.experts.expert_size
+        chosen = self.experts.experts_per_token * self.experts.expert_size + self.experts.shared_size
         share = self.num_expert_layers / self.num_layers
         return share * chosen + (1 - share) * self.mlp_size
 
@@ -152,7 +156,8 @@ class Architecture:
         layers = self.num_layers * attention + (self.num_layers - self.num_expert_layers) * dense
         if self.experts is not None and counted_experts is not None:
             router = (hidden + self.experts.has_score_bias) * self.experts.num_experts
-            layers += self.num_expert_layers * (router + 3 * hidden * self.experts.expert_size * counted_experts)
+            width = self.experts.expert_size * counted_experts + self.experts.shared_size
+            layers += self.num_expert_layers * (router + 3 * hidden * width)
         return layers + hidden + (1 if self.tied else 2) * self.vocab_size * hidden
 
 

@@ -94,6 +94,8 @@ def paged_forward(
         normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
         if layer.experts is not None:
             delta = exact_experts(layer.experts, normed, activate) if is_exact else layer.experts(normed)
+            if layer.has_dense_mlp:
+                delta = delta + linear(layer.down, activate(linear(layer.gate_up, normed)))
             delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
             continue
         if is_exact:
@@ -162,7 +164,7 @@ class _LayerDecodeStep:
         attended = self.out(layer.attention(layer.rotate_heads(qk, cos, sin), v, attend))
         x += layer.attention_out_norm.functional(attended) if has_out_norms else attended
         if layer.experts is not None:
-            x += layer.experts_output(layer.experts(layer.mlp_norm.functional(x)))
+            x += layer.mlp(layer.mlp_norm.functional(x))
             return
         computed = self.down(layer.gated_activation(self.gate_up(layer.mlp_norm.functional(x))))
         x += layer.mlp_out_norm.functional(computed) if has_out_norms else computed

@@ -73,9 +73,11 @@ class Layer(nn.Module):
         if arch.experts is not None and arch.has_experts(index):
             place = sum(map(arch.has_experts, range(index)))
             self.experts = ExpertMlp(arch.hidden_size, arch.experts, self.gated_activation, place)
-        else:
-            self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.mlp_size, bias=arch.mlp_bias)
-            self.down = nn.Linear(arch.mlp_size, arch.hidden_size, bias=arch.mlp_bias)
+        self.has_dense_mlp = arch.dense_size(index) > 0
+        """Whether the layer has `gate_up` and `down`: without experts, or beside them (shared experts)."""
+        if self.has_dense_mlp:
+            self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.dense_size(index), bias=arch.mlp_bias)
+            self.down = nn.Linear(arch.dense_size(index), arch.hidden_size, bias=arch.mlp_bias)
         if arch.wide_qk_norm:
             self.q_norm = RMSNorm(arch.num_heads * arch.head_dim, arch.norm_eps, arch.norm_shift)
             self.k_norm = RMSNorm(arch.num_kv_heads * arch.head_dim, arch.norm_eps, arch.norm_shift)
@@ -143,7 +145,10 @@ class Layer(nn.Module):
     def mlp(self, normed: Tensor) -> Tensor:
         """The MLP or the experts, whose output is added to the residual."""
         if self.experts is not None:
-            return self.experts_output(self.experts(normed))
+            computed = self.experts(normed)
+            if self.has_dense_mlp:
+                computed = computed + self.down(self.gated_activation(self.gate_up(normed)))
+            return self.experts_output(computed)
         return self.mlp_output(self.gated_activation(self.gate_up(normed)))
 
     def experts_output(self, computed: Tensor) -> Tensor:

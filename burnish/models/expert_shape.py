@@ -41,6 +41,8 @@ class ExpertShape:
     """A token chooses among the experts of this number of best groups."""
     weight_scale: float = 1.0
     """Factor of the weights."""
+    shared_size: int = 0
+    """Width of a gated MLP beside the experts that computes every token (the shared experts of DeepSeek-V3); 0 is none."""
 
     def in_layer(self, layer: int) -> bool:
         """Whether a layer has experts."""
@@ -67,6 +69,8 @@ class ExpertNames:
     module: str = "mlp"
     """Name of the experts in transformers' modules, which have stacked tensors `experts.gate_up_proj` [experts, 2 * size, hidden]
     and `experts.down_proj`, and the router `gate`."""
+    shared: str = "mlp.shared_experts"
+    """The MLP that computes every token, in a family that has one."""
 
 
 MIXTRAL_NAMES = ExpertNames(
@@ -89,9 +93,9 @@ def shape_problem(config: Mapping[str, Any]) -> str | None:
 
 
 def _num_experts(config: Mapping[str, Any]) -> Any:
-    """Both names are in use: older configs of Qwen3-MoE and OLMoE have the first, Mixtral and newer ones the second."""
-    found = config.get("num_experts")
-    return config.get("num_local_experts") if found is None else found
+    """Three names are in use: older configs of Qwen3-MoE and OLMoE have the first, Mixtral and newer ones the second, DeepSeek the third."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def qwen3_moe_why_unsupported(config: Mapping[str, Any]) -> str | None:
@@ -183,4 +187,57 @@ def olmoe_keys(arch: Architecture) -> dict[str, Any]:
         "num_experts_per_tok": shape.experts_per_token,
         "intermediate_size": shape.expert_size,
         "norm_topk_prob": shape.normalised,
+    }
+
+
+def deepseek_why_unsupported(config: Mapping[str, Any]) -> str | None:
+    """Why the native decoder does not support the experts of a DeepSeek-V3 config."""
+    if not deepseek_experts(config):
+        return None
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    num_experts = config.get("n_routed_experts")
+    if isinstance(num_experts, int) and (num_experts % groups or (groups > 1 and num_experts < 2 * groups)):
+        return f"its {num_experts} experts are not {groups} groups of two or more"
+    if chosen > groups:
+        return f"a token chooses {chosen} groups of experts, and there are {groups}"
+    return shape_problem(config)
+
+
+def deepseek_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts of a DeepSeek-V3 config; the first `first_k_dense_replace` layers are dense. Missing keys have transformers' defaults."""
+    num_layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 3)
+    if dense >= num_layers:
+        return {}
+    size = config.get("moe_intermediate_size", 2048)
+    shape = ExpertShape(
+        config.get("n_routed_experts", 256),
+        config.get("num_experts_per_tok", 8),
+        size,
+        None if not dense else tuple(layer >= dense for layer in range(num_layers)),
+        normalised=bool(config.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        has_score_bias=True,
+        num_groups=config.get("n_group", 8) or 1,
+        chosen_groups=config.get("topk_group", 4) or 1,
+        weight_scale=config.get("routed_scaling_factor", 2.5),
+        shared_size=size * config.get("n_shared_experts", 1),
+    )
+    return {"experts": shape}
+
+
+def deepseek_keys(arch: Architecture) -> dict[str, Any]:
+    """The keys of `deepseek_experts`."""
+    shape = arch.experts
+    if shape is None:
+        return {"first_k_dense_replace": arch.num_layers}
+    return {
+        "first_k_dense_replace": arch.num_layers - arch.num_expert_layers,
+        "n_routed_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_size,
+        "norm_topk_prob": shape.normalised,
+        "n_group": shape.num_groups,
+        "topk_group": shape.chosen_groups,
+        "routed_scaling_factor": shape.weight_scale,
+        "n_shared_experts": shape.shared_size // shape.expert_size,
     }

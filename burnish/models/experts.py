@@ -69,7 +69,7 @@ def route(
     are differentiable in both cases.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = wide.softmax(-1) if shape.scoring == "softmax" else wide.sigmoid()
+    scores = wide.softmax(-1) if shape.scoring == "softmax" else _Sigmoid.apply(wide)
     chosen = choose_experts(scores.detach(), shape, score_bias)
     if replayed is not None:
         chosen = torch.where(replayed < 0, chosen, replayed.to(chosen.dtype))
@@ -191,6 +191,21 @@ def weighted_rows(activate: Activate, gate_up: Tensor, weights: Tensor) -> Tenso
     if torch.is_grad_enabled() and (gate_up.requires_grad or weights.requires_grad):
         return _WeightedRows.apply(gate_up, weights, activate)
     return activate(gate_up) * weights[:, None].to(gate_up.dtype)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """The logistic function. torch's own rounds the end of each thread's range differently from the rest; its exponential does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scores = 1 / (1 + (-x).exp())
+        ctx.save_for_backward(scores)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (scores,) = ctx.saved_tensors
+        return grads[0] * scores * (1 - scores)
 
 
 class _FromTokens(torch.autograd.Function):

@@ -87,8 +87,9 @@ def matrix_sizes(arch: Architecture, layer: int = 0) -> dict[str, int]:
     if arch.experts is not None and arch.has_experts(layer):
         width = arch.experts.experts_per_token * arch.experts.expert_size
         router = {"experts.router": hidden * arch.experts.num_experts}
-        return attention | router | {"experts.gate_up": hidden * 2 * width, "experts.down": width * hidden}
-    return attention | {"gate_up": hidden * 2 * arch.mlp_size, "down": arch.mlp_size * hidden}
+        attention |= router | {"experts.gate_up": hidden * 2 * width, "experts.down": width * hidden}
+    size = arch.dense_size(layer)
+    return attention | ({"gate_up": hidden * 2 * size, "down": size * hidden} if size else {})
 
 
 def _matrix_elements(arch: Architecture) -> int:

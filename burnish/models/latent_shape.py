@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from burnish.models.expert_shape import deepseek_experts, deepseek_keys
+from burnish.models.expert_shape import deepseek_why_unsupported as experts_problem
+
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture
 
@@ -67,6 +70,7 @@ def deepseek_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     mscale = scaling.get("mscale_all_dim") or 0.0
     return {
+        **deepseek_experts(config),
         "latent": latent,
         "head_dim": latent.head_dim,
         "num_kv_heads": config["num_attention_heads"],
@@ -81,13 +85,11 @@ def deepseek_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def deepseek_why_unsupported(config: Mapping[str, Any]) -> str | None:
     """Why the native decoder does not support a DeepSeek-V3 config."""
     latent = deepseek_fields(config)["latent"]
-    if config.get("first_k_dense_replace", 3) < config["num_hidden_layers"]:
-        return "its layers have experts"
     if latent.nope_dim % 2 or latent.rope_dim % 2:
         return f"its heads have {latent.nope_dim} dimensions and {latent.rope_dim} rotated ones, and both must be even"
     if latent.value_dim > latent.head_dim:
         return f"its value heads ({latent.value_dim}) are wider than its key heads ({latent.head_dim})"
-    return None
+    return experts_problem(config)
 
 
 def deepseek_config_keys(arch: Architecture) -> dict[str, Any]:
@@ -102,6 +104,6 @@ def deepseek_config_keys(arch: Architecture) -> dict[str, Any]:
         "v_head_dim": latent.value_dim,
         "head_dim": latent.rope_dim,
         "rope_interleave": latent.interleaved,
-        "first_k_dense_replace": arch.num_layers,
         "num_nextn_predict_layers": arch.num_ignored_layers,
+        **deepseek_keys(arch),
     }

@@ -286,6 +286,7 @@ FAMILIES: dict[str, Family] = {
         read_fields=deepseek_fields,
         config_keys=deepseek_config_keys,
         why_unsupported=deepseek_why_unsupported,
+        expert_names=ExpertNames(),
     ),
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,

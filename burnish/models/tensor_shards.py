@@ -30,6 +30,8 @@ FROM_LATENTS = ("q_up", "kv_up")
 
 def check_divisible(arch: Architecture, size: int, key: str) -> None:
     """Refuse a number of ranks that cannot have equal parts of the layers. `key` is the config key that sets it."""
+    if arch.experts is not None and arch.experts.shared_size:
+        raise UserError(f"{key}={size}: the shared experts of a {arch.family} model are not divided yet: set it to 1")
     sizes = {"query heads": arch.num_heads}
     if arch.num_expert_layers < arch.num_layers:
         sizes["MLP columns"] = arch.mlp_size

@@ -49,7 +49,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.latent_shape import LatentShape
 from burnish.models.model_families import FAMILIES
 from burnish.models.nf4 import DenseWeights, WeightsToFill, quantise_layers, weight_shapes
-from burnish.models.weight_layout import RowOrder, in_hf_order, row_order_of
+from burnish.models.weight_layout import RowOrder, dense_mlp_name, in_hf_order, row_order_of
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging, keep_in_place
 from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, write_contents, writer_rank_of
 from burnish.run.checkpoint.tensor_file import TensorBytes, TensorFile
@@ -141,11 +141,12 @@ def weight_blocks(arch: Architecture) -> list[WeightBlock]:
             table.append(WeightBlock(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight"))
         if arch.has_experts(i):
             table += _expert_blocks(arch, theirs, f"{ours}experts.")
-        for kind in () if arch.has_experts(i) else ("weight", "bias") if arch.mlp_bias else ("weight",):
+        mlp, size = f"{theirs}{dense_mlp_name(arch, i)}", arch.dense_size(i)
+        for kind in () if not size else ("weight", "bias") if arch.mlp_bias else ("weight",):
             table += [
-                WeightBlock(f"{theirs}mlp.gate_proj.{kind}", f"{ours}gate_up.{kind}", 0, arch.mlp_size),
-                WeightBlock(f"{theirs}mlp.up_proj.{kind}", f"{ours}gate_up.{kind}", arch.mlp_size, 2 * arch.mlp_size),
-                WeightBlock(f"{theirs}mlp.down_proj.{kind}", f"{ours}down.{kind}"),
+                WeightBlock(f"{mlp}.gate_proj.{kind}", f"{ours}gate_up.{kind}", 0, size),
+                WeightBlock(f"{mlp}.up_proj.{kind}", f"{ours}gate_up.{kind}", size, 2 * size),
+                WeightBlock(f"{mlp}.down_proj.{kind}", f"{ours}down.{kind}"),
             ]
         norms = FAMILIES[arch.family].norms.items()
         table += [

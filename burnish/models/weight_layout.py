@@ -44,8 +44,14 @@ class Projection:
 
 def layer_matrices(arch: Architecture, layer: int) -> tuple[str, ...]:
     """The names of a layer's matrices in the order of the forward pass, without the router, which is neither quantised nor adapted."""
-    mlp = ("experts.gate_up", "experts.down") if arch.has_experts(layer) else ("gate_up", "down")
-    return (*arch.attention_matrices, *mlp)
+    experts = ("experts.gate_up", "experts.down") if arch.has_experts(layer) else ()
+    return (*arch.attention_matrices, *experts, *(("gate_up", "down") if arch.dense_size(layer) else ()))
+
+
+def dense_mlp_name(arch: Architecture, layer: int) -> str:
+    """Hugging Face's name of the MLP of a layer that computes every token."""
+    names = FAMILIES[arch.family].expert_names
+    return names.shared if names is not None and arch.has_experts(layer) else "mlp"
 
 
 def replace_module(layer: nn.Module, name: str, module: nn.Module) -> None:
@@ -81,15 +87,15 @@ def _attention_projections(arch: Architecture) -> list[Projection]:
 
 def projections(arch: Architecture, layer: int = 0) -> list[Projection]:
     """The projections of one decoder layer, in the order of the forward pass; each expert has three."""
-    hidden, mlp = arch.hidden_size, arch.mlp_size
-    attention = _attention_projections(arch)
-    if arch.has_experts(layer):
-        return attention + _expert_projections(arch)
+    hidden, size, path = arch.hidden_size, arch.dense_size(layer), dense_mlp_name(arch, layer)
+    found = _attention_projections(arch) + (_expert_projections(arch) if arch.has_experts(layer) else [])
+    if not size:
+        return found
     return [
-        *attention,
-        Projection("gate_proj", "mlp.gate_proj", "gate_up", 0, mlp, hidden),
-        Projection("up_proj", "mlp.up_proj", "gate_up", mlp, 2 * mlp, hidden),
-        Projection("down_proj", "mlp.down_proj", "down", 0, hidden, mlp),
+        *found,
+        Projection("gate_proj", f"{path}.gate_proj", "gate_up", 0, size, hidden),
+        Projection("up_proj", f"{path}.up_proj", "gate_up", size, 2 * size, hidden),
+        Projection("down_proj", f"{path}.down_proj", "down", 0, hidden, size),
     ]
 
 

@@ -69,6 +69,18 @@ DEEPSEEK = {
     "v_head_dim": 6,
     "rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.8},
 }
+# One dense layer, then experts in four groups of which a token chooses two, and a shared MLP of two experts' width.
+DEEPSEEK_EXPERTS = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}
 GEMMA3_LINEAR = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
@@ -88,6 +100,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "deepseek": ("DeepseekV3", DEEPSEEK),
+    "deepseek-moe": ("DeepseekV3", DEEPSEEK | DEEPSEEK_EXPERTS),
     "deepseek-plain": (
         "DeepseekV3",
         DEEPSEEK
@@ -137,6 +150,9 @@ def randomise(model: Any, seed: int = 0, std: float = 0.2) -> None:
         for name, parameter in model.named_parameters():
             noise = std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(noise + (1.0 if "norm" in name or "ln_" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(std * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
 
 
 @pytest.fixture(scope="session")

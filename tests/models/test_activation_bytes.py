@@ -18,6 +18,7 @@ from burnish.models.activation_bytes import ActivationEstimate
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.kernels import attention, elementwise, tree_attention, triton
 from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
@@ -32,13 +33,18 @@ SHARED = torch.tensor([0, 5, 5])
 ROWS_SHARED = LENGTH * SEQUENCES - 2 * 5
 
 
+DEEPSEEK_EXPERTS = ExpertShape(
+    6, 2, 20, scoring="sigmoid", has_score_bias=True, num_groups=3, chosen_groups=2, weight_scale=1.5, shared_size=24
+)
+
+
 def arch_of(family: str, num_layers: int) -> Architecture:
     kind = FAMILIES[family]
     window = {"window": 5 if family in ("mistral", "gemma2", "gemma3_text") else None}
     sizes = (61, 32, num_layers, 4, 2, 8, 96, 64)
     if family == "deepseek_v3":
-        latent = LatentShape(20, 12, 10, 8, 14)
-        return Architecture(family, 61, 32, num_layers, 4, 4, latent.head_dim, 96, 64, latent=latent)
+        latent, experts = LatentShape(20, 12, 10, 8, 14), DEEPSEEK_EXPERTS
+        return Architecture(family, 61, 32, num_layers, 4, 4, latent.head_dim, 96, 64, latent=latent, experts=experts)
     return Architecture(family, *sizes, **{**kind.fixed, **kind.new_model_fields(num_layers), **window})
 
 

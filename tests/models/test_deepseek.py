@@ -34,6 +34,10 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 128,
     "num_key_value_heads": 128,
     "first_k_dense_replace": 61,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
     "max_position_embeddings": 163840,
     "num_nextn_predict_layers": 1,
     "rope_theta": 10000,
@@ -79,17 +83,17 @@ def test_gradients_are_those_of_transformers(tiny_model: TinyModel, packed: Pack
 def test_saved_weights_are_theirs_bit_for_bit_and_layers_of_mtp_are_left_out(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    theirs, directory = tiny_model("deepseek", False, torch.bfloat16)
+    theirs, directory = tiny_model("deepseek-moe", False, torch.bfloat16)
     source = tmp_path / "source"
     source.mkdir()
     config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
-    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(3)}, source / "model.safetensors")
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(3)}, source / "model.safetensors")
     ours = load_decoder(source, torch.bfloat16, CPU)
-    named = dict(theirs.named_parameters())
-    assert {name for name, _ in hf_tensors(ours)} == set(named)
-    assert all(torch.equal(tensor, named[name]) for name, tensor in hf_tensors(ours))
+    assert {name for name, _ in hf_tensors(ours)} == set(tensors)
+    for name, tensor in hf_tensors(ours):
+        assert torch.equal(tensor, tensors[name].to(torch.bfloat16)), name
     save_decoder(ours, tmp_path / "saved", source=source)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theirs.parameters(), strict=True))
@@ -98,11 +102,12 @@ def test_saved_weights_are_theirs_bit_for_bit_and_layers_of_mtp_are_left_out(
 LORAS = [Lora(rank=3), Lora(rank=2, targets=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]), Lora(rank=2, base="nf4")]
 
 
+@pytest.mark.parametrize("variant", ["deepseek", "deepseek-moe"])
 @pytest.mark.parametrize("lora", LORAS, ids=["all", "some", "nf4"])
 def test_adapters_are_trained_saved_and_merged(
-    tiny_model: TinyModel, packed: Packed, tmp_path: Path, lora: Lora
+    tiny_model: TinyModel, packed: Packed, tmp_path: Path, lora: Lora, variant: str
 ) -> None:
-    directory = tiny_model("deepseek")[1]
+    directory = tiny_model(variant)[1]
     model = load_decoder(directory, torch.float64, CPU, lora.base)
     before = logprobs(model, packed).detach()
     add_lora(model, lora, seed=0)
@@ -142,12 +147,25 @@ def test_the_published_sizes_and_yarn() -> None:
     assert torch.equal(frequencies[:10], plain[:10])
     torch.testing.assert_close(frequencies[-8:], plain[-8:] / 40)
     assert architecture_from_hf(architecture_to_hf(arch, "bfloat16", (1,), None)) == arch
+    whole = architecture_from_hf({**CONFIG, "first_k_dense_replace": 3})
+    assert round(whole.num_parameters / 1e9) == 671
+    assert round(whole.num_active_parameters / 1e9) == 38  # 37 without the embedding
+    assert architecture_from_hf(architecture_to_hf(whole, "bfloat16", (1,), None)) == whole
+
+
+def test_a_step_trains_all_but_the_bias_of_the_choice(tiny_model: TinyModel, packed: Packed) -> None:
+    model = load_decoder(tiny_model("deepseek-moe")[1], torch.float64, CPU)
+    logprobs(model, packed).sum().backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == {"layers.1.experts.score_bias", "layers.2.experts.score_bias"}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"first_k_dense_replace": 3}, "experts"),
+        ({"first_k_dense_replace": 3, "n_group": 7}, "its 256 experts are not 7 groups"),
+        ({"first_k_dense_replace": 3, "topk_group": 9}, "chooses 9 groups"),
+        ({"first_k_dense_replace": 3, "n_routed_experts": 0, "n_group": 1, "topk_group": 1}, "num_experts is 0"),
         ({"v_head_dim": 256}, "wider than its key heads"),
         ({"qk_nope_head_dim": 127}, "must be even"),
     ],

@@ -80,7 +80,7 @@ def reconfigure(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "variant",
-    ["llama3", "llama-bias", "qwen2", "qwen3", "mistral-window", "deepseek", "deepseek-plain", "gemma2", "gemma3"],
+    ["llama3", "llama-bias", "qwen2", "qwen3", "mistral-window", "deepseek-moe", "deepseek-plain", "gemma2", "gemma3"],
 )
 def test_a_saved_decoder_is_the_same_model_to_transformers(
     tiny_model: TinyModel, tmp_path: Path, variant: str, tied: bool

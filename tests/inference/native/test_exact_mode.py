@@ -34,7 +34,8 @@ SHAPES: list[dict[str, Any]] = [
     {"family": "olmoe", "wide_qk_norm": True, "experts": ExpertShape(6, 3, 20, normalised=False)},
     {"family": "qwen3_moe", "experts": ExpertShape(8, 2, 20, (False, True))},
     {"score_softcap": 0.5, "logit_softcap": 2.0, "query_scale": 0.8, "window": 6, "local_layers": (True, False)},
-    {"latent": LatentShape(10, 9, 6, 4, 5), "head_dim": 10, "num_kv_heads": 4},
+    {"latent": LatentShape(10, 9, 6, 4, 5), "head_dim": 10, "num_kv_heads": 4, "family": "deepseek_v3",
+     "experts": ExpertShape(6, 2, 20, (False, True), scoring="sigmoid", has_score_bias=True, num_groups=3, chosen_groups=2, shared_size=24)},
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -41,6 +41,7 @@ GEMMA2 = {
 }  # fmt: skip
 DEEPSEEK = {
     "family": "deepseek_v3", "latent": LatentShape(10, 9, 6, 4, 5), "head_dim": 10, "num_kv_heads": 4, "query_scale": 0.8,
+    "experts": ExpertShape(6, 2, 20, (False, True), scoring="sigmoid", has_score_bias=True, num_groups=3, chosen_groups=2, shared_size=24),
 }  # fmt: skip
 
 
