@@ -22,17 +22,19 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
-from burnish.config.model import Optimizer
+from burnish.config.model import Lora, Optimizer
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
 from burnish.core.sharded_tensors import local_tensor
 from burnish.data.supervised import Example
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.heads import ValueModel
+from burnish.models.lora.adapters import add_lora
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
-from burnish.models.weight_files import defer_decoder, load_decoder
+from burnish.models.weight_files import defer_decoder, load_decoder, save_decoder
 from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.checkpoint.saver import HostCopy, keep_in_place
 from burnish.run.checkpoint.snapshot import Snapshot
@@ -102,6 +104,7 @@ def run_layouts(folder: Path, rank: int) -> None:
     for optimizer in PAIRS:
         run(folder / optimizer, places, optimizer)
     load_in_parts(folder / "adamw" / "alone" / "step-000001", places)
+    load_experts_in_parts(folder / "experts", rank)
 
 
 def load_in_parts(directory: Path, places: dict[str, Ranks | None]) -> None:
@@ -120,6 +123,25 @@ def load_in_parts(directory: Path, places: dict[str, Ranks | None]) -> None:
             for key, tensor in found.items():
                 wanted = torch.zeros_like(tensor) if key == "head" else expected[key.removeprefix(prefix)]
                 assert torch.equal(tensor, wanted), f"{name}: {key}"
+
+
+def load_experts_in_parts(directory: Path, rank: int) -> None:
+    """Experts with adapters; one layer is dense."""
+    experts = ExpertShape(4, 2, 16, (False, True, True))
+    if rank == 0:
+        model = Decoder(Architecture("qwen3_moe", 13, 32, 3, 4, 2, 8, 48, 64, qk_norm=True, experts=experts))
+        initialise(model, 0, std=0.3)
+        save_decoder(model, directory, None)
+    distributed.barrier()
+    for parallel in ({"expert": 2}, {"pipeline": 2, "expert": 2}):
+        whole = load_decoder(directory, torch.float32, torch.device("cpu"))
+        divided = defer_decoder(directory, torch.float32)
+        for model in (whole, divided):
+            add_lora(model, Lora(rank=2), seed=3)
+        parallelize_model(divided, join_process_group(Parallel.model_validate(parallel), on_gpu=False))
+        found = dict(full_parameters(divided))
+        assert found.keys() == dict(whole.named_parameters()).keys()
+        assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
 
 
 def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:
