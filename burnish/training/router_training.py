@@ -76,11 +76,9 @@ class RouterTraining:
         self.decoder.set_routing(None)
 
     def stats(self) -> dict[str, float]:
-        """The metrics of the passes since the last call, over all ranks."""
+        """The metrics of the passes since the last call, over all ranks and all stages of a pipeline."""
         sums, places = self.sums, list(vars(self.sums))
-        flat = torch.cat([vars(sums)[name].reshape(-1) for name in places]).tolist()
-        whole = self.ranks.sum_over_ranks({str(index): value for index, value in enumerate(flat)})
-        values = torch.tensor([whole[str(index)] for index in range(len(flat))], dtype=torch.float64)
+        values = self.ranks.sum_over_work(torch.cat([vars(sums)[name].reshape(-1) for name in places])).cpu()
         parts = values.split([vars(sums)[name].numel() for name in places])
         found = RouterSums(*(part.view(vars(sums)[name].shape) for name, part in zip(places, parts, strict=True)))
         self._reset()

@@ -116,6 +116,12 @@ class Ranks:
         assert self.mesh is not None, "a single process has no stages"
         return self.mean_over_processes(value) * self.mesh.sizes.pipeline
 
+    def sum_over_work(self, value: Tensor) -> Tensor:
+        """Elementwise sum over processes that have different sequences, rows or layers; those of a tensor-parallel group count once."""
+        if self.mesh is None:
+            return value
+        return self.mean_over_processes(value) * (self.mesh.sizes.processes / self.mesh.sizes.tensor)
+
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process of any mesh dimension."""
         if self.mesh is None:

@@ -14,6 +14,7 @@ from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss, NllLoss, PolicyLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.algorithms.terms.observations import OBSERVATION_WEIGHT
+from burnish.algorithms.terms.spec import Router
 from burnish.config.model import Lora, LoraBase, Optimizer
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
@@ -83,6 +84,8 @@ class Case:
     """Layers of two kinds, with norms behind them, instead of the usual ones."""
     experts: int = 0
     """Experts of each layer, of which two compute a token."""
+    balance: float = 0.0
+    """Weight of the routers' balance loss; their metrics are compared too unless it is 0."""
 
 
 FEW = 2
@@ -181,6 +184,9 @@ EXPERTS_ON_TWO: dict[str, Case] = {
     "expert, fewer sequences than ranks, recompute": Case(
         "sft", {"expert": 2}, experts=4, sizes=(1,), activations="recompute", steps=FEW
     ),
+    "pipeline, experts, recompute": Case(
+        "dpo", {"pipeline": 2}, experts=4, balance=0.1, activations="recompute", token_budget=20, steps=FEW
+    ),
     "expert, a critic": Case("value", {"expert": 2}, experts=4, steps=FEW),
     "expert, lora": Case("grpo", {"expert": 2}, experts=4, lora=2, steps=FEW),
     "data, experts, lora in 4 bits": Case("grpo", {"data": 2}, experts=4, lora=2, base="nf4", steps=FEW),
@@ -192,7 +198,7 @@ EXPERTS_ON_FOUR: dict[str, Case] = {
     "expert x copies, offload": Case("grpo", {"expert": 2, "data": (2, 1), "offload": True}, experts=4, steps=FEW),
     "expert x context": Case("dpo", {"expert": 2, "context": 2}, experts=4, kv_heads=1, steps=FEW),
     "expert x tensor": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, steps=FEW),
-    "pipeline x expert": Case("grpo", {"pipeline": 2, "expert": 2}, experts=4, token_budget=20, steps=FEW),
+    "pipeline x expert": Case("grpo", {"pipeline": 2, "expert": 2}, experts=4, token_budget=20, balance=0.1, steps=FEW),
     "four expert ranks": Case("top entropies", {"expert": 4}, experts=4, steps=FEW),
     "tensor x fsdp, experts": Case("grpo", {"tensor": 2}, experts=4, steps=FEW),
 }
@@ -302,7 +308,16 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
     """What every update tells."""
     model = make_model(case) if model is None else model
     config = Optimizer(lr=0.003, eps=1e-6, clip_norm=0.5, name=case.optimizer)
-    learner = Learner(model, config, 20, token_budget=case.token_budget, temperature=0.9, grad_norms=True, ranks=ranks)
+    learner = Learner(
+        model,
+        config,
+        20,
+        token_budget=case.token_budget,
+        temperature=0.9,
+        grad_norms=True,
+        ranks=ranks,
+        router=Router(balance=case.balance) if case.balance else None,
+    )
     if case.loss == "full kl":
         learner.reference = reference_of(case, ranks)
     for step in range(case.steps):
