@@ -250,7 +250,19 @@ def _gathered_parts(setup: RunSetup, model: Decoder) -> list[MemoryPart]:
     rest = sum(p.nbytes for p in model.parameters()) - sum(layers)
     elsewhere = [_expert_bytes(layer) * (setup.expert_ranks - 1) // setup.expert_ranks for layer in model.layers]
     layer = max(size - others for size, others in zip(layers, elsewhere, strict=True))
-    return [MemoryPart("gathered weights", 2 * layer + rest, f"of {setup.shards} processes")]
+    parts = [MemoryPart("gathered weights", 2 * layer + rest, f"of {setup.shards} processes")]
+    if setup.arch.num_kv_heads % setup.slices:
+        parts.append(MemoryPart("gathered keys", _gathered_key_bytes(setup), f"of {setup.slices} processes"))
+    return parts
+
+
+def _gathered_key_bytes(setup: RunSetup) -> int:
+    """Keys and values of all processes in the backward pass of a layer (`training/parallel/context_parallel.py`).
+
+    They are there as gathered, as copied for the chunks, and as their gradients: of a piece, and as a sum in float32.
+    """
+    rows, size = setup.rows * setup.slices, getattr(torch, setup.dtype).itemsize
+    return 2 * rows * setup.arch.num_kv_heads * setup.arch.head_dim * (3 * size + max(size, 4))
 
 
 def _expert_bytes(layer: nn.Module) -> int:

@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "placement.name",
     "placement.workers",
     "placement.engines",
+    "placement.engine_tensor",
     "placement.cpus",
     "placement.layout",
     "placement.pools",

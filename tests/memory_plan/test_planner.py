@@ -333,6 +333,15 @@ def test_processes_that_share_a_model_hold_a_piece_each() -> None:
     assert plan_memory(on_gpu(OF_7B, slices=2)).setup.rows == one.setup.rows // 2
 
 
+def test_keys_are_gathered_where_their_heads_cannot_be_divided() -> None:
+    exchanged, gathered = (
+        {part.name: part.bytes for part in plan_memory(on_gpu(OF_7B, shards=n, slices=n)).parts} for n in (4, 8)
+    )
+    rows = plan_memory(on_gpu(OF_7B, shards=8, slices=8)).setup.rows * 8
+    assert "gathered keys" not in exchanged  # 4 key heads
+    assert gathered["gathered keys"] == 2 * rows * 4 * 128 * (3 * 2 + 4)
+
+
 def test_the_experts_of_other_processes_are_never_gathered() -> None:
     shape = ExpertShape(num_experts=8, experts_per_token=2, expert_size=512)
     arch = replace(OF_7B, family="mixtral", num_layers=2, experts=shape, qkv_bias=False)

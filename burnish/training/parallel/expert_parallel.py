@@ -119,7 +119,11 @@ class ExpertExchange:
         rows: Tensor = _SortedRows.apply(x, way)
         weights = choice.weights.reshape(-1).index_select(0, way.slots)
         rows, weights = (_exchanged(part, sent, received, self.group) for part in (rows, weights))
-        out = compute_own(rows, Choice(own_experts[:, None], weights[:, None]))
+        if not sum(received):  # one row of weight 0, so that the experts take part in the backward pass
+            rows, weights, own_experts = (
+                torch.cat([part, part.new_zeros(1, *part.shape[1:])]) for part in (rows, weights, own_experts)
+            )
+        out = compute_own(rows, Choice(own_experts[:, None], weights[:, None]))[: sum(received)]
         return cast(Tensor, _SumOfSlots.apply(_exchanged(out, received, sent, self.group), way))
 
     def row_counts(self, way: Dispatch) -> tuple[Tensor, list[int], list[int]]:

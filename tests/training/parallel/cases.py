@@ -86,6 +86,8 @@ class Case:
     """Experts of each layer, of which two compute a token."""
     balance: float = 0.0
     """Weight of the routers' balance loss; their metrics are compared too unless it is 0."""
+    even_routers: bool = False
+    """Whether all scores of the routers are the same at first, so that the same two experts compute all tokens."""
 
 
 FEW = 2
@@ -188,6 +190,7 @@ EXPERTS_ON_TWO: dict[str, Case] = {
         "dpo", {"pipeline": 2}, experts=4, balance=0.1, activations="recompute", token_budget=20, steps=FEW
     ),
     "expert, a critic": Case("value", {"expert": 2}, experts=4, steps=FEW),
+    "expert, no rows for a rank": Case("grpo", {"expert": 2}, experts=4, even_routers=True, steps=FEW),
     "expert, lora": Case("grpo", {"expert": 2}, experts=4, lora=2, steps=FEW),
     "data, experts, lora in 4 bits": Case("grpo", {"data": 2}, experts=4, lora=2, base="nf4", steps=FEW),
     "tensor, experts, recompute": Case("sft", {"tensor": 2}, experts=4, activations="recompute", steps=FEW),
@@ -236,6 +239,10 @@ def make_model(case: Case) -> nn.Module:
         Architecture(family, VOCAB, 32, case.layers, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied)
     )
     initialise(decoder.double(), 0, std=0.3)
+    if case.even_routers:
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("router.weight"):
+                nn.init.zeros_(parameter)
     if case.lora:
         add_lora(decoder, Lora(rank=case.lora, base=case.base), 0)
     model: nn.Module = decoder
