@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "placement.workers",
     "placement.engines",
     "placement.engine_tensor",
+    "placement.server",
     "placement.cpus",
     "placement.layout",
     "placement.pools",

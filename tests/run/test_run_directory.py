@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.placement import RayPlacement
 from burnish.run.durable_files import folder_id
 from burnish.run.journal import Journal
-from burnish.run.run_directory import RunDirectory, earlier_configs, flatten_keys
+from burnish.run.run_directory import MAY_CHANGE, RunDirectory, earlier_configs, flatten_keys
 
 CONFIG = "seed: 0\ntraining:\n  steps: 10\n  optimizer: {lr: 0.1}\n"
 OTHER = CONFIG.replace("seed: 0", "seed: 1")
@@ -58,7 +59,7 @@ def test_a_locked_run_names_the_run_and_the_process(tmp_path: Path) -> None:
 
 def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from burnish.run.run_directory import RunDirectory\n"
+        "import sys, time; from pathlib import Path; from burnish.run.run_directory import MAY_CHANGE, RunDirectory\n"
         f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'r', {CONFIG!r}); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -73,7 +74,7 @@ def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
 
 def test_an_orphaned_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
     code = (
-        "import os, time; from pathlib import Path; from burnish.run.run_directory import RunDirectory\n"
+        "import os, time; from pathlib import Path; from burnish.run.run_directory import MAY_CHANGE, RunDirectory\n"
         f"run = RunDirectory.create(Path({str(tmp_path)!r}), 'r', {CONFIG!r})\n"
         "if os.fork() == 0: print(os.getpid(), flush=True)\n"
         "time.sleep(60)"
@@ -169,6 +170,10 @@ def test_what_may_change_is_told_and_the_config_before_is_kept(tmp_path: Path) -
     with pytest.raises(UserError, match=r"training\.steps=4, but run .* has made 6: give 6 or more"):
         RunDirectory.create(tmp_path, "r", second.replace("steps: 8", "steps: 4"))
     assert run.config.read_text() == second
+
+
+def test_a_run_may_go_on_in_any_other_place() -> None:
+    assert {f"placement.{key}" for key in RayPlacement.model_fields} <= set(MAY_CHANGE)
 
 
 @pytest.mark.parametrize(("model", "is_allowed"), [("{path: m}", True), ("{new: {layers: 1}}", False)])
