@@ -31,6 +31,7 @@ from burnish.inference.native.parallel_decoder import ParallelDecoder, join_engi
 from burnish.inference.native.parallel_engine import ParallelFollower
 from burnish.inference.threaded_engine import EngineThread
 from burnish.inference.weight_sync import EngineReport, Publication, digest, part_name, probe_request
+from burnish.models.kernels.device import use_deterministic_algorithms
 from burnish.models.lora.peft_files import read_lora_config
 from burnish.models.policy import PolicyModel, resolve_device
 
@@ -45,6 +46,8 @@ class ParallelRolloutWorker(RolloutWorker):
         assert isinstance(config.placement, RayPlacement)
         torch.set_num_threads(config.placement.cpus_of(ROLLOUT))
         device, dtype = resolve_device(config.model.device), getattr(torch, config.model.dtype)
+        if config.training.deterministic and device.type == "cuda":
+            use_deterministic_algorithms()
         self.ranks, self.timeout_s = join_engine_ranks(device.type == "cuda"), config.placement.timeout_s
         outline = roles.build_outline(config.model, [*config.data.train, *config.data.validation], config.seed, base)
         roles.engine_kind(config.rollout, outline.arch is not None)

@@ -31,7 +31,7 @@ SCENARIOS = [
     "actors",
     "own_processes",
 ]
-DEADLINE_S = 600
+DEADLINE_S = 900
 
 
 @pytest.fixture(scope="session")

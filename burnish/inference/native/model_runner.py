@@ -43,6 +43,9 @@ class PrefillChunk:
 class ModelRunner:
     """A model, its paged cache and the state of its rows on one device."""
 
+    capture_error_mode = "global"
+    """Which threads may not call CUDA functions that a capture forbids (`torch.cuda.graph`)."""
+
     def __init__(
         self, model: Decoder, plan: CachePlan, stats: EngineStats, exact: bool = False, quantised: bool = False
     ) -> None:

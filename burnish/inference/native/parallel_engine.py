@@ -63,6 +63,8 @@ class ParallelRows(DeviceRows):
 class ParallelRunner(ModelRunner):
     """A rank's part of a model and of its cache. On the leader, operations are sent to the followers first."""
 
+    capture_error_mode = "thread_local"  # NCCL's watchdog thread asks for the state of events meanwhile
+
     def __init__(
         self, model: ParallelDecoder, plan: CachePlan, stats: EngineStats, quantised: bool, send: Send
     ) -> None:
