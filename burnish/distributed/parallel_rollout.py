@@ -55,6 +55,7 @@ class ParallelRolloutWorker(RolloutWorker):
         lora = config.model.lora if outline.adapter is None else read_lora_config(outline.adapter)
         model = ParallelDecoder(outline.arch, self.ranks, dtype, device, lora)
         self.policy = PolicyModel(model, outline.tokenizer, outline.source, "a part of the native decoder")
+        roles.set_expert_recording(config, self.policy)
         self.probe = probe_request(outline.tokenizer.vocab_size, outline.max_positions)
         self.version: int | None = None
         self._taken: list[str] = []

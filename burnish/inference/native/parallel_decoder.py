@@ -234,7 +234,8 @@ class DividedExperts(ExpertMlp):
 
     def __init__(self, part: ExpertMlp, hidden_size: int, shape: ExpertShape, ranks: EngineRanks) -> None:
         nn.Module.__init__(self)
-        self.shape, self.activate, self.ranks = shape, part.activate, ranks
+        self.shape, self.activate, self.place, self.ranks = shape, part.activate, part.place, ranks
+        self.router_pass, self.exchange = None, None
         self.router = nn.Linear(hidden_size, shape.num_experts, bias=False)
         self.gate_up, self.down = part.gate_up, part.down
         if shape.has_score_bias:

@@ -53,7 +53,7 @@ CASES = {
     "biases, all heads": Case(BIASES | {"num_kv_heads": 4}),
     "gemma": Case(GEMMA | {"tied": True}),
     "adapters": Case({"qkv_bias": True}, lora=Lora(rank=3, alpha=6, targets=["k_proj", "v_proj", "o_proj", "up_proj"])),
-    "experts": Case(EXPERTS | {"qk_norm": True}),
+    "experts, recorded": Case(EXPERTS | {"qk_norm": True}),
     "experts with adapters, norms over all heads": Case(
         EXPERTS | {"wide_qk_norm": True}, lora=Lora(rank=2, alpha=4, targets=["o_proj", "gate_proj", "down_proj"])
     ),
@@ -62,7 +62,7 @@ CASES = {
     "8-bit cache": Case(engine={"quantised": True}),
     "a life": Case(play="life"),
 }
-OF_FOUR = ("untied", "adapters", "experts")
+OF_FOUR = ("untied", "adapters", "experts, recorded")
 """The cases of four ranks, two of which have the same key heads."""
 
 
@@ -117,6 +117,7 @@ def run_cases(folder: Path, rank: int) -> None:
     for name, case in cases_of(ranks.size).items():
         model = made(case)
         part = parallel_decoder_of(model, ranks)
+        part.records_experts = model.records_experts = "recorded" in name
         results[name] = {
             "share": sum(p.numel() for p in part.parameters()) / sum(p.numel() for p in model.parameters())
         }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,8 @@ def test_several_ranks_sample_the_tokens_of_one(results: tuple[int, dict[str, An
         assert len({tuple(c.tokens.tolist()) for c in several.values()}) > 6
         for name in one:
             native.same(several[name], one[name])
+            assert (one[name].experts is not None) == ("recorded" in case)
+            np.testing.assert_array_equal(several[name].experts, one[name].experts)
 
 
 def test_a_rank_holds_its_part_of_the_model(results: tuple[int, dict[str, Any]]) -> None:
