@@ -143,6 +143,8 @@ RESHARDED = {
     "tensor x fsdp to two copies of two parts": ({"tensor": 2}, 2),
     "copies to four copies": ({"data": [2, 2]}, 1),
     "one learner to another order of parts": ({"tensor": 4}, 2),
+    "experts x fsdp to two parts": ({"expert": 2}, 2),
+    "experts to four parts": ({"expert": 4}, 4),
 }
 """The division of a learner over four ranks, and the ranks of each engine on the same four."""
 
@@ -156,7 +158,7 @@ def resharded(parallel: dict[str, Any], engine_ranks: int, control: Any) -> dict
     from burnish.models.tensor_shards import rank_blocks
     from burnish.training.parallel.ranks import join_process_group, parallelize_model
 
-    model = decoder(num_kv_heads=4, qkv_bias=True, seed=5)
+    model = decoder(num_kv_heads=4, qkv_bias=True, seed=5, **(EXPERTS if "expert" in parallel else {}))
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     parallelize_model(model, join_process_group(Parallel.model_validate(parallel), on_gpu=False))
     held = reshard_transfer.exchange_layouts(reshard_transfer.learner_layout(model), control)
