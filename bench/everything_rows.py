@@ -10,144 +10,38 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from everything_job import (
+    Failed,
+    Job,
+    NotHere,
+    command,
+    environment,
+    free_port,
+    largest_difference,
+    last_line,
+    remove,
+    same,
+    server,
+    trained,
+    weights,
+)
 from safetensors.torch import load_file
 
+from burnish.config.model import NewModel
 from burnish.run.metrics import read_metrics
 
-START_LIMIT_S = 120.0
-"""How long a server may take until it answers."""
 KILL_AFTER = 4
 """The run that is killed has this many lines of metrics: the validation before it, and the steps that it has committed."""
-
-
-class NotHere(Exception):
-    """This machine cannot run the row; the text says what is missing."""
-
-
-class Failed(Exception):
-    """The row did not work; the text says why."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Where and with what the rows run."""
-
-    work: Path
-    model: Path | None
-    """A Hugging Face directory; None: a small decoder from nothing."""
-    device: str
-    dtype: str
-    is_tiny: bool
-    limit_s: float
-    """Time limit of one command."""
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """The longest prompt and answer in tokens. A chat template takes most of a real model's prompt."""
-        return (16, 10) if self.model is None else (96, 24)
-
-    def number(self, tiny: int, full: int) -> int:
-        return tiny if self.is_tiny else full
-
-    @property
-    def training(self) -> dict[str, Any]:
-        return {"steps": self.number(6, 12), "optimizer": {"lr": 2e-4 if self.model is None else 1e-5}}
-
-    def burnish(self, *words: str, name: str) -> str:
-        """Run a command in the work folder. Its output is in NAME.log and is returned."""
-        log = self.work / f"{name}.log"
-        with log.open("w") as file:
-            try:
-                done = subprocess.run(command(*words), cwd=self.work, stdout=file, stderr=subprocess.STDOUT, timeout=self.limit_s)  # fmt: skip
-            except subprocess.TimeoutExpired as error:
-                raise Failed(f"burnish {words[0]} took more than {self.limit_s:.0f} s; see {log.name}") from error
-        text = log.read_text()
-        if done.returncode:
-            raise Failed(f"burnish {words[0]} ended with status {done.returncode}: {last_line(text)}")
-        return text
-
-    def offline(self, kind: str, section: dict[str, Any], model: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """Train on a fixed data set with `burnish KIND` and return the metrics of its steps."""
-        recipe = self.recipe(name, {"model": model, kind.replace("-", "_").replace("prefer", "preference"): section})
-        self.burnish(kind, recipe, "--fresh", name=name)
-        return read_metrics(self.work / name / "metrics.jsonl")
-
-    def recipe(self, name: str, content: dict[str, Any]) -> str:
-        """Write a recipe; JSON is YAML."""
-        content = {**content, "run": {"directory": ".", "name": name, **content.get("run", {})}}
-        content["model"] = {"device": self.device, "dtype": self.dtype, **content["model"]}
-        (self.work / f"{name}.yaml").write_text(json.dumps(content, indent=1))
-        return f"{name}.yaml"
-
-    def rl_recipe(self, name: str, **changes: Any) -> str:
-        """A recipe of GRPO on sorting digits, from the model that the row `sft` made. `changes` are whole sections."""
-        prompt, answer = self.lengths
-        content = {
-            "model": {"path": str(trained(self, "sft"))},
-            "data": {"train": {"task": "sort_digits"}, "validation": {"task": "sort_digits"}, "max_prompt_tokens": prompt},
-            "reward": {"parts": "task", "workers": 2},
-            "rollout": {"prompts": self.number(8, 64), "n": 8, "max_tokens": answer, "max_rows": 512},
-            "algorithm": {"preset": "grpo", "aggregation": "token-mean"},
-            "training": self.training,
-            "validation": {"limit": self.number(64, 256)},
-            "run": {"save_every": 2},
-        }  # fmt: skip
-        for section, values in changes.items():
-            content[section] = {**content.get(section, {}), **values}
-        return self.recipe(name, content)
-
-    def train(self, name: str, *options: str, **changes: Any) -> list[dict[str, Any]]:
-        """Train with RL and return the metrics of its steps."""
-        self.burnish("train", self.rl_recipe(name, **changes), "--fresh", "--max-restarts", "0", *options, name=name)
-        return read_metrics(self.work / name / "metrics.jsonl")
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "burnish.cli.main", *words]
-
-
-def last_line(text: str) -> str:
-    """The error of a command: its last line that is not empty."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
-
-
-def trained(job: Job, name: str) -> Path:
-    """The last checkpoint of a run."""
-    found = sorted((job.work / name / "checkpoints").glob("step-*"))
-    if not found:
-        raise Failed(f"the row {name} has left no checkpoint")
-    return found[-1]
-
-
-def weights(job: Job, name: str) -> dict[str, torch.Tensor]:
-    return load_file(trained(job, name) / "model.safetensors")
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest absolute difference of two sets of weights; 0 only if all values are equal."""
-    if one.keys() != other.keys():
-        raise Failed(f"tensors of one model alone: {sorted(one.keys() ^ other.keys())[:3]}")
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:
-    difference = largest_difference(one, other)
-    return "bit-equal" if difference == 0 else f"weights differ by {difference:.1e}"
 
 
 def accuracy_change(metrics: list[dict[str, Any]]) -> str:
@@ -276,6 +170,33 @@ def adapted(job: Job, name: str, options: dict[str, Any]) -> dict[str, Any]:
     return rl_shown(metrics)
 
 
+def moe(job: Job) -> dict[str, Any]:
+    """A small model with experts, made from nothing: SFT, then RL."""
+    if "experts" not in NewModel.model_fields:
+        raise NotHere("this version has no experts")
+    size = (
+        {"hidden_size": 128, "num_layers": 2, "num_heads": 4}
+        if job.is_tiny
+        else {"hidden_size": 256, "num_layers": 4, "num_heads": 4}
+    )
+    model = {"new": {"family": "qwen3_moe", "max_positions": 64, "experts": [8, 2, 168], **size}}
+    data = {
+        "data": {"task": "sort_digits", "options": {"num": 2000}},
+        "updates": job.number(40, 200),
+        "batch_size": 128,
+    }
+    learned = job.offline("sft", {**data, "max_tokens": 32, "optimizer": {"lr": 3e-3, "warmup": 5}}, model, "moe-sft")
+    row = rl_shown(job.train("moe", model={"path": str(trained(job, "moe-sft"))}, **short_answers(job)))
+    return {**row, "shown": f"SFT: {falling(learned, 'sft/loss')}; {row['shown']}"}
+
+
+def short_answers(job: Job) -> dict[str, Any]:
+    """Sections for a model that was made from nothing, whatever --model is."""
+    rollout = {"prompts": job.number(8, 64), "n": 8, "max_tokens": 10, "max_rows": 512}
+    data = {"train": {"task": "sort_digits"}, "validation": {"task": "sort_digits"}, "max_prompt_tokens": 16}
+    return {"rollout": rollout, "data": data}
+
+
 def ahead(job: Job) -> dict[str, Any]:
     return overlapping(job, "ahead", {"name": "ahead"})
 
@@ -400,7 +321,7 @@ def killed_and_resumed(job: Job, name: str, undisturbed: str, **changes: Any) ->
     metrics = job.work / name / "metrics.jsonl"
     remove(job.work / name)  # a run of an earlier try would be taken for this one's steps
     with (job.work / f"{name}-killed.log").open("w") as log:
-        process = subprocess.Popen(words, cwd=job.work, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(words, cwd=job.work, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment())  # fmt: skip
         until = time.monotonic() + job.limit_s
         while process.poll() is None and time.monotonic() < until and num_lines(metrics) < KILL_AFTER:
             time.sleep(0.005)
@@ -473,14 +394,6 @@ def merge(job: Job) -> dict[str, Any]:
     return {"shown": f"the mean of two models to {difference:.1e}"}
 
 
-def remove(folder: Path) -> None:
-    """Delete the output of an earlier try."""
-    import shutil
-
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
 def serve(job: Job) -> dict[str, Any]:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
@@ -501,53 +414,12 @@ def serve(job: Job) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def server(job: Job, name: str, words: list[str], url: str, variables: dict[str, str] | None = None) -> Iterator[None]:
-    """Start a server, wait until a URL answers, and end its process group with the block."""
-    log = job.work / f"{name}.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(words, cwd=job.work, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(variables or {})})  # fmt: skip
-        try:
-            until = time.monotonic() + START_LIMIT_S
-            while not answers(url):
-                if process.poll() is not None:
-                    raise Failed(f"the server ended with status {process.returncode}: {last_line(log.read_text())}")
-                if time.monotonic() > until:
-                    raise Failed(
-                        f"the server does not answer after {START_LIMIT_S:.0f} s: {last_line(log.read_text())}"
-                    )
-                time.sleep(0.2)
-            yield
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 ROWS: dict[str, Callable[[Job], dict[str, Any]]] = {
-    "sft": sft, "train": train, "lora": lora, "nf4": nf4, "ppo": ppo, "ahead": ahead, "async": asynchronous, "resume": resume,
+    "sft": sft, "train": train, "lora": lora, "nf4": nf4, "ppo": ppo, "moe": moe, "ahead": ahead, "async": asynchronous, "resume": resume,
     "deterministic": deterministic, "deterministic resume": deterministic_resume,
     "eval": evaluate, "export": export, "merge": merge, "serve": serve, "prefer": prefer, "reward-model": reward_model,
     "stages": stages, "ray": ray, "vllm server": vllm_server, "sglang server": sglang_server,
 }  # fmt: skip
 """Rows by name, in the order in which they run."""
-NEEDS = {"resume": ("sft", "train"), "deterministic": ("sft", "train"), "deterministic resume": ("sft", "train", "deterministic"), "eval": ("sft", "train"), "serve": ("sft", "train"), "merge": ("sft", "train"), "export": ("sft", "lora"), "sft": (), "stages": ()}  # fmt: skip
+NEEDS = {"resume": ("sft", "train"), "deterministic": ("sft", "train"), "deterministic resume": ("sft", "train", "deterministic"), "eval": ("sft", "train"), "serve": ("sft", "train"), "merge": ("sft", "train"), "export": ("sft", "lora"), "sft": (), "stages": (), "moe": ()}  # fmt: skip
 """The rows whose outputs a row reads; without an entry, those of `sft`."""

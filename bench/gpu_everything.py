@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from common import on_this_gpu, save, table
-from everything_rows import NEEDS, ROWS, Failed, Job, NotHere
+from everything_job import Failed, Job, NotHere
+from everything_rows import NEEDS, ROWS
 
 
 def main() -> None:
