@@ -291,7 +291,7 @@ class Decoder(nn.Module):
         return logits if self.arch.logit_softcap is None else softcapped(logits, self.arch.logit_softcap)
 
     def exact_values(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float) -> Tensor | None:
-        """The log-probs of exact mode [M]; None in other modes."""
+        """The log-probs of exact mode [M]; None in other modes. Call it before `states`, whose routing the backward pass reads."""
         if self.exact is None:
             return None
         if self.routing is not None:
@@ -324,8 +324,18 @@ class Decoder(nn.Module):
     def distribution(
         self, tokens: Tensor, offsets: Tensor, wanted: Tensor, shared_prefix: Tensor | None = None
     ) -> Distribution:
-        """Next-token distributions at this process's `wanted` positions, as hidden states and output head, without gradient."""
-        hidden = self.hidden(tokens, offsets, wanted - 1, shared_prefix)
+        """Next-token distributions at this process's `wanted` positions, as hidden states and output head, without gradient.
+
+        They are those of a reference, which may share the policy's module: its routers are neither measured nor replayed.
+        """
+        routing = self.routing
+        if routing is not None:
+            self.set_routing(None)
+        try:
+            hidden = self.hidden(tokens, offsets, wanted - 1, shared_prefix)
+        finally:
+            if routing is not None:
+                self.set_routing(routing)
         return Distribution(hidden, self.head_weight, softcap=self.arch.logit_softcap)
 
     def token_kl(
@@ -341,6 +351,7 @@ class Decoder(nn.Module):
 
         With aligned groups, the loss of each group at its last token.
         """
+        exact = self.exact_values(tokens, offsets, wanted, temperature)
         hidden, shard = self.states(tokens, offsets, wanted - 1, shared_prefix)
         states = hidden, self.head_weight, shard.select_wanted(tokens[wanted])
         if isinstance(reference, AlignedGroups):
@@ -348,7 +359,6 @@ class Decoder(nn.Module):
         else:
             found = head_comparison(*states, reference, temperature, self.arch.logit_softcap)
         logp, entropy, kl = map(shard.gather_wanted, found)
-        exact = self.exact_values(tokens, offsets, wanted, temperature)
         return (logp if exact is None else exact + (logp - logp.detach())), entropy, kl
 
     @torch.no_grad()

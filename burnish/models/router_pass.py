@@ -136,6 +136,8 @@ class LearnerRouting:
     _row_records: Tensor | None = None
     _membership: Tensor | None = None
     _is_measured: bool = True
+    _passed: set[int] = field(default_factory=set)
+    """The places of the layers that this pass has computed; activation checkpointing computes them again."""
 
     def begin(
         self, offsets: Tensor, rows: ComputedRows | None, shard: RowShard, has_exact_pass: bool, is_exact: bool = False
@@ -145,6 +147,7 @@ class LearnerRouting:
         In exact mode the pass that gives the log-probs is compared with the engine, not the one that gives the gradient.
         """
         self.terms.clear()
+        self._passed.clear()
         self._is_measured = is_exact == has_exact_pass
         self._row_records = self._membership = None
         if self.recorded is not None:
@@ -164,10 +167,14 @@ class LearnerRouting:
         own = choice.experts
         if self.replays and record is not None:
             own = choose_experts(scores.detach(), mlp.shape, score_bias)
-        if self.sums is not None and self._is_measured:
+        is_first = mlp.place not in self._passed
+        self._passed.add(mlp.place)
+        if self.sums is not None and self._is_measured and is_first:
             _measure(self.sums, mlp, scores.detach(), own, record)
         if self._membership is not None and self.num_sequences is not None:
-            self.terms.append(_balance(self._membership, own, scores, mlp) / self.num_sequences)
+            # Computed in a recomputation too, which must save the same tensors.
+            term = _balance(self._membership, own, scores, mlp) / self.num_sequences
+            self.terms += [term] if is_first else []
         return choice
 
     def balance_term(self) -> Tensor | None:

@@ -27,7 +27,9 @@ from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.experts import ExpertMlp
+from burnish.models.router_pass import LearnerRouting, RouterSums
 from burnish.rollout.scoring import from_arrays, to_arrays
+from burnish.training.forward import Packing, micro_batches_of
 from burnish.training.learner import Learner
 from tests import tiny_engines
 from tests.trainers.tiny import TINY, run_of
@@ -130,6 +132,28 @@ def test_in_exact_mode_engine_and_learner_choose_the_same_experts(dtype: torch.d
     assert int(sums.recorded) == int((record != UNKNOWN_EXPERT).sum()) > 200
     assert int(sums.recorded - sums.agreed) == 0
     assert all(c.experts is not None and len(c.experts) > len(c.tokens) for c in completions)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_reference_in_the_same_module_is_not_measured_and_the_balance_loss_stays(batch: Batch, exact: bool) -> None:
+    model = tiny_engines.decoder(torch.float32, **EXPERTS)
+    model.exact = partial(exact_logprobs, model) if exact else None
+    set_activations(model, "recompute")
+    (one,) = micro_batches_of(batch, Packing.of(model, 10_000, True), "loss_mask")
+    assert one.shared_prefix is not None
+    where = one.batch.tokens, one.batch.offsets, one.wanted
+    sums = RouterSums.zeros(2, 6, torch.device("cpu"))
+    routing = LearnerRouting(sums, one.batch.token[ENGINE_EXPERTS], True, one.batch.num_sequences)
+    model.set_routing(routing)
+    reference = model.distribution(*where, one.shared_prefix)
+    assert float(sums.rows) == 0
+    _, _, kl = model.token_kl(*where, reference, shared_prefix=one.shared_prefix)
+    measured, term = float(sums.rows), routing.balance_term()
+    assert measured > 0
+    assert term is not None
+    (kl.sum() + term).backward()
+    assert model.get_parameter("layers.0.experts.router.weight").grad is not None
+    assert float(sums.rows) == measured, "a recomputed layer is not measured again"
 
 
 @pytest.mark.parametrize("engine", ["stale", "bfloat16"])
