@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.heads import ValueModel
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
 from burnish.training.forward import ReferenceFn
@@ -86,10 +87,17 @@ class Case:
     """Experts of each layer, of which two compute a token."""
     balance: float = 0.0
     """Weight of the routers' balance loss; their metrics are compared too unless it is 0."""
+    deepseek: bool = False
+    """Latent attention, and a layer with shared experts and groups of experts behind a dense one."""
     even_routers: bool = False
     """Whether all scores of the routers are the same at first, so that the same two experts compute all tokens."""
 
 
+DEEPSEEK: dict[str, Any] = {
+    **{"family": "deepseek_v3", "qk_norm": False, "qkv_bias": False, "num_kv_heads": 4, "head_dim": 12},
+    "latent": LatentShape(10, 6, 8, 4, 6),
+    "experts": ExpertShape(4, 2, 12, (False, True), True, "sigmoid", True, 2, 1, 1.5, shared_size=10),
+}
 FEW = 2
 """Updates of the cases beside the main ones."""
 MAIN = ("grpo", "sft", "dpo")
@@ -190,6 +198,10 @@ EXPERTS_ON_TWO: dict[str, Case] = {
         "dpo", {"pipeline": 2}, experts=4, balance=0.1, activations="recompute", token_budget=20, steps=FEW
     ),
     "expert, a critic": Case("value", {"expert": 2}, experts=4, steps=FEW),
+    **{
+        f"{kind}, deepseek": Case("grpo", {kind: 2}, experts=4, deepseek=True, steps=FEW)
+        for kind in ("expert", "context")
+    },
     "expert, no rows for a rank": Case("grpo", {"expert": 2}, experts=4, even_routers=True, steps=FEW),
     "expert, lora": Case("grpo", {"expert": 2}, experts=4, lora=2, steps=FEW),
     "data, experts, lora in 4 bits": Case("grpo", {"data": 2}, experts=4, lora=2, base="nf4", steps=FEW),
@@ -235,9 +247,10 @@ def make_model(case: Case) -> nn.Module:
     )
     if case.experts:
         fields |= {"experts": ExpertShape(case.experts, 2, 12)}
-    decoder = Decoder(
-        Architecture(family, VOCAB, 32, case.layers, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied)
-    )
+    arch = Architecture(family, VOCAB, 32, case.layers, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied)
+    if case.deepseek:
+        arch = replace(arch, **DEEPSEEK)
+    decoder = Decoder(arch)
     initialise(decoder.double(), 0, std=0.3)
     if case.even_routers:
         for name, parameter in decoder.named_parameters():
