@@ -156,7 +156,7 @@ class LearnerRouting:
         if self.num_sequences is not None and not is_exact:
             if not isinstance(shard, UnshardedRows):
                 raise UserError(
-                    "algorithm.router.balance needs whole sequences on a device: set it to 0, or sequence=1"
+                    "algorithm.router.balance needs whole sequences on a device: set it to 0, or parallel.context=1"
                 )
             self._membership = _membership(offsets, rows)
 

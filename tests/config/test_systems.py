@@ -23,7 +23,14 @@ TASKS = {
     "guess_number",
     "multi_turn_correction",
 }
-TASKS |= {"tic_tac_toe_self_play", "kuhn_poker", "alphabet_sort", "reverse_text", "calculator_toy"}
+TASKS |= {
+    "sort_digits_experts",
+    "tic_tac_toe_self_play",
+    "kuhn_poker",
+    "alphabet_sort",
+    "reverse_text",
+    "calculator_toy",
+}
 TASKS |= {f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo")}
 """Recipes of a task or a method that are no published system."""
 ISSUE = """DeepSeek-R1, DeepSeek-R1-Zero, TinyZero, SimpleRL, open-r1, X-R1, Logic-RL, Minimal-RL, understand-r1-zero, ORZ, DAPO, VAPO, VC-PPO, GPG, CPPO,

@@ -18,19 +18,18 @@ ALIGNMENT = 16
 """`torch._grouped_mm` needs rows that begin at multiples of this number of bytes."""
 
 
-def has_grouped_mm(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether `torch._grouped_mm` can multiply these."""
-    widths = (rows.shape[-1], *matrices.shape[1:])
+def has_grouped_mm(a: Tensor, b: Tensor, widths: tuple[int, int]) -> bool:
+    """Whether `torch._grouped_mm` can multiply these; `widths` are the inputs and outputs of an expert. The number of rows is free."""
     return (
-        rows.is_cuda
-        and rows.dtype == matrices.dtype == torch.bfloat16
-        and all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
+        a.is_cuda
+        and a.dtype == b.dtype == torch.bfloat16
+        and all(width * a.element_size() % ALIGNMENT == 0 for width in widths)
     )
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """rows [M, in] times the transposed matrices [E, out, in] of their experts; [M, out]."""
-    if has_grouped_mm(rows, matrices):
+    if has_grouped_mm(rows, matrices, (matrices.shape[1], matrices.shape[2])):
         return torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
     if use_triton(rows):
         from burnish.models.kernels.triton import expert_kernels
@@ -44,7 +43,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_input_gradient(grad: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """grad [M, out] times the matrices [E, out, in] of their experts; [M, in]."""
-    if has_grouped_mm(grad, matrices):
+    if has_grouped_mm(grad, matrices, (matrices.shape[1], matrices.shape[2])):
         return torch._grouped_mm(grad, matrices, offs=ends)
     product = grad.new_empty(grad.shape[0], matrices.shape[2])
     for expert, span in expert_spans(ends):
@@ -54,7 +53,7 @@ def grouped_input_gradient(grad: Tensor, matrices: Tensor, ends: Tensor) -> Tens
 
 def grouped_weight_gradient(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """The sum over each expert's rows of grad [M, out] times rows [M, in]; [E, out, in]."""
-    if has_grouped_mm(rows, grad[None]):
+    if has_grouped_mm(rows, grad, (rows.shape[1], grad.shape[1])):
         return torch._grouped_mm(grad.t(), rows, offs=ends)
     total = grad.new_zeros(ends.shape[0], grad.shape[1], rows.shape[1])
     for expert, span in expert_spans(ends):
