@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "tied": True},
     "mistral": {"window": 24},
-    "deepseek_v3": {"latent": LatentShape(40, 32, 48, 16, 40), "num_kv_heads": 4, "query_scale": 0.9},
+    "deepseek_v3": {"latent": LatentShape(40, 32, 48, 16, 40), "num_kv_heads": 4},
     "gemma2": {
         "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True, "tied": True, "window": 24,
         "local_layers": (True, False), "score_softcap": 2.0, "logit_softcap": 5.0, "query_scale": 0.9,
