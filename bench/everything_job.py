@@ -65,13 +65,16 @@ class Job:
         """Run a command in the work folder. Its output is in NAME.log and is returned."""
         log = self.work / f"{name}.log"
         with log.open("w") as file:
+            process = subprocess.Popen(command(*words), cwd=self.work, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment())  # fmt: skip
             try:
-                done = subprocess.run(command(*words), cwd=self.work, stdout=file, stderr=subprocess.STDOUT, timeout=self.limit_s, env=environment())  # fmt: skip
+                status = process.wait(self.limit_s)
             except subprocess.TimeoutExpired as error:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+                process.wait()
                 raise Failed(f"burnish {words[0]} took more than {self.limit_s:.0f} s; see {log.name}") from error
         text = log.read_text()
-        if done.returncode:
-            raise Failed(f"burnish {words[0]} ended with status {done.returncode}: {last_line(text)}")
+        if status:
+            raise Failed(f"burnish {words[0]} ended with status {status}: {last_line(text)}")
         return text
 
     def offline(self, kind: str, section: dict[str, Any], model: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """`burnish train RECIPE --dry-run --cluster 64x8xH200`: the mesh, memory, traffic and time of a run on a cluster, as a plan on paper.
 
-All meshes that divide the GPUs and the model are compared, and the fastest that fits is proposed, with the settings that make it fit.
+All meshes that divide the GPUs and the model are compared, and one that fits with a fast step is proposed, with the settings that make it fit.
 `parallel` in the config fixes the mesh instead.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from burnish.config.errors import UserError
-from burnish.config.placement import MeshSizes, Parallel
+from burnish.config.placement import MeshSizes, Parallel, check_parallel_fits
 from burnish.config.schema import TrainConfig
 from burnish.memory_plan.hardware import Cluster
 from burnish.memory_plan.mesh_cost import (
@@ -33,6 +33,8 @@ from burnish.memory_plan.suggestions import PLAN_TOLERANCE
 SHORT_SHARE = 0.25
 """The second estimate of times, and the choice of the mesh, are for answers that take this share of their maximum."""
 MAX_ENGINE_GPUS = 64
+MOST_COMPARED = 16
+"""Of the plans that fit, those with the fastest learners are compared by the time of their whole steps."""
 LEAST_CACHE_SEQUENCES = 4
 """An engine must have room for so many sequences of full length."""
 
@@ -106,15 +108,23 @@ def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> Cl
         (replace(work, activations=policy), mesh)
         for policy in _policies(work.activations)
         for mesh in meshes
-        if policy != "selective" or mesh.tensor == 1  # the config refuses the two together
+        if _is_accepted(mesh, policy, config)
     ]
+    seconds = [(_learner_seconds(changed, mesh, cluster), changed, mesh) for changed, mesh in candidates]
+    fitting: list[ClusterPlan] = []
     nearest: ClusterPlan | None = None
-    for changed, mesh in sorted(candidates, key=lambda pair: _learner_seconds(pair[0], pair[1], cluster)):
+    for _, changed, mesh in sorted(seconds, key=lambda one: one[0]):
         found = _with_engine(changed, mesh, cluster, work)
-        if found is not None and found.memory.total <= _room(cluster):
-            return found
-        if found is not None and (nearest is None or found.memory.total < nearest.memory.total):
+        if found is None:
+            continue
+        if found.memory.total <= _room(cluster):
+            fitting.append(found)
+        elif nearest is None or found.memory.total < nearest.memory.total:
             nearest = found
+        if len(fitting) == MOST_COMPARED:
+            break
+    if fitting:
+        return min(fitting, key=lambda plan: plan.time(SHORT_SHARE).total)
     if nearest is None:
         raise UserError(
             f"no engine of up to {MAX_ENGINE_GPUS} GPUs has room for the weights of {work.shape.name} on {cluster.text}"
@@ -123,6 +133,21 @@ def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> Cl
         f"this run does not fit on {cluster.text}: at least {gib(nearest.memory.total)} of {gib(cluster.gpu.memory)} on a GPU\n"
         f"{plan_report(nearest)}\nmore GPUs, training.optimizer.offload=true, or a smaller training.token_budget need less on each"
     )
+
+
+def _is_accepted(mesh: MeshSizes, policy: str, config: TrainConfig) -> bool:
+    """Whether a config with this mesh is not refused."""
+    try:
+        check_parallel_fits(parallel_of(mesh), config.model, config.training.optimizer, policy)
+    except ValueError:
+        return False
+    return True
+
+
+def parallel_of(mesh: MeshSizes) -> Parallel:
+    """The section of the config that makes this mesh."""
+    data = mesh.data if mesh.replicate == 1 else (mesh.replicate, mesh.data // mesh.replicate)
+    return Parallel(pipeline=mesh.pipeline, data=data, context=mesh.context, expert=mesh.expert, tensor=mesh.tensor)
 
 
 def _policies(configured: str) -> list[str]:
@@ -184,7 +209,7 @@ def _with_engine(work: Workload, mesh: MeshSizes, cluster: Cluster, configured: 
         changes = [f"training.activations={work.activations}"] if work.activations != configured.activations else []
         plan = ClusterPlan(cluster, work, mesh, size, memory, tuple(changes))
         # An engine whose weights leave the learner no room is no plan, however fast it samples.
-        plans.append((max(0, memory.total - _room(cluster)), plan.time().rollout, plan))
+        plans.append((max(0, memory.total - _room(cluster)), plan.time(SHORT_SHARE).rollout, plan))
     return min(plans, key=lambda found: found[:2])[2] if plans else None
 
 
@@ -196,15 +221,11 @@ def plan_report(plan: ClusterPlan) -> str:
     shape, mesh, cluster, work = plan.work.shape, plan.mesh, plan.cluster, plan.work
     active = f", {shape.num_active_parameters / 1e9:.1f}B for one token" if shape.num_experts else ""
     count = micro_batches(work, mesh)
-    data = (
-        f"data={mesh.data}"
-        if mesh.replicate == 1
-        else f"data={mesh.data} ({mesh.replicate} copies of {mesh.data // mesh.replicate} shards)"
-    )
+    data = str(mesh.data) if mesh.replicate == 1 else f"[{mesh.replicate}, {mesh.data // mesh.replicate}]"
+    sizes = f"pipeline: {mesh.pipeline}, data: {data}, context: {mesh.context}, expert: {mesh.expert}, tensor: {mesh.tensor}"
     lines = [
         f"plan on paper for {cluster.text} ({cluster.num_gpus} GPUs): {shape.name}, {shape.num_parameters / 1e9:.1f}B parameters{active}",
-        f"learner: pipeline={mesh.pipeline} {data} context={mesh.context} expert={mesh.expert} tensor={mesh.tensor}; "
-        f"{mesh.batch_shards} parts of a mini-batch, {count} micro-batches each",
+        f"learner: parallel={{{sizes}}}; {mesh.batch_shards} parts of a mini-batch, {count} micro-batches each",
         f"engines: {cluster.num_gpus // plan.engine_gpus} of {plan.engine_gpus} GPUs, on the same GPUs in turns",
         *(f"with {change}" for change in plan.changes),
         "",
