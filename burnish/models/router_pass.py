@@ -51,6 +51,8 @@ class EngineRecorder:
         position = placement.position
         page = placement.table[placement.owner, position.clamp(min=0) // self.page_size].long()
         self._where, self._which = (page.masked_fill(position < 0, 0), position.clamp(min=0) % self.page_size), which
+        if which is not None:  # the last layer may compute none of them, and an earlier request had these pages
+            self.store[self._where] = UNKNOWN_EXPERT
 
     def choose(self, mlp: ExpertMlp, logits: Tensor, score_bias: Tensor | None) -> Choice:
         """Choose by the router and store the choice."""
@@ -59,7 +61,6 @@ class EngineRecorder:
         page, slot = self._where
         if choice.experts.shape[0] != page.shape[0]:
             assert self._which is not None, "fewer tokens than were announced"
-            self.store[page, slot, mlp.place] = UNKNOWN_EXPERT
             page, slot = page[self._which], slot[self._which]
         self.store[page, slot, mlp.place] = choice.experts.to(RECORD_DTYPE)
         return choice

@@ -21,6 +21,7 @@ from burnish.core.batch import Batch
 from burnish.core.engine import Completion, Request
 from burnish.core.routed_experts import ENGINE_EXPERTS, UNKNOWN_EXPERT
 from burnish.core.trajectory import TokenNode, Trajectory, pack
+from burnish.inference.native import scheduler
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.cached_forward import exact_logprobs
@@ -132,6 +133,20 @@ def test_in_exact_mode_engine_and_learner_choose_the_same_experts(dtype: torch.d
     assert int(sums.recorded) == int((record != UNKNOWN_EXPERT).sum()) > 200
     assert int(sums.recorded - sums.agreed) == 0
     assert all(c.experts is not None and len(c.experts) > len(c.tokens) for c in completions)
+
+
+def test_a_prompt_in_chunks_has_no_records_of_the_pages_earlier_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", 8)
+    model = tiny_engines.decoder(**EXPERTS)
+    model.records_experts = True
+    engine = PagedEngine(model, 1, num_blocks=4)
+    tiny_engines.run(engine, tiny_engines.requests([(1, 2)], max_tokens=30))
+    prompt = PROMPTS[2]
+    (found,) = tiny_engines.run(engine, tiny_engines.requests([prompt], max_tokens=3)).values()
+    assert found.experts is not None
+    assert (found.experts[: len(prompt) - 1, -1] == UNKNOWN_EXPERT).all(), "the last layer computes the last token only"
+    assert (found.experts[len(prompt) - 1 : -1] != UNKNOWN_EXPERT).all()
+    assert (found.experts[:-1, 0] != UNKNOWN_EXPERT).all()
 
 
 @pytest.mark.parametrize("exact", [False, True])
