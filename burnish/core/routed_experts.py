@@ -29,6 +29,19 @@ def padded_record(record: np.ndarray, num_tokens: int) -> np.ndarray:
     return np.concatenate([record, np.full((missing, *record.shape[1:]), UNKNOWN_EXPERT, dtype=record.dtype)])
 
 
+def first_records(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """The records of a turn that two requests computed: of each token the earlier one, where it is known.
+
+    The second request reads the tokens of the first as a prompt, perhaps with newer weights. The log-probs of those tokens are
+    the first request's, so its experts are the ones to compare or to replay.
+    """
+    if earlier is None or later is None:
+        return earlier if later is None else later
+    size = max(len(earlier), len(later))
+    earlier, later = padded_record(earlier, size), padded_record(later, size)
+    return np.where(earlier == UNKNOWN_EXPERT, later, earlier)
+
+
 def expert_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return the token column of the sequences of some trajectories; {} if no token has a record."""
     paths = [[t.nodes[index] for index in path] for t in trajectories for path in t.paths]

@@ -21,6 +21,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, sample_key
+from burnish.core.routed_experts import first_records
 from burnish.core.trajectory import (
     EPISODE,
     OPPONENT,
@@ -196,7 +197,7 @@ class InFlightTrajectories:
             )
         tokens = completion.tokens.tolist()
         active.turn.append(tokens, completion.logp.tolist(), completion.version)
-        active.turn.experts = completion.experts
+        active.turn.experts = first_records(active.turn.experts, completion.experts)
         active.num_sampled += len(tokens)
 
     def _drop_partial_stop(self, active: RunningTrajectory) -> None:

@@ -35,7 +35,7 @@ class PartialTurn:
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     experts: np.ndarray | None = None
-    """The engine's experts of the whole context and this turn, by the last request; None if they were not recorded."""
+    """The engine's experts of the whole context and this turn, by the first request that computed a token; None if not recorded."""
 
     def append(self, tokens: Sequence[int], logp: Sequence[float] | None = None, version: int = -1) -> None:
         """Add tokens: sampled ones with their log-probs, others without."""
@@ -48,6 +48,9 @@ class PartialTurn:
         """Remove the last tokens."""
         for column in (self.tokens, self.sampled, self.logp, self.version):
             del column[len(column) - count :]
+        if self.experts is not None:  # the last token left will be computed again, for the token behind it
+            left = len(self.experts) - count
+            self.experts = padded_record(self.experts[: left - 1], left)
 
     def copy(self) -> PartialTurn:
         """Return a copy that grows on its own."""

@@ -13,6 +13,7 @@ import torch
 
 from burnish.config.environment import Environment
 from burnish.core.engine import Completion, Engine, SamplingOptions
+from burnish.core.routed_experts import first_records
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
@@ -26,6 +27,7 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.rollout import in_flight
 from burnish.rollout.in_flight import InFlightTrajectories
 from burnish.rollout.runner import RolloutRunner
+from burnish.rollout.running_trajectory import PartialTurn
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
 SAMPLING = SamplingOptions(max_tokens=14, stop_tokens=(1,))
@@ -173,3 +175,21 @@ def test_openings_are_remembered_up_to_a_limit(model: Decoder, monkeypatch: pyte
     for token in range(5):
         found._shared_opening((token,))
     assert len(found._openings) == 2
+
+
+def test_a_token_has_the_experts_of_the_request_that_sampled_it() -> None:
+    def record(*rows: int) -> np.ndarray:
+        return np.array(rows, dtype=np.int16)[:, None, None]
+
+    turn = PartialTurn()
+    turn.append([7, 8, 9], [-1.0] * 3, version=0)
+    turn.experts = first_records(
+        turn.experts, record(1, 2, 3, 4, -1)
+    )  # a context of two tokens; the last was not computed
+    turn.drop_last(1)
+    assert turn.experts is not None
+    assert turn.experts.ravel().tolist() == [1, 2, 3, -1]
+    turn.append([5], [-1.0], version=1)
+    turn.experts = first_records(turn.experts, record(11, 12, 13, 14, -1))
+    assert turn.experts is not None
+    assert turn.experts.ravel().tolist() == [1, 2, 3, 14, -1]
