@@ -193,7 +193,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
         raise UserError(
             "--prerendered: the prompt is not rendered again, so --template chat and --system have no effect"
         )
-    template = Template(kind=args.template or "auto", system=args.system, prerendered=args.prerendered)
+    template = Template(kind="prerendered" if args.prerendered else args.template or "auto", system=args.system)
     tokens = tuple(render(row, policy.tokenizer, template))
     max_tokens, note = fit_max_tokens(sampling.max_tokens, len(tokens), policy.max_positions)
     if note is not None:

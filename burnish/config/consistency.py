@@ -133,7 +133,7 @@ def _check_teacher_context(config: TrainConfig) -> None:
         )
     if config.data.template.prerendered:
         raise ValueError(
-            f"{what} renders prompts anew for the teacher, which a prerendered prompt does not allow: set data.prerendered=false"
+            f"{what} renders prompts anew for the teacher, which a prerendered prompt does not allow: leave out template.kind=prerendered"
         )
     if config.data.budget is not None:
         raise ValueError(f"{what} renders prompts anew, without the length that data.budget asks for: remove one")

@@ -63,26 +63,41 @@ class Source(Record):
 Sources = Annotated[list[Source], BeforeValidator(as_list)]
 
 
+def without_former_prerendered(values: Any) -> Any:
+    """A former key of two sections: false had no effect and stands in saved configs, true has a new name."""
+    if not isinstance(values, dict) or "prerendered" not in values:
+        return values
+    if values["prerendered"] is not False:
+        raise ValueError("prerendered is now a kind of template: template.kind=prerendered")
+    return {key: value for key, value in values.items() if key != "prerendered"}
+
+
 class Template(Record):
     """How a prompt becomes text."""
 
-    kind: Literal["auto", "chat", "plain"] = "auto"
-    """chat: the tokenizer's chat template. plain: `text`. auto: chat if the tokenizer has a template, else plain."""
+    kind: Literal["auto", "chat", "plain", "prerendered"] = "auto"
+    """chat: the tokenizer's chat template. plain: `text`. auto: chat if the tokenizer has a template, else plain. prerendered: prompts are
+    rendered already, no template is applied, and special tokens in prompts and in demonstrations are parsed; otherwise special tokens
+    in the text of a row, such as `<|im_end|>`, are encoded as plain text."""
     text: str = "{prompt}"
     """The plain template; `{prompt}` is replaced by the prompt. `r1-zero` stands for DeepSeek-R1-Zero's prompt for base models."""
     system: str | None = None
     """A system message before the messages of each prompt (chat only)."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the chat template, such as enable_thinking (chat only)."""
-    prerendered: bool = False
-    """Prompts are rendered already: no template is applied, and special tokens in prompts and in demonstrations are parsed. If false,
-    special tokens in the text of a row, such as `<|im_end|>`, are encoded as plain text."""
+
+    @property
+    def prerendered(self) -> bool:
+        """Whether prompts are rendered already."""
+        return self.kind == "prerendered"
+
+    _former = model_validator(mode="before")(without_former_prerendered)
 
     @model_validator(mode="after")
     def _check_prerendered(self) -> Template:
-        if self.prerendered and (self.kind == "chat" or self.text != "{prompt}" or self.system or self.kwargs):
+        if self.prerendered and (self.text != "{prompt}" or self.system or self.kwargs):
             raise ValueError(
-                "prerendered prompts are not rendered again: leave out kind=chat, text, system and kwargs, or prerendered"
+                "prerendered prompts are not rendered again: leave out text, system and kwargs, or kind=prerendered"
             )
         return self
 
@@ -96,8 +111,6 @@ class Data(Record):
     """Held-out prompts."""
     template: Template = Template()
     """How a prompt becomes text."""
-    prerendered: bool = False
-    """Short for template.prerendered: prompts contain their special tokens, and no template is applied."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Maximum number of tokens of a prompt."""
     overlong_prompts: Literal["filter", "error"] = "filter"
@@ -124,14 +137,7 @@ class Data(Record):
             )
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_prerendered(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("prerendered") is not True:
-            return values
-        given = values.get("template", {})
-        template = given.model_dump(exclude_unset=True) if isinstance(given, Template) else given
-        return {**values, "template": {**template, "prerendered": True} if isinstance(template, dict) else given}
+    _former = model_validator(mode="before")(without_former_prerendered)
 
 
 class RewardPart(Record):

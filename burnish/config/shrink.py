@@ -76,7 +76,6 @@ PLAIN_TEMPLATE: dict[str, Any] = {
     "text": "{prompt}",
     "system": None,
     "kwargs": {},
-    "prerendered": False,
 }
 
 UPPER_LIMITS = {
@@ -232,7 +231,6 @@ def _shrink_rollout_stage(stage: Tree, number: int) -> Tree:
 def _data_edits(data: Tree, imitates: bool) -> Iterator[Edit]:
     yield "data.train", _stage_sources(data["train"]) or [TRAIN_SOURCE]
     yield "data.template", PLAIN_TEMPLATE
-    yield "data.prerendered", False
     if data["validation"]:
         yield "data.validation", [HELD_OUT_SOURCE]
     if data["demonstrations_per_group"]:  # the column of sort_digits rows with a correct answer
@@ -301,7 +299,6 @@ def _self_made_edits(tree: Tree) -> Iterator[Edit]:
     yield "data.max_prompt_tokens", 64
     yield "data.train", [{"task": ABSOLUTE_ZERO, "options": options}]
     yield "data.template", PLAIN_TEMPLATE
-    yield "data.prerendered", False
     if tree["data"]["validation"]:
         yield "data.validation", [{"task": ABSOLUTE_ZERO, "options": options, "limit": 8}]
     yield "rollout.prompts", 6  # two of each type
@@ -324,7 +321,6 @@ def _row_edits(tree: Tree, source: Tree, demonstrations: Tree) -> Iterator[Edit]
     """Take rows of one task."""
     yield "data.train", [{**source, "limit": 32}]
     yield "data.template", PLAIN_TEMPLATE
-    yield "data.prerendered", False
     if tree["data"]["validation"]:
         yield "data.validation", [{**source, "limit": 8}]
     if tree["data"]["demonstrations"]:

@@ -129,7 +129,7 @@ def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) 
     completion = prerendered_text(row.completion or "", "completion")
     if not template.prerendered and tokenizer.literal(text + completion) != text + completion:
         raise UserError(
-            "the text contains the name of a control token, such as the end of a turn: set template.prerendered=true if a chat template "
+            "the text contains the name of a control token, such as the end of a turn: set template.kind=prerendered if a chat template "
             "rendered it, or give prompt and answer in separate columns, where such a name is plain text"
         )
     tokens = tokenizer.encode_prerendered(text) if template.prerendered else tokenizer.encode(text, special=True)
@@ -143,7 +143,7 @@ def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) 
 def _encode_prerendered(row: Row, tokenizer: Tokenizer) -> Encoded:
     """Encode prerendered texts: control tokens are parsed, and the end token is added if it is missing."""
     if row.messages is not None or row.completion is None:
-        raise UserError("template.prerendered needs rows of prompt and completion, both texts")
+        raise UserError("template.kind=prerendered needs rows of prompt and completion, both texts")
     context = tokenizer.encode_prerendered(prerendered_text(row.prompt, "prompt"))
     answer_tokens = _with_end_token(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
     return context + answer_tokens, [False] * len(context) + [True] * len(answer_tokens)

@@ -1,7 +1,7 @@
 """Renders a row's prompt to text and tokens: with the tokenizer's chat template, or with a plain template for base models.
 
 Only the chat template writes control tokens. Text of rows, users and models stays text, even if it contains the name of a control token
-(`models/tokenizer.py`), unless `template.prerendered` says that the prompt is rendered already.
+(`models/tokenizer.py`), unless `template.kind=prerendered` says that the prompt is rendered already.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prerendered_text(value: str | list[Message], what: str) -> str:
     """Check that a prerendered prompt or completion is text."""
     if not isinstance(value, str):
         raise UserError(
-            f"template.prerendered needs texts that are rendered already, but the {what} is a list of messages"
+            f"template.kind=prerendered needs texts that are rendered already, but the {what} is a list of messages"
         )
     return value
 

@@ -220,7 +220,7 @@ def check_template_for_turns(
         return []
     if template.prerendered and tokenizer.has_chat_template:
         raise UserError(
-            "environment.max_turns is above 1 and data.prerendered is true: replies would follow the model's answers without the markup "
+            "environment.max_turns is above 1 and template.kind is prerendered: replies would follow the model's answers without the markup "
             "of the chat template; give messages or plain prompts in the rows, which the template renders, or set environment.max_turns=1"
         )
     cls = _class_of(config.name, base)

@@ -172,10 +172,9 @@ def test_what_a_small_float32_model_on_a_cpu_cannot_use_is_taken_off_the_optimiz
 
 def test_prerendered_prompts_become_those_of_a_task_and_a_plain_recipe_keeps_its_template(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
-    for more, is_changed in (("prerendered: true", True), ("max_prompt_tokens: 64", False)):
+    for more, is_changed in (("template: {kind: prerendered}", True), ("max_prompt_tokens: 64", False)):
         recipe.write_text(f"model: {{path: m}}\ndata: {{train: {{path: a.jsonl}}, {more}}}\nreward: {{parts: exact}}")
         loaded, changes = load_shrunk(TrainConfig, recipe, [])
-        assert not loaded.config.data.prerendered
         assert not loaded.config.data.template.prerendered
         assert any("template" in change for change in changes) == is_changed
 

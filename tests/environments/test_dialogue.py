@@ -421,7 +421,7 @@ def test_plain_text_goes_on_as_it_is() -> None:
     found = conversation.extend([*tokenizer.encode("2"), tokenizer.eos_ids[0]], [user("so"), user("what </s>?")])
     assert found == Extension(tuple(tokenizer.encode(tokenizer.literal("so\nwhat </s>?"))))
     assert renderer.check().rewrites == ()
-    prerendered = ChatRenderer(tokenizer, Template(prerendered=True)).open("<|im_start|>user\n1+1?<|im_end|>")
+    prerendered = ChatRenderer(tokenizer, Template(kind="prerendered")).open("<|im_start|>user\n1+1?<|im_end|>")
     assert prerendered.tokens[0] == tokenizer.encode("<|im_start|>")[0]
 
 

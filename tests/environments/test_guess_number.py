@@ -260,8 +260,8 @@ def test_a_template_without_answers_is_refused_before_anything_is_sampled(tmp_pa
         check(name, forgetting, max_turns=1)
     check("other.py:Own", forgetting)
     with pytest.raises(UserError, match="without the markup of the chat template"):
-        check("guess_number", adding, prerendered=True)
-    check("guess_number", adding, max_turns=1, prerendered=True)
+        check("guess_number", adding, kind="prerendered")
+    check("guess_number", adding, max_turns=1, kind="prerendered")
 
 
 def test_a_dialogue_appends_where_the_template_drops_earlier_thinking() -> None:

@@ -130,19 +130,22 @@ def test_prerendered_prompts_are_parsed_and_get_no_template(tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").write_text(f'{{"question": "{text}", "answer": "1"}}'.replace("\n", "\\n"))
     source = Source(path=str(tmp_path / "rows.jsonl"))
     wanted = tokenizer.encode(text)
-    for data, is_parsed in ((Data(train=[source], prerendered=True), True), (Data(train=[source]), False)):
+    for data, is_parsed in (
+        (Data(train=[source], template=Template(kind="prerendered")), True),
+        (Data(train=[source]), False),
+    ):
         (draw,) = PromptStream([source], tokenizer, data, seed=0).draw(1)
         assert (draw.prompt.tokens == wanted) == is_parsed
     row = Row("r", text, "s", None, completion=f"yes{END}")
-    tokens, mask = encode_example(row, tokenizer, Template(prerendered=True))
+    tokens, mask = encode_example(row, tokenizer, Template(kind="prerendered"))
     assert tokens == wanted + tokenizer.encode(f"yes{END}")  # the end token is there already
     assert sum(mask) == 4
     with pytest.raises(UserError, match="list of messages"):
-        render(Row("r", [{"role": "user", "content": "x"}], "s", None), tokenizer, Template(prerendered=True))
+        render(Row("r", [{"role": "user", "content": "x"}], "s", None), tokenizer, Template(kind="prerendered"))
     with pytest.raises(ValueError, match="not rendered again"):
-        Template(prerendered=True, system="s")
+        Template(kind="prerendered", system="s")
     with pytest.raises(ValueError, match="budget adds text"):
-        Data(prerendered=True, budget=LengthBudget())
+        Data(template=Template(kind="prerendered"), budget=LengthBudget())
     with pytest.raises(UserError, match="'x' in '1x' is not in this tokenizer's alphabet"):
         Tokenizer.from_characters("1").encode_prerendered("1x")
 
