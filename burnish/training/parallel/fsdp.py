@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from burnish.core.pipeline_stage import stage_of, whole_tensor, whole_tensors
 from burnish.models.decoder import Decoder, Layer
-from burnish.models.heads import ValueModel
+from burnish.models.heads import ScoreModel, ValueModel
 from burnish.models.nf4 import quantised_tensors
 from burnish.models.weight_layout import in_hf_order, row_order_of
 
@@ -82,7 +82,7 @@ def reshard(model: nn.Module) -> None:
 
 def backbone_of(model: nn.Module) -> nn.Module:
     """The module whose `forward` computes all layers."""
-    if isinstance(model, ValueModel):
+    if isinstance(model, ValueModel | ScoreModel):
         model = model.backbone
     return model if isinstance(model, Decoder) else cast(nn.Module, model.inner)
 
