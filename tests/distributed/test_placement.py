@@ -20,6 +20,7 @@ from burnish.distributed import placement
 from burnish.distributed.placement import check_layout, check_placement, plan_layout
 from burnish.distributed.ray_roles import open_cluster
 from burnish.distributed.role_workers import RolloutWorker, TrainingWorker
+from burnish.run.run_directory import MAY_CHANGE
 from tests.distributed.toy_run import TOY, config_of
 
 BASIC = ["model.new.num_layers=1", "data.train.task=sort_digits"]
@@ -70,6 +71,10 @@ def test_consecutive_processes_are_on_one_machine_and_colocated_ones_stay_so() -
 def test_engines_that_cannot_be_divided_are_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         config_of(tmp_path, "placement.engine_tensor=2", *overrides)
+
+
+def test_a_run_may_continue_on_any_other_placement() -> None:
+    assert {f"placement.{key}" for key in RayPlacement.model_fields} <= set(MAY_CHANGE)
 
 
 def test_engines_of_several_processes_are_named_in_the_plan(tmp_path: Path) -> None:
