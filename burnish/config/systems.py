@@ -35,7 +35,7 @@ class System(NamedTuple):
 
 
 SYSTEMS: tuple[System, ...] = (
-    System("DeepSeek-R1", "2501.12948", ("r1", "r1_small", "r1_toy"), "Qwen2.5-32B in place of DeepSeek-V3 (its reward model needs a native family), no code and logic rewards", ("R1",)),
+    System("DeepSeek-R1", "2501.12948", ("r1", "r1_small", "r1_toy"), "Qwen2.5-32B in place of DeepSeek-V3 (whose weights are published in 8 bits), no code and logic rewards", ("R1",)),
     System("DeepSeek-R1-Zero", "2501.12948", ("r1_zero",), "Qwen2.5-32B, which the paper also trains, no code and logic rewards", ("R1-Zero",)),
     System("TinyZero", "github.com/Jiayi-Pan/TinyZero", ("tinyzero",), "0.1 asks for the right numbers, not only for the form"),
     System("SimpleRL", "2503.18892", ("simplerl",), "no data by ability; v0 is the reward rule simple_rl with PPO", ("SimpleRL-Zoo", "simpleRL-reason")),

@@ -83,16 +83,16 @@ def test_a_name_that_goes_on_has_the_family_of_its_origin_alone() -> None:
 
 def test_a_config_json_wins_over_the_table(tmp_path: Path) -> None:
     (tmp_path / "Qwen2.5-7B").mkdir()
-    (tmp_path / "Qwen2.5-7B/config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    (tmp_path / "Qwen2.5-7B/config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
     (text,) = problems(RewardModelConfig, {**PAIRS, "model": {"path": str(tmp_path / "Qwen2.5-7B")}})
-    assert "'deepseek_v3'" in text
+    assert "'gpt_oss'" in text
 
 
 def test_start_dry_run_shrink_and_stages_say_it_before_weights_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    reason = "`burnish reward-model` needs the native decoder"
+    reason = "its weights are stored as fp8"
     Path("scorer.yaml").write_text(json.dumps({"model": {"path": "deepseek-ai/DeepSeek-V3"}, **PAIRS}))
     stage = {"command": "reward-model", "config": PAIRS}
     whole = {"model": {"path": "models/DeepSeek-V3"}, "stages": {"scorer": stage}}
@@ -100,7 +100,7 @@ def test_start_dry_run_shrink_and_stages_say_it_before_weights_are_fetched(
     with serve_hub() as hub:
         use_hub(hub, tmp_path / "cache", monkeypatch)
         assert main(["reward-model", "scorer.yaml"]) == 2
-        assert reason in capsys.readouterr().err
+        assert f"model.path=deepseek-ai/DeepSeek-V3: {reason}" in capsys.readouterr().err
         assert main(["stages", "stages.yaml"]) == 2
         assert f"stage scorer: model.path=models/DeepSeek-V3: {reason}" in capsys.readouterr().err
         assert not hub.downloads()
@@ -112,8 +112,9 @@ def test_start_dry_run_shrink_and_stages_say_it_before_weights_are_fetched(
             in capsys.readouterr().err
         )
         # A model that is not in the table: its config.json is fetched and read, its weights are not.
-        files = {"config.json": b'{"model_type": "deepseek_v3"}', "tokenizer.json": b"{}", "model.safetensors": b""}
+        files = {"config.json": b'{"model_type": "gpt_oss"}', "tokenizer.json": b"{}", "model.safetensors": b""}
         hub.commit("org/unknown", files)
         assert main(["reward-model", "scorer.yaml", "model.path=org/unknown"]) == 2
+        reason = "`burnish reward-model` needs the native decoder"
         assert f"model.path=org/unknown@{hub.refs['org/unknown', 'main']}: {reason}" in capsys.readouterr().err
         assert "model.safetensors" not in hub.downloads()
