@@ -59,6 +59,13 @@ def running_sum(x: Tensor) -> Tensor:
     return x.cumsum(0)
 
 
+def kth_smallest(x: Tensor, rank: int) -> Tensor:
+    """The value of x [n] with `rank` values below it in sorted order. torch's kthvalue on a GPU refuses deterministic mode."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return x.sort().values[rank]
+    return x.kthvalue(rank + 1).values
+
+
 def contiguous_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum of each run values[offsets[k]:offsets[k+1]], with gradient. Several times faster than `segment_sum`."""
     return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0)

@@ -13,7 +13,7 @@ from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
-from burnish.core.segments import running_sum
+from burnish.core.segments import kth_smallest, running_sum
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.kernels.device import CUBLAS_VARIABLE, deterministic_algorithms
@@ -64,6 +64,13 @@ def test_a_run_on_a_gpu_has_the_mode_if_it_is_asked_for(
 
 def test_running_sums_are_cumulative() -> None:
     assert running_sum(torch.tensor([1.0, 2.0, 4.0])).tolist() == [1, 3, 7]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))])  # fmt: skip
+def test_the_value_of_a_rank_is_found_in_deterministic_mode(device: str) -> None:
+    values = torch.tensor([4.0, 1.0, 4.0, 2.0], device=device)
+    with deterministic_algorithms(device == "cuda"):
+        assert [float(kth_smallest(values, rank)) for rank in range(4)] == [1, 2, 4, 4]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sums have a fixed order on a CPU")

@@ -22,7 +22,7 @@ from torch import Tensor
 from burnish.algorithms.batch_columns import ActionTokens, action_tokens
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch
-from burnish.core.segments import contiguous_count, contiguous_sum
+from burnish.core.segments import contiguous_count, contiguous_sum, kth_smallest
 
 MAX_ABS_LOGP = 300.0
 """Log-probs are clamped to +- this. The exponential of the difference of two can still be summed in float64."""
@@ -178,9 +178,7 @@ def _neighbours_on_cpu(values: Tensor, ranks: Sequence[int]) -> Tensor:
 def _neighbours_on_device(values: Tensor, ranks: Sequence[int]) -> Tensor:
     """[K, 2] the same on an accelerator."""
     last = values.shape[0] - 1
-    return torch.stack(
-        [torch.stack([values.kthvalue(min(r, last) + 1).values for r in (rank, rank + 1)]) for rank in ranks]
-    )
+    return torch.stack([torch.stack([kth_smallest(values, min(r, last)) for r in (rank, rank + 1)]) for rank in ranks])
 
 
 def _interpolated(pairs: Tensor, num: int, shares: Sequence[float]) -> Tensor:

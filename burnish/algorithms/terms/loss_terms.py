@@ -15,6 +15,7 @@ from burnish.core.segments import (
     compact_ids,
     contiguous_count,
     ids_from_offsets,
+    kth_smallest,
     segment_broadcast,
     segment_count,
     segment_mean,
@@ -251,5 +252,5 @@ def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
         return torch.zeros_like(entropy, dtype=torch.bool)
     # The smallest value at or above the interpolated quantile. 1e-9 absorbs products such as 0.3 * 10 = 3.0000000000000004.
     rank = math.ceil((1 - share) * (num - 1) - 1e-9)
-    threshold = entropy.kthvalue(rank + 1).values
+    threshold = kth_smallest(entropy, rank)
     return entropy >= threshold - 1e-6 * (1 + threshold.abs())
