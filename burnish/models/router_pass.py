@@ -107,7 +107,7 @@ def router_stats(sums: RouterSums) -> dict[str, float]:
     """
     if not float(sums.rows):
         return {}
-    counts = sums.counts[sums.counts.sum(1) > 0]  # a pipeline stage has some of the layers
+    counts = sums.counts[sums.counts.sum(1) > 0]
     found = {
         "router/entropy": float(sums.entropy / sums.rows),
         "router/imbalance": float((counts.amax(1) / counts.mean(1)).mean()),
@@ -136,6 +136,8 @@ class LearnerRouting:
     """The balance loss of each layer, with gradient."""
     _row_records: Tensor | None = None
     _membership: Tensor | None = None
+    _is_row: Tensor | None = None
+    """[rows] whether a row is a token, not padding; None if all are."""
     _is_measured: bool = True
     _passed: set[int] = field(default_factory=set)
     """The places of the layers that this pass has computed; activation checkpointing computes them again."""
@@ -150,14 +152,17 @@ class LearnerRouting:
         self.terms.clear()
         self._passed.clear()
         self._is_measured = is_exact == has_exact_pass
-        self._row_records = self._membership = None
+        self._row_records = self._membership = self._is_row = None
+        if self.sums is not None and not isinstance(shard, UnshardedRows):
+            num_rows = int(offsets[-1]) if rows is None else rows.num_rows
+            self._is_row = shard.rows(torch.ones(num_rows, dtype=torch.bool, device=offsets.device))
         if self.recorded is not None:
             own = self.recorded if rows is None else self.recorded[rows.own]
             self._row_records = shard.rows(own)
         if self.num_sequences is not None and not is_exact:
             if not isinstance(shard, UnshardedRows):
                 raise UserError(
-                    "algorithm.router.balance needs whole sequences on a device: set it to 0, or parallel.context=1"
+                    "algorithm.router.balance needs whole sequences in a process: set it to 0, or parallel.context=1"
                 )
             self._membership = _membership(offsets, rows)
 
@@ -171,7 +176,14 @@ class LearnerRouting:
         is_first = mlp.place not in self._passed
         self._passed.add(mlp.place)
         if self.sums is not None and self._is_measured and is_first:
-            _measure(self.sums, mlp, scores.detach(), own, record)
+            measured = scores.detach(), own, record
+            if self._is_row is not None:
+                measured = (
+                    scores.detach()[self._is_row],
+                    own[self._is_row],
+                    None if record is None else record[self._is_row],
+                )
+            _measure(self.sums, mlp, *measured)
         if self._membership is not None and self.num_sequences is not None:
             # Computed in a recomputation too, which must save the same tensors.
             term = _balance(self._membership, own, scores, mlp) / self.num_sequences

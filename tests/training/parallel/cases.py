@@ -86,7 +86,7 @@ class Case:
     experts: int = 0
     """Experts of each layer, of which two compute a token."""
     balance: float = 0.0
-    """Weight of the routers' balance loss; their metrics are compared too unless it is 0."""
+    """Weight of the routers' balance loss."""
     deepseek: bool = False
     """Latent attention, and a layer with shared experts and groups of experts behind a dense one."""
     even_routers: bool = False
@@ -329,14 +329,7 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
     model = make_model(case) if model is None else model
     config = Optimizer(lr=0.003, eps=1e-6, clip_norm=0.5, name=case.optimizer)
     learner = Learner(
-        model,
-        config,
-        20,
-        token_budget=case.token_budget,
-        temperature=0.9,
-        grad_norms=True,
-        ranks=ranks,
-        router=Router(balance=case.balance) if case.balance else None,
+        model, config, 20, case.token_budget, 0.9, grad_norms=True, ranks=ranks, router=Router(balance=case.balance)
     )
     if case.loss == "full kl":
         learner.reference = reference_of(case, ranks)
