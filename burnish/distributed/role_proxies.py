@@ -20,6 +20,7 @@ from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.placement import REFERENCE
 from burnish.core.batch import Batch
+from burnish.core.routed_experts import ENGINE_EXPERTS
 from burnish.distributed.role_workers import POLICY
 from burnish.distributed.worker_group import PendingCall, WorkerGroup
 from burnish.models.policy import PolicyModel
@@ -215,7 +216,8 @@ class ForwardColumns:
         self._last: Batch | None = None
 
     def __call__(self, batch: Batch, mask: str) -> Batch:
-        token = {name: batch.token[name] for name in sorted({mask, "action_mask"}) if name in batch.token}
+        names = sorted({mask, "action_mask", ENGINE_EXPERTS})  # replayed experts change log-probs
+        token = {name: batch.token[name] for name in names if name in batch.token}
         last = self._last
         reduced = Batch(batch.tokens, batch.offsets, token, _loss_columns(batch.sequence))
         if last is None or _column_ids(last) != _column_ids(reduced):

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from burnish.config.placement import ACTOR
 from burnish.core.batch import Batch
+from burnish.core.routed_experts import ENGINE_EXPERTS
 from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.distributed import roles
 from burnish.distributed.role_proxies import ControllerMetrics, ForwardColumns, RemoteLearner, RemoteProcessRewardModel
@@ -71,3 +73,17 @@ def test_learning_rewarding_and_saving_are_those_of_one_process(tmp_path: Path) 
         assert target.learner.updates == 6
         assert torch.equal(target.logprobs(rows), here.logprobs(rows))
         assert torch.equal(target.prior(rows), here.prior(rows))
+
+
+def test_replayed_experts_reach_passes_without_gradient(tmp_path: Path) -> None:
+    new = "model.new={family: qwen3_moe, hidden_size: 16, num_layers: 2, num_heads: 2, experts: [4, 2, 12], max_positions: 64}"
+    config = config_of(tmp_path, new, "algorithm.router.engine_experts=replay")
+    group = WorkerGroup("actor", TrainingWorker, HereBackend(lambda _: TrainingWorker(config, tmp_path, None), 1), 5)
+    group.shares = group.place()
+    there = RemoteLearner(group, ACTOR, ControllerMetrics([group]), torch.float64, ForwardColumns(), lambda: None)
+    here = roles.build_learner(config, roles.build_policy(config.model, config.data.train, config.seed, tmp_path))
+    rows = batch()
+    record = torch.tensor([0, 3]).expand(rows.num_tokens, 2, 2).to(torch.int16)
+    replayed = rows.with_token(**{ENGINE_EXPERTS: record})
+    torch.testing.assert_close(there.logprobs(replayed), here.logprobs(replayed), atol=0, rtol=0)
+    assert not torch.equal(there.logprobs(replayed), there.logprobs(rows))
