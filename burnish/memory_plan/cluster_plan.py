@@ -172,10 +172,8 @@ def possible_meshes(work: Workload, cluster: Cluster) -> Iterator[MeshSizes]:
     shape, num = work.shape, cluster.num_gpus
     sequences = work.sequences // work.mini_batches
     for tensor in _divisors(min(cluster.gpus_per_machine, num)):
-        if shape.num_heads % tensor or shape.num_kv_heads % tensor:
-            continue
         for expert in _divisors(num // tensor):
-            if expert > 1 and (not shape.num_experts or shape.num_experts % expert):
+            if not shape.divides_learner(tensor, expert):
                 continue
             for context in _divisors(num // tensor // expert):
                 for pipeline in _divisors(num // tensor // expert // context):
@@ -196,7 +194,8 @@ def _with_engine(work: Workload, mesh: MeshSizes, cluster: Cluster, configured: 
     plans: list[tuple[float, float, ClusterPlan]] = []
     alone = device_memory(work, mesh, 1, cluster)
     without = sum(part.bytes for part in alone.resident) - engine_weights(work, 1, cluster)
-    sizes = [size for size in _divisors(min(MAX_ENGINE_GPUS, cluster.num_gpus)) if cluster.num_gpus % size == 0]
+    divisors = _divisors(min(MAX_ENGINE_GPUS, cluster.num_gpus))
+    sizes = [size for size in divisors if cluster.num_gpus % size == 0 and work.shape.divides_engine(size)]
     if alone.total - engine_weights(work, 1, cluster) > _room(cluster):
         sizes = sizes[-1:]  # the learner alone does not fit
     for size in sizes:
@@ -204,7 +203,7 @@ def _with_engine(work: Workload, mesh: MeshSizes, cluster: Cluster, configured: 
             continue
         memory = device_memory(work, mesh, size, cluster)
         one = work.shape.kv_size * work.shape.num_layers * work.element * work.longest
-        if memory.cache * size < LEAST_CACHE_SEQUENCES * one and cluster.num_gpus > 1:
+        if memory.cache * work.shape.cache_parts(size) < LEAST_CACHE_SEQUENCES * one and cluster.num_gpus > 1:
             continue
         changes = [f"training.activations={work.activations}"] if work.activations != configured.activations else []
         plan = ClusterPlan(cluster, work, mesh, size, memory, tuple(changes))
@@ -270,7 +269,7 @@ def _time_lines(plan: ClusterPlan) -> list[str]:
 def _cache_text(plan: ClusterPlan) -> str:
     work = plan.work
     one = work.shape.kv_size * work.shape.num_layers * work.element * work.longest
-    return f"{plan.memory.cache * plan.engine_gpus // one:,} sequences of {work.longest:,} tokens an engine"
+    return f"{plan.memory.cache * work.shape.cache_parts(plan.engine_gpus) // one:,} sequences of {work.longest:,} tokens an engine"
 
 
 def _traffic_note(one: Traffic) -> str:

@@ -91,19 +91,19 @@ class Workload:
     @property
     def forward_flops(self) -> float:
         """Operations of a forward pass over the batch, with logits of the answers."""
-        return 2.0 * self.rows * self.shape.active_size + 2 * self._pair_product + self._head_flops
+        return 2.0 * self.rows * self.shape.active_size + 2 * self._pair_product + self.head_flops
 
     @property
     def update_flops(self) -> float:
         """Operations of forward and backward, with what is computed twice: scores, logits, and layers if they are recomputed."""
         layers = 2.0 * self.rows * self.shape.active_size
-        again = self._pair_product + self._head_flops
+        again = self._pair_product + self.head_flops
         if self.activations in ("recompute", "offload"):
             # A layer is recomputed up to the input of its last product.
             last = 2.0 * self.rows * self.shape.num_layers * self.shape.hidden_size * self.shape.active_mlp_size
             again += layers - last + 2 * self._pair_product
         # Frozen weights below adapters have no gradient of their own.
-        backward = (1 if self.lora is not None else 2) * (layers + self._head_flops) + 4 * self._pair_product
+        backward = (1 if self.lora is not None else 2) * (layers + self.head_flops) + 4 * self._pair_product
         return self.forward_flops + backward + again
 
     @property
@@ -115,7 +115,8 @@ class Workload:
         return 2.0 * pairs * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim
 
     @property
-    def _head_flops(self) -> float:
+    def head_flops(self) -> float:
+        """Operations of the logits of all answers."""
         return 2.0 * self.sequences * self.answer * self.shape.embedding_size
 
 
@@ -142,10 +143,14 @@ class DeviceMemory:
 def stage_sizes(shape: ModelShape, mesh: MeshSizes) -> tuple[int, int]:
     """Parameters of the largest stage on one process, gathered: of common matrices, and of its routed experts."""
     share = -(-shape.num_layers // mesh.pipeline) / shape.num_layers
-    ends = shape.embedding_size * (2 - shape.tied if mesh.pipeline == 1 else 1)
-    common = (shape.common_size * share + ends) / mesh.tensor
+    common = shape.common_size * share / mesh.tensor + _end_size(shape, mesh)
     routed = shape.num_expert_layers * shape.routed_size * share / (mesh.tensor * mesh.expert)
     return int(common), int(routed)
+
+
+def _end_size(shape: ModelShape, mesh: MeshSizes) -> int:
+    """Parameters of embedding and head on the fullest stage. Tensor parallelism does not divide them."""
+    return shape.embedding_size * (2 - shape.tied if mesh.pipeline == 1 else 1)
 
 
 def micro_batches(work: Workload, mesh: MeshSizes) -> int:
@@ -171,8 +176,11 @@ def device_memory(work: Workload, mesh: MeshSizes, engine_gpus: int, cluster: Cl
     ]
     common, routed = stage_sizes(shape, mesh)
     layers = -(-shape.num_layers // mesh.pipeline)
-    ends = shape.embedding_size * (2 - shape.tied if mesh.pipeline == 1 else 1) // mesh.tensor
-    gathered = (2 * (common - ends + routed) // layers + ends) * work.element if mesh.shards > 1 else 0
+    ends = _end_size(shape, mesh)
+    layer = (common - ends + routed) // layers
+    gathered = (2 * layer + ends) * work.element if mesh.shards > 1 else 0
+    # FSDP copies a layer's gradients to float32 before it reduces them.
+    reduced = layer * (work.element + 4) if mesh.shards > 1 and work.lora is None else 0
     passes = [
         MemoryPart("gradient sums", one.sums * one.is_accumulated),
         MemoryPart(
@@ -183,7 +191,9 @@ def device_memory(work: Workload, mesh: MeshSizes, engine_gpus: int, cluster: Cl
         MemoryPart(
             "gathered weights", gathered, f"two layers, embedding and head, of {mesh.shards} shards" if gathered else ""
         ),
+        MemoryPart("gradients to reduce", reduced, "one layer, in the model's type and in float32" if reduced else ""),
         MemoryPart("a layer's pass, logits", one.transient),
+        MemoryPart("rows of experts", _expert_row_bytes(work, mesh), "a row for each chosen expert of a token"),
     ]
     step = [MemoryPart("gradient sums", one.sums), MemoryPart("update", one.update)]
     update = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
@@ -192,19 +202,33 @@ def device_memory(work: Workload, mesh: MeshSizes, engine_gpus: int, cluster: Cl
     return DeviceMemory(resident, [part for part in update if part.bytes], max(0, left), one.on_host)
 
 
+def _expert_row_bytes(work: Workload, mesh: MeshSizes) -> int:
+    """Hidden states of a micro-batch with a row for each chosen expert, while one layer computes.
+
+    They are the experts' inputs and input gradients (as in `learner_bytes.py`), and with expert parallelism those of both ends of the
+    exchange, if tokens choose experts evenly.
+    """
+    copies = 2 if mesh.expert == 1 else 4
+    row = work.shape.experts_per_token * work.shape.hidden_size * work.element
+    return copies * _micro_batch_rows(work, mesh) * row
+
+
 def engine_weights(work: Workload, engine_gpus: int, cluster: Cluster) -> int:
     """Bytes of the engine's own weights on a GPU. A single process samples from the learner's tensors."""
     return 0 if cluster.num_gpus == 1 else work.shape.num_parameters * work.element // engine_gpus
+
+
+def _micro_batch_rows(work: Workload, mesh: MeshSizes) -> int:
+    """Rows of the largest micro-batch on one process."""
+    share = work.rows // (work.mini_batches * mesh.batch_shards)
+    return -(-max(min(work.token_budget * mesh.context, share), work.longest) // mesh.context)
 
 
 def _footprint(work: Workload, mesh: MeshSizes, count: int) -> LearnerFootprint:
     """The learner of one process: passes of a dense decoder that computes as much, state of the parameters that it holds."""
     shape = work.shape
     arch = shape.equivalent(-(-shape.num_layers // mesh.pipeline), mesh.tensor)
-    rows = -(
-        -max(min(work.token_budget * mesh.context, work.rows // (work.mini_batches * mesh.batch_shards)), work.longest)
-        // mesh.context
-    )
+    rows = _micro_batch_rows(work, mesh)
     passes = LearnerPasses(work.activations, rows, rows, count, work.longest)
     one = _cached_footprint(arch, work.dtype, work.lora, work.optimizer, passes).per_process(mesh.shards)
     common, routed = stage_sizes(shape, mesh)
@@ -272,7 +296,8 @@ def learner_traffic(work: Workload, mesh: MeshSizes, cluster: Cluster) -> list[T
     )  # two all-reduces a layer, each sends its bytes twice
     sliced = passes * layers * tokens * element * _context_width(shape, mesh)
     expert_layers = shape.num_expert_layers / mesh.pipeline
-    routed_bytes = 2 * passes * expert_layers * state * shape.experts_per_token * (1 - 1 / mesh.expert) / mesh.tensor
+    # The ranks of a tensor-parallel group have columns of every expert, and each sends whole rows.
+    routed_bytes = 2 * passes * expert_layers * state * shape.experts_per_token * (1 - 1 / mesh.expert)
     passed = passes * state * (mesh.pipeline > 1)
     found = [
         Traffic("weights gathered (FSDP)", gathered, gathered / sharded, overlaps=True),
@@ -333,8 +358,10 @@ def step_time(work: Workload, mesh: MeshSizes, engine_gpus: int, cache: int, clu
     rate = cluster.num_gpus * cluster.gpu.half_flops * PASS_SHARE
     count = micro_batches(work, mesh)
     bubble = (mesh.pipeline - 1) / (count + mesh.pipeline - 1)
-    scoring = work.num_scoring_passes * work.forward_flops / rate
-    update = work.num_learners * work.epochs * work.update_flops / rate
+    again = (mesh.tensor - 1) * work.head_flops  # every rank of a tensor-parallel group computes all logits
+    scoring = work.num_scoring_passes * (work.forward_flops + again) / rate
+    head_passes = 3 if work.lora is not None else 4  # forward, backward, and logits that are computed twice
+    update = work.num_learners * work.epochs * (work.update_flops + head_passes * again) / rate
     traffic = learner_traffic(work, mesh, cluster)
     hidden = sum(one.seconds for one in traffic if one.overlaps)
     exposed = sum(one.seconds for one in traffic if not one.overlaps)
@@ -364,7 +391,7 @@ def rollout_seconds(work: Workload, engine_gpus: int, cache: int, cluster: Clust
     sequences = -(-work.sequences // engines)
     mean_length = work.prompt + work.answer / 2
     token_bytes = work.shape.kv_size * work.shape.num_layers * work.element
-    room = max(1, int(cache * engine_gpus / (token_bytes * mean_length))) if cache else 1
+    room = max(1, int(cache * work.shape.cache_parts(engine_gpus) / (token_bytes * mean_length))) if cache else 1
     rows = max(1, min(work.max_rows, sequences, room))
     groups = max(1, sequences // work.samples if sequences >= work.samples else 1)
     pairs = 4.0 * causal_pairs(work.prompt) * work.shape.num_layers * work.shape.num_heads * work.shape.head_dim
@@ -386,7 +413,8 @@ def decode_step_seconds(work: Workload, rows: int, length: float, engine_gpus: i
         read += int(shape.num_expert_layers * shape.routed_size * chosen)
     flops = 2.0 * rows * (shape.active_size + shape.embedding_size)
     products = max(read * element / bandwidth, flops / (gpu.half_flops * DECODE_SHARE * engine_gpus))
-    keys = rows * length * shape.kv_size * shape.num_layers * element / bandwidth
+    cached = rows * length * shape.kv_size * shape.num_layers * element
+    keys = cached / (gpu.bandwidth * BANDWIDTH_SHARE * shape.cache_parts(engine_gpus))
     small = shape.num_layers * LAYER_OVERHEAD_S
     if engine_gpus > 1:
         sent = 2 * 2 * rows * shape.hidden_size * element * (1 - 1 / engine_gpus)

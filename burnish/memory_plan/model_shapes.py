@@ -44,6 +44,25 @@ class ModelShape:
     """Width of the experts that compute every token."""
     num_dense_layers: int = 0
     """Layers without experts, if the others have some."""
+    is_latent: bool = False
+    """Whether attention is multi-head latent attention, whose heads the learner does not divide."""
+
+    def divides_learner(self, tensor: int, expert: int) -> bool:
+        """Whether these numbers of tensor- and expert-parallel processes can train the model (`training/parallel`)."""
+        divided = [self.num_heads, self.num_kv_heads, self.mlp_size, *([self.expert_size] if self.num_experts else [])]
+        if tensor > 1 and (self.is_latent or any(size % tensor for size in divided)):
+            return False
+        return expert == 1 or (self.num_experts > 0 and self.num_experts % expert == 0)
+
+    def divides_engine(self, size: int) -> bool:
+        """Whether the native engine can have this number of ranks (`models/tensor_shards.py`)."""
+        divided = [self.num_heads, *([self.mlp_size] if self.num_expert_layers < self.num_layers else [])]
+        divided += [self.num_experts] if self.num_experts else []
+        return not any(one % size for one in divided) and not (self.num_kv_heads % size and size % self.num_kv_heads)
+
+    def cache_parts(self, size: int) -> int:
+        """Parts into which the ranks of an engine divide the KV cache. With fewer key/value heads than ranks, several have the same one."""
+        return min(size, self.num_kv_heads)
 
     @property
     def num_expert_layers(self) -> int:
@@ -91,11 +110,11 @@ class ModelShape:
         return round((chosen + self.mlp_size * (self.num_layers - self.num_expert_layers)) / self.num_layers)
 
     def equivalent(self, num_layers: int, tensor: int) -> Architecture:
-        """A dense decoder that computes as much as one process of `tensor` does for some of the layers."""
+        """A dense decoder that computes as much as one process of `tensor` does for some of the layers, with the whole head."""
         kv_heads = max(1, self.num_kv_heads // tensor)
         heads = max(kv_heads, -(-self.num_heads // tensor) // kv_heads * kv_heads)
         return Architecture(
-            "llama", -(-self.vocab_size // tensor), self.hidden_size, num_layers, heads, kv_heads, self.head_dim,
+            "llama", self.vocab_size, self.hidden_size, num_layers, heads, kv_heads, self.head_dim,
             max(1, self.active_mlp_size // tensor), max_positions=1 << 20, tied=self.tied,
         )  # fmt: skip
 
@@ -145,12 +164,15 @@ def shape_from_hf(config: dict[str, Any], name: str) -> ModelShape:
         kv_size = 2 * kv_heads * head_dim
     return ModelShape(
         name, hidden, layers, vocab, heads, kv_heads, head_dim, attention, kv_size, mlp,
-        bool(config.get("tie_word_embeddings", False)), **_experts(config, layers),
+        bool(config.get("tie_word_embeddings", False)), **_experts(config, layers), is_latent=bool(latent),
     )  # fmt: skip
 
 
 def _latent_attention(config: dict[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
-    """Head width, parameters of a layer and cached numbers of a token, with multi-head latent attention."""
+    """Head width, parameters of a layer and cached numbers of a token, with multi-head latent attention.
+
+    The native engine caches the expanded heads, with values padded to the width of keys (`models/latent_attention.py`).
+    """
     latent, rope, nope, value = (
         int(config[key]) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
@@ -158,7 +180,7 @@ def _latent_attention(config: dict[str, Any], hidden: int, heads: int) -> tuple[
     queries = heads * (nope + rope)
     of_queries = hidden * queries if not rank else int(rank) * (hidden + queries)
     of_keys = hidden * (latent + rope) + latent * heads * (nope + value)
-    return (nope + rope + value) // 2, of_queries + of_keys + heads * value * hidden, latent + rope
+    return (nope + rope + value) // 2, of_queries + of_keys + heads * value * hidden, 2 * queries
 
 
 def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
