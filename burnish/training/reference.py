@@ -257,7 +257,7 @@ class TeacherReference(Reference):
             return
         self.weights = ReferenceWeights(load_teacher(model, path))
         self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
-        parallelize_model(self.weights.model, ranks)
+        parallelize_model(self.weights.model, ranks, policy=model)
         own, teachers = (m.head_weight.shape[0] if isinstance(m, Decoder) else 0 for m in (model, self.weights.model))
         self.num_rows = own if teachers > own else None
 

@@ -48,13 +48,23 @@ MAX_WHOLE = 1 / 8
 Index = npt.NDArray[np.int64]
 
 
-def apply_context_parallel(model: nn.Module, group: ProcessGroup) -> None:
-    """Make a model compute only this rank's rows of each micro-batch. Call it after tensor parallelism, which divides heads too."""
+def apply_context_parallel(model: nn.Module, group: ProcessGroup, policy_kv_heads: int | None = None) -> None:
+    """Make a model compute only this rank's rows of each micro-batch. Call it after tensor parallelism, which divides heads too.
+
+    A model whose distributions are compared with a policy's must compute the same rows. `policy_kv_heads` are the policy's key/value heads on
+    one tensor-parallel rank.
+    """
     backbone = backbone_of(model)
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.context needs the native decoder; this model runs through transformers")
     kv_heads = cast(Layer, backbone.layers[0]).arch.num_kv_heads
-    if kv_heads % group.size() == 0:
+    is_exchanged = kv_heads % group.size() == 0
+    if policy_kv_heads is not None and policy_kv_heads % group.size() == 0 and not is_exchanged:
+        raise UserError(
+            f"parallel.context={group.size()} divides the policy's {policy_kv_heads} key/value heads (of one tensor-parallel rank), but not the "
+            f"{kv_heads} of the reference, so that they would compute different rows: use a divisor of both"
+        )
+    if is_exchanged and (policy_kv_heads is None or policy_kv_heads % group.size() == 0):
         apply_sequence_parallel(backbone, group)
         return
     if backbone.arch.score_softcap is not None:

@@ -23,11 +23,12 @@ from burnish.config.errors import UserError
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.segments import offsets_from_lengths
+from burnish.models.decoder import Decoder
 from burnish.models.weight_files import load_deferred
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
 from burnish.training.parallel.context_parallel import apply_context_parallel
 from burnish.training.parallel.expert_parallel import apply_expert_parallel
-from burnish.training.parallel.fsdp import apply_fsdp, reshard
+from burnish.training.parallel.fsdp import apply_fsdp, backbone_of, reshard
 from burnish.training.parallel.mesh import LearnerMesh, learner_mesh
 from burnish.training.parallel.pipeline import apply_pipeline, sum_tied_gradient
 from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
@@ -235,10 +236,11 @@ def balanced_shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENT
     return [torch.tensor(sorted(i for k in part for i in trees[k].members), dtype=torch.long) for part in parts]
 
 
-def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> None:
+def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False, policy: nn.Module | None = None) -> None:
     """Divide a whole model over the ranks, in place: afterwards this process has its shard. Make its learner after this call.
 
-    Of a model whose weights were not loaded yet, each process now reads its own part from the files.
+    Of a model whose weights were not loaded yet, each process now reads its own part from the files. A teacher computes the same rows as the
+    `policy`, divided or not.
 
     The order is fixed: a stage keeps whole layers, tensor parallelism divides their matrices, and FSDP shards what is left of them.
     """
@@ -251,7 +253,9 @@ def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False) -> 
     if ranks.mesh.sizes.tensor > 1:
         apply_tensor_parallel(model, ranks.mesh.tensor)
     if ranks.context_group is not None:
-        apply_context_parallel(model, ranks.context_group)
+        other = None if policy is None else backbone_of(policy)
+        kv_heads = other.arch.num_kv_heads // ranks.mesh.sizes.tensor if isinstance(other, Decoder) else None
+        apply_context_parallel(model, ranks.context_group, kv_heads)
     if ranks.mesh.expert_parts is not None:
         apply_expert_parallel(model, ranks.mesh.expert_parts)
     if offload or ranks.mesh.sizes.replicate * ranks.mesh.sizes.shards > 1:

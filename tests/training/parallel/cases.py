@@ -71,6 +71,8 @@ class Case:
     sizes: tuple[int, ...] = (3, 2, 4)
     """Samples of each group."""
     kv_heads: int = 2
+    teacher_kv_heads: int | None = None
+    """Key/value heads of the reference, if it has others."""
     layers: int = 2
     tied: bool = False
     lora: int = 0
@@ -129,6 +131,9 @@ TWO: dict[str, Case] = {
     # With one key head, keys are gathered instead of exchanged for heads.
     "context, one key head": Case("grpo", {"context": 2}, kv_heads=1, steps=FEW),
     "context, one key head, a reference": Case("full kl", {"context": 2}, kv_heads=1, steps=FEW),
+    "context, one key head, a teacher with two": Case(
+        "full kl", {"context": 2}, kv_heads=1, teacher_kv_heads=2, steps=FEW
+    ),
     "context, one key head, gemma3": Case("grpo", {"context": 2}, kv_heads=1, gemma3=True, steps=FEW),
     "context, one key head, a critic, recompute": Case(
         "value", {"context": 2}, kv_heads=1, activations="recompute", steps=FEW
@@ -317,10 +322,11 @@ def make_batch(case: Case, step: int, seed: int = 0) -> Batch:
 
 def reference_of(case: Case, ranks: Ranks) -> ReferenceFn:
     """A model that stays as it is, divided like the policy."""
-    model = cast(Decoder, make_model(case)).requires_grad_(False)
+    other = replace(case, kv_heads=case.teacher_kv_heads or case.kv_heads)
+    model = cast(Decoder, make_model(other)).requires_grad_(False)
     with torch.no_grad():
         model.norm.weight.mul_(0.9)
-    parallelize_model(model, ranks)
+    parallelize_model(model, ranks, policy=make_model(case))
     return lambda piece: model.distribution(piece.batch.tokens, piece.batch.offsets, piece.wanted, piece.shared_prefix)
 
 

@@ -68,6 +68,20 @@ def test_heads_are_exchanged_if_key_heads_can_be_divided_and_keys_are_gathered_o
     assert type(model.shard_rows([5, 3], None, torch.tensor([1, 6]))) is expected
 
 
+def test_a_teacher_computes_the_rows_of_the_policy() -> None:
+    model, group = (
+        Decoder(Architecture("llama", 11, 32, 1, 8, 4, 4, 24, 32)),
+        SimpleNamespace(size=lambda: 4, rank=lambda: 0),
+    )
+    for policy_kv_heads, expected in ((8, SequenceSlice), (2, ContextShard)):
+        apply_context_parallel(model, cast(Any, group), policy_kv_heads)
+        assert model.shard_rows is not None
+        assert type(model.shard_rows([5, 3], None, torch.tensor([1, 6]))) is expected
+    fewer = Decoder(Architecture("llama", 11, 32, 1, 8, 2, 4, 24, 32))
+    with pytest.raises(UserError, match=r"divides the policy's 8 key/value heads .* but not the 2 of the reference"):
+        apply_context_parallel(fewer, cast(Any, group), 8)
+
+
 def test_soft_capped_scores_need_divided_heads() -> None:
     model = Decoder(Architecture("gemma2", 11, 32, 1, 8, 2, 4, 24, 32, **FAMILIES["gemma2"].fixed, score_softcap=50.0))
     apply_context_parallel(model, cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: 0)))
