@@ -194,8 +194,8 @@ def deepseek_why_unsupported(config: Mapping[str, Any]) -> str | None:
     """Why the native decoder does not support the experts of a DeepSeek-V3 config."""
     if not deepseek_experts(config):
         return None
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-    num_experts = config.get("n_routed_experts")
+    shape: ExpertShape = deepseek_experts(config)["experts"]
+    groups, chosen, num_experts = shape.num_groups, shape.chosen_groups, shape.num_experts
     if isinstance(num_experts, int) and (num_experts % groups or (groups > 1 and num_experts < 2 * groups)):
         return f"its {num_experts} experts are not {groups} groups of two or more"
     if chosen > groups:

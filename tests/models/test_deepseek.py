@@ -174,6 +174,13 @@ def test_what_the_decoder_does_not_do_is_refused_with_the_reason(change: dict[st
     assert reason in str(why_not_native({**CONFIG, **change}))
 
 
+def test_groups_that_a_config_does_not_give_are_checked_with_their_default() -> None:
+    config = {key: value for key, value in CONFIG.items() if key not in ("n_group", "topk_group")}
+    config["first_k_dense_replace"] = 3
+    assert why_not_native(config) is None
+    assert "12 experts are not 8 groups" in str(why_not_native({**config, "n_routed_experts": 12}))
+
+
 def test_tensor_parallelism_is_refused() -> None:
     with pytest.raises(UserError, match="does not divide latent attention"):
         check_divisible(architecture_from_hf(CONFIG), 2)
