@@ -184,6 +184,10 @@ def check_servers_fit(config: TrainConfig) -> None:
         raise ValueError(f"rollout.vllm.{given[0]} has no effect on a server: write it into placement.server")
     if command is not None and rollout.cache_gib is not None:
         raise ValueError("rollout.cache_gib has no effect on a server: write its option into placement.server")
+    if command is not None and "{port}" not in command:
+        raise ValueError(
+            f"placement.server={command!r} has no {{port}}: each process that samples starts its own server at a free port and waits for it there"
+        )
     if isinstance(placement, RayPlacement) and (urls or url is not None) and placement.size("rollout") > 1:
         raise ValueError(
             f"one process speaks to all servers that rollout names, and the placement has {placement.size('rollout')} that sample: set "

@@ -101,6 +101,7 @@ SERVE_HTTP = f"{sys.executable} -m http.server {{port}} --bind 127.0.0.1 --direc
     [
         (["rollout.engine=sglang"], "rollout.sglang.urls, or with placement=ray the command"),
         (["placement.server=serve"], "placement.server has no effect with rollout.engine=auto"),
+        (["placement.server=serve", "rollout.engine=vllm"], r"placement.server='serve' has no \{port\}"),
         (["placement.server=serve", "rollout.engine=vllm", "rollout.vllm.url=http://a:1"], "remove one of them"),
         (
             ["placement.server=serve", "rollout.engine=vllm", "rollout.vllm.dtype=float16"],
