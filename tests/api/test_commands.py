@@ -126,7 +126,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written(model: Path) -> 
     assert not Path("eval-model").exists()
 
 
-def test_a_recipe_is_loaded_by_its_name_and_by_what_it_extends() -> None:
+def test_a_recipe_is_loaded_by_its_name_and_by_what_it_extends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert burnish.load_config("sort_digits", "seed=7")["seed"] == 7
     Path("first.yaml").write_text("model: {path: m}\nsft: {data: {path: rows.jsonl}, updates: 3}\n")
     Path("second.yaml").write_text("extends: first.yaml\nseed: 4\n")

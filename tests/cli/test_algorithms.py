@@ -41,7 +41,7 @@ def test_one_algorithm_prints_paper_problem_formulas_and_yaml_that_gives_it_back
 
 def test_slots_that_are_off_are_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output(capsys, "vapo").splitlines()
-    assert "off: kl, entropy, filters, refill, replay, shaping, curriculum, correction, process" in lines
+    assert "off: kl, entropy, router, filters, refill, replay, shaping, curriculum, correction, process" in lines
     for on in ("critic: warmup_steps=50, optimizer.lr=2e-06", "auxiliary: positive_nll=0.1"):
         assert on in lines
 

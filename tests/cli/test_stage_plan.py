@@ -243,7 +243,7 @@ def test_a_stage_of_any_name_or_none_is_refused(capsys: pytest.CaptureFixture[st
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tree = short("cold")
-    tree["stages"]["cold"]["config"]["parallel"] = {"shard": 2}
+    tree["stages"]["cold"]["config"]["parallel"] = {"data": 2}
     assert "stage cold: a stage is one process, so parallel has no effect" in refused(capsys, tree)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start it without torchrun" in refused(capsys, short("cold"))
