@@ -135,12 +135,13 @@ def measure(model: str, learner: LearnerMesh, engine: EngineMesh, is_shared: boo
     bound = lower_bound(tensors, node_of)
     size = sum(product(spec.shape) for spec in specs) * BFLOAT16
     needed = plan.moved_bytes + plan.kept_bytes
+    num_ranks = max(learner.size, engine.size) if is_shared else learner.size + engine.size
     return {
         "model": model,
         "learner": " ".join(f"{k}={v}" for k, v in vars(learner).items() if v > 1),
         "engine": " ".join(f"{k}={v}" for k, v in vars(engine).items() if v > 1)
         + (" shared" if is_shared else " apart"),
-        "ranks": max(learner.size, engine.size) if is_shared else learner.size + engine.size,
+        "ranks": num_ranks,
         "model_gb": size / 1e9,
         "moved_gb": plan.moved_bytes / 1e9,
         "moved_to_bound": ratio(plan.moved_bytes, bound.moved_bytes),
@@ -149,7 +150,7 @@ def measure(model: str, learner: LearnerMesh, engine: EngineMesh, is_shared: boo
         "busiest_gb": plan.across.busiest / 1e9,
         "busiest_to_bound": ratio(plan.across.busiest, bound.busiest_across),
         "seconds": plan.seconds(NVLINK, NETWORK),
-        "rank0_seconds": (size + needed) / NETWORK,
+        "rank0_seconds": (size + needed) / (NETWORK if num_ranks > GPUS_PER_NODE else NVLINK),
         "transfers": plan.num_transfers,
         "plan_s": plan_s,
     }

@@ -2,7 +2,7 @@
 
 All other parameters treat these ranks as data-parallel: each rank has sequences of its own, and routes their tokens itself. The
 (token, slot) pairs of a rank are sorted by expert (`models/experts.py`). Expert e is on rank e // (experts / ranks), so the rows for
-one rank are contiguous, and three all-to-alls suffice (GShard, 2006.16668): the number of rows for each expert, the rows with the
+one rank are contiguous, and four all-to-alls suffice (GShard, 2006.16668): the number of rows for each expert, the rows, the
 weights of their experts, and the outputs on their way back. No row is dropped and no expert has a capacity. A token's outputs are added
 by the rank that has the token, in the order of its slots.
 
