@@ -49,7 +49,16 @@ from burnish.distributed.worker_group import RankCall, Traffic, WorkerGone, Work
 from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
 from burnish.inference.request_arrays import PackedCompletions, PackedRequests, pack_completions, unpack_requests
-from burnish.inference.weight_sync import Bucket, EngineReport, Entry, Publication, TrainerClient, digest, probe_request
+from burnish.inference.weight_sync import (
+    PROBE_TOLERANCE,
+    Bucket,
+    EngineReport,
+    Entry,
+    Publication,
+    TrainerClient,
+    digest,
+    probe_request,
+)
 from burnish.trainers.minibatches import mini_batches
 from burnish.training.learner import Update
 
@@ -320,7 +329,9 @@ class Controller:
         actor = WorkerGroup(ACTOR, TrainingWorker, backends[0], DEADLINE_S, mini_batches=UPDATES, clock=clock)
         rollout = WorkerGroup(ROLLOUT, RolloutWorker, backends[1], DEADLINE_S, clock=clock)
         metrics = ControllerMetrics([actor, rollout])
-        trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, "float32")
+        trainer = TrainerClient(
+            actor.publish.later, actor.publish_again.later, actor.score.later, PROBE_TOLERANCE["float32"]
+        )
         model: Any = SimpleNamespace(arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1024))
 
         def check(requests: Sequence[Request]) -> None:

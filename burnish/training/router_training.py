@@ -30,8 +30,10 @@ class RouterTraining:
     @staticmethod
     def of(model: nn.Module, router: Router | None, ranks: Ranks) -> RouterTraining | None:
         """The routers of a model; None if it has no experts or `router` is None."""
+        if router is None:
+            return None
         backbone = backbone_of(model)
-        if router is None or not isinstance(backbone, Decoder) or backbone.arch.experts is None:
+        if not isinstance(backbone, Decoder) or backbone.arch.experts is None:
             return None
         return RouterTraining(backbone, router, ranks)
 

@@ -178,7 +178,7 @@ def test_the_ratio_of_whole_sequences_is_plain_policy_gradient_summed_over_token
 def test_every_slot_has_its_place_in_the_table() -> None:
     nested = {f"kl.{name}" for name in Kl.model_fields}
     # What these act on is not here: draws and controllers.
-    elsewhere = {"preset", "refill", "replay", "curriculum", "kl.adaptive"}
+    elsewhere = {"preset", "refill", "replay", "curriculum", "kl.adaptive", "router"}
     assert FIRST.keys() | elsewhere | {"critic", "process", "kl.context", "kl.advantage"} == nested | (
         Algorithm.model_fields.keys() - {"kl"}
     )
