@@ -107,7 +107,7 @@ def _policy_problems(config: AnyConfig, hf_config: dict[str, Any]) -> Iterator[s
     if hf_config.get("model_type") in VISION_TYPES:
         yield f"`burnish {command}` trains on text, and this model ({hf_config['model_type']}) reads images"
         return
-    # The family is checked before the weights' format, so that nobody converts weights of a family that is refused.
+    # Check the family before the format of the weights: a user need not convert weights of a family that is refused.
     reason = why_not_native({key: value for key, value in hf_config.items() if key != "quantization_config"})
     if reason is not None:
         for need, advice in _native_settings(config):

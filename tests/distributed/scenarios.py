@@ -210,9 +210,9 @@ def servers(folder: Path, facts: Facts) -> None:
     def deal(engine: RemoteEngine, requests: Any) -> None:
         if engine.version == 2 and not killed:
             engine.confirm()
-            killed.append(
-                pid_of("fake_sglang_server", parent=pid_of("start_new_session", engine.workers.backend.pid(0)))
-            )  # type: ignore[attr-defined]
+            workers: Any = engine.workers
+            launcher = pid_of("start_new_session", workers.backend.pid(0))
+            killed.append(pid_of("fake_sglang_server", parent=launcher))
             os.kill(killed[0], signal.SIGKILL)
         original(engine, requests)
 

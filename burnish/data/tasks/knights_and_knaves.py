@@ -172,7 +172,7 @@ class KnightsAndKnaves:
 
 
 def _statement(dice: Dice, speaker: int, people: int) -> Statement:
-    """Draw a claim about somebody else, or two joined claims, of which the second may be about the speaker."""
+    """Draw a claim about another person, or two joined claims. The second of two may be about the speaker."""
     others = [person for person in range(people) if person != speaker]
     first = Claim(others[dice.between(0, len(others) - 1)], dice.unit() < 0.5)
     if dice.unit() < 0.25:
