@@ -42,6 +42,13 @@ def _rows(ptr, first, index, stride, head, dim, count, DIM: tl.constexpr):
 
 
 @triton.jit
+def _key_span(begin, q_count, k_count, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """First and last block of keys that queries from `begin` on attend to: the first is a multiple of KEYS."""
+    first = tl.maximum(0, begin + k_count - q_count + 1 - window) // KEYS * KEYS
+    return first, tl.minimum(begin + QUERIES, q_count) + k_count - q_count
+
+
+@triton.jit
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_bounds_ptr, k_bounds_ptr,
     q_stride, k_stride, v_stride, scale, softcap, window,
@@ -56,8 +63,7 @@ def _forward(
         dim = tl.arange(0, DIM_BLOCK)
         position = tl.minimum(query, q_count - 1) + k_count - q_count
         q = _rows(q_ptr, q_first, query, q_stride, head, dim, q_count, DIM)
-        first = tl.maximum(0, begin + k_count - q_count + 1 - window) // KEYS * KEYS
-        stop = tl.minimum(begin + QUERIES, q_count) + k_count - q_count
+        first, stop = _key_span(begin, q_count, k_count, window, QUERIES, KEYS)
         best = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         sums = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
@@ -102,8 +108,7 @@ def _query_gradient(
         row = (q_first + tl.minimum(query, q_count - 1)).to(tl.int64)
         lse = tl.load(lse_ptr + row * HEADS + head)
         delta = tl.load(delta_ptr + row * HEADS + head)
-        first = tl.maximum(0, begin + k_count - q_count + 1 - window) // KEYS * KEYS
-        stop = tl.minimum(begin + QUERIES, q_count) + k_count - q_count
+        first, stop = _key_span(begin, q_count, k_count, window, QUERIES, KEYS)
         sums = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
         for start in range(first, stop, KEYS):
             key = start + tl.arange(0, KEYS)
