@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
+from burnish.core.pictures import PictureSpan
+
 CompletionFinish = Literal["stop", "length", "aborted"]
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0. Logits divided by it are still finite in float32."""
@@ -59,6 +61,8 @@ class Request:
     """Whether a later request may continue this one. The engine then keeps its KV cache if it can."""
     opponent: int | None = None
     """Version of the earlier weights that answer it, in self-play against opponents; None for the policy."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images of the prompt, in order. Their placeholder tokens are among `tokens`."""
 
 
 @dataclass(slots=True)

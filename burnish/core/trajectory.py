@@ -24,6 +24,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch, Ragged
 from burnish.core.observations import observed_columns
+from burnish.core.pictures import PictureSpan
 from burnish.core.random_keys import fold, hash_text, to_int64
 from burnish.core.routed_experts import expert_columns
 from burnish.core.segments import offsets_from_lengths
@@ -105,9 +106,10 @@ class TokenNode:
     """False takes the tokens of a sampled node out of the loss: a retried answer, a cut stream, a call beside the task."""
     observed: np.ndarray | None = None  # int8
     """Only of a node that was read: which of its tokens are the body of a message, by the number of its role (`core/observations.py`)."""
-
     experts: np.ndarray | None = None  # int16
     """The experts that computed each token in the engine (`core/routed_experts.py`); None if they were not recorded."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images of a node that was read, in order; `start` counts from the node's first token."""
 
     @property
     def is_sampled(self) -> bool:
