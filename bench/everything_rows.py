@@ -214,7 +214,8 @@ def overlapping(job: Job, name: str, source: dict[str, Any], max_rows: int = 256
         "max_rows": max_rows,
         "source": source,
     }
-    metrics = job.train(name, rollout=rollout)
+    corrected = {"correction": "decoupled_token_is"}  # without it stale samples unlearn the task
+    metrics = job.train(name, rollout=rollout, algorithm=corrected)
     ages = [row["staleness/max"] for row in metrics if "staleness/max" in row]
     mixed = max(row["staleness/mixed"] for row in metrics if "staleness/mixed" in row)
     if max(ages) < 1:

@@ -257,7 +257,7 @@ def experts(repeats: int) -> list[Row]:
     model = random_model("30B-A3B")
     add_lora(model, Lora(rank=16), seed=0)
     learner = learner_of(model, 8192, share_prefixes=False)
-    measured = updates(learner, equal(4, 8192, model.arch.vocab_size), repeats)
+    measured = updates(learner, equal(4, 8192, model.arch.vocab_size), repeats, NllLoss())
     return [{"work": "f: 30B-A3B, LoRA of rank 16, 4 x 8,192", "system": "burnish"} | measured]
 
 

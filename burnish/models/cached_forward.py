@@ -93,7 +93,7 @@ def paged_forward(
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
         normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
         if layer.experts is not None:
-            delta = exact_experts(layer.experts, normed, activate) if is_exact else layer.experts(normed)
+            delta = exact_experts(layer.experts, normed, activate) if is_exact else layer.experts.infer(normed)
             if layer.has_dense_mlp:
                 delta = delta + linear(layer.down, activate(linear(layer.gate_up, normed)))
             delta = layer.mlp_out_norm(delta) if arch.out_norms else delta

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from burnish.core.sharded_tensors import local_with_gradient
 from burnish.models.expert_shape import ExpertShape
+from burnish.models.kernels.device import use_triton
+from burnish.models.kernels.elementwise import swiglu
 from burnish.models.kernels.grouped_products import (
     grouped_input_gradient,
     grouped_product,
@@ -32,6 +34,8 @@ from burnish.models.kernels.grouped_products import (
 
 Activate = Callable[[Tensor], Tensor]
 """A gated activation: [M, 2 * size] -> [M, size]."""
+MAX_DECODE_ROWS = 160
+"""Mean number of rows of an expert up to which the decode kernels are faster than `torch._grouped_mm` (`bench/expert_kernels.py`)."""
 
 
 class Choice(NamedTuple):
@@ -151,6 +155,36 @@ class ExpertMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The experts' output of tokens [N, hidden]."""
         return self.compute(x, self.choose(self.router(x)))
+
+    def infer(self, x: Tensor) -> Tensor:
+        """The same for an engine, without gradient: with the decode kernels where they can and pay."""
+        shape = self.shape
+        matrices = self.gate_up, self.down
+        if (
+            not use_triton(x)
+            or x.dtype not in (torch.bfloat16, torch.float16)
+            or self.activate is not swiglu
+            or self.exchange is not None
+            or any(type(one) is not ExpertLinear for one in matrices)
+            or x.shape[0] * shape.experts_per_token > MAX_DECODE_ROWS * shape.num_experts
+        ):
+            return self(x)
+        from burnish.models.kernels.triton import expert_decode, expert_kernels
+
+        logits = self.router(x)
+        if (
+            self.router_pass is None
+            and shape.scoring == "softmax"
+            and shape.num_groups == 1
+            and not shape.has_score_bias
+        ):
+            choice = Choice(*expert_decode.route(logits, shape.experts_per_token, shape.normalised, shape.weight_scale))
+        else:
+            choice = self.choose(logits)
+        way = Dispatch(*expert_decode.sort_pairs(choice.experts, shape.num_experts))
+        gate_up, down = (one.matrices() for one in matrices)
+        rows = expert_decode.gate_up(x, gate_up, choice.weights, way.tokens, way.slots, way.ends)
+        return expert_kernels.sum_slots(expert_decode.down(rows, down, way.ends), way.rows)
 
     def choose(self, logits: Tensor) -> Choice:
         """The experts of each token from the router's logits [N, E]."""
