@@ -32,18 +32,18 @@ class Tile(NamedTuple):
 
 # Best tiles for a mean number of rows of an expert, measured on an H200 (`bench/expert_kernels.py --tiles`).
 GATE_UP_TILES = {
-    4: Tile(16, 64, 128, 4, 4),
-    16: Tile(32, 64, 128, 4, 4),
-    32: Tile(32, 64, 128, 4, 4),
-    64: Tile(64, 128, 64, 4, 8),
+    4: Tile(16, 64, 64, 5, 4),
+    16: Tile(32, 64, 64, 5, 4),
+    32: Tile(64, 128, 64, 4, 8),
+    64: Tile(128, 128, 64, 4, 8),
     128: Tile(128, 128, 64, 4, 8),
 }
 DOWN_TILES = {
-    4: Tile(16, 128, 128, 4, 4),
-    16: Tile(32, 128, 128, 4, 4),
-    32: Tile(32, 128, 64, 4, 4),
+    4: Tile(16, 128, 128, 3, 8),
+    16: Tile(32, 64, 64, 5, 4),
+    32: Tile(64, 128, 64, 4, 4),
     64: Tile(64, 128, 64, 4, 4),
-    128: Tile(128, 128, 64, 4, 8),
+    128: Tile(64, 128, 64, 4, 4),
 }
 
 
