@@ -19,6 +19,7 @@ from burnish.models.model_families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from burnish.config.model import NewModel
+    from burnish.models.vision.interfaces import VisionShape
 
 Windows = int | None | tuple[int | None, ...]
 """Attention windows: one for all layers (None is no limit), or one per layer."""
@@ -79,6 +80,8 @@ class Architecture:
     """Experts in place of the MLP of some or all layers."""
     latent: LatentShape | None = None
     """Multi-head latent attention in place of separate projections of queries, keys and values."""
+    vision: VisionShape | None = None
+    """The vision tower; None for a text model."""
     num_ignored_layers: int = 0
     """Layers in the files behind the last that are not loaded, such as those for multi-token prediction."""
 

@@ -74,10 +74,15 @@ def paged_forward(
     into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
     linear = linear or nn.Linear.__call__
     eps, shift = arch.norm_eps, arch.norm_shift
+    features = None if model.pictures is None else model.picture_features(model.pictures)
     x, delta = model.embedded(tokens), None
+    if features is not None:
+        x = model.with_embeddings(x, features)
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
         keys, values = cache[index]
+        if features is not None and 0 < index <= len(features.deep):
+            x = model.with_deep(x, features, index - 1)  # the delta is not yet added
         normed = add_norm(x, delta, layer.attention_norm.weight, eps, shift)
         project = layer.qkv
         qkv = project.project(normed, linear) if isinstance(project, LatentProjection) else linear(project, normed)

@@ -9,7 +9,8 @@ matmuls. `weight_files.py` maps them to Hugging Face's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -40,6 +41,9 @@ from burnish.models.kernels.shared_prefix import (
     computed_rows,
 )
 from burnish.models.latent_attention import LatentProjection, value_heads
+from burnish.models.vision.interfaces import ImageFeatures, PicturePass, VisionTower, tower_features
+from burnish.models.vision.positions import rotation_rows
+from burnish.models.vision.towers import build_tower
 
 if TYPE_CHECKING:
     from burnish.config.model import Lora
@@ -171,6 +175,10 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.vision: VisionTower | None = None if arch.vision is None else build_tower(arch.vision, arch.hidden_size)
+        """The vision tower with its projector; None for a text model."""
+        self.pictures: PicturePass | None = None
+        """The pictures of the next passes; set by `with_pictures`."""
         self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
         self.activations = "keep"
         """What the layers save for the backward pass (`activation_checkpointing.py`)."""
@@ -219,23 +227,67 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden]. `num_positions` is above all `positions`; the caller knows it without a device sync."""
-        rotation_rows: dict[bool, tuple[Tensor, Tensor]] = {}
+        rotations: dict[bool, tuple[Tensor, Tensor]] = {}
+        features = None if self.pictures is None else self.picture_features(self.pictures)
         x = self.embedded(tokens) if self.receive is None else self.receive(tokens)
+        if features is not None and self.receive is None:
+            x = self.with_embeddings(x, features)
         for layer in cast("Iterable[Layer]", self.layers):
             is_local = self.arch.is_local(layer.index)
-            if is_local not in rotation_rows:
-                cos, sin = self.rotations(num_positions, layer.index)
-                rotation_rows[is_local] = cos[positions], sin[positions]
-            x = layer(x, *rotation_rows[is_local], attend)
+            if is_local not in rotations:
+                rotations[is_local] = self.row_rotations(positions, num_positions, layer.index)
+            x = layer(x, *rotations[is_local], attend)
+            if features is not None and layer.index < len(features.deep):
+                x = self.with_deep(x, features, layer.index)
         return self.norm(x) if self.send is None else self.send(x)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Input of the first layer, [N, hidden]."""
+        """Embeddings of tokens [N, hidden]: the input of the first layer, but for pictures."""
         x: Tensor = self.embedding(tokens)
         if not self.arch.scaled_embedding:
             return x
         # In the model's dtype, as it was trained: in bfloat16 the root of 640 is 25.25.
         return x * torch.tensor(self.arch.hidden_size**0.5, dtype=x.dtype).item()
+
+    def with_embeddings(self, x: Tensor, features: ImageFeatures) -> Tensor:
+        """Embeddings of the tokens of a pass with those of its pictures in place of their placeholders'."""
+        assert self.pictures is not None
+        rows, index = self.pictures.places()
+        return x.index_copy(0, rows, features.embeddings[index].to(x.dtype))
+
+    def with_deep(self, x: Tensor, features: ImageFeatures, layer: int) -> Tensor:
+        """Hidden states after a layer with its deep-stack features added."""
+        assert self.pictures is not None
+        rows, index = self.pictures.places()
+        return x.index_add(0, rows, features.deep[layer][index].to(x.dtype))
+
+    def picture_features(self, pictures: PicturePass) -> ImageFeatures:
+        """The features of a pass: those it has, or the tower's. Exact mode computes every picture by itself."""
+        if pictures.features is not None:
+            return pictures.features
+        assert self.vision is not None, "a text model gets no pictures"
+        return tower_features(self.vision, pictures.pictures, one_by_one=self.exact is not None)
+
+    @contextmanager
+    def with_pictures(self, pictures: PicturePass | None) -> Iterator[None]:
+        """Set the pictures of the passes within; None for text."""
+        before, self.pictures = self.pictures, pictures
+        try:
+            yield
+        finally:
+            self.pictures = before
+
+    def row_rotations(self, positions: Tensor, num_positions: int, layer: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rows of a pass, [N, 1, head_dim]: by their positions, or by the three axes of a pass with pictures."""
+        pictures = self.pictures
+        if pictures is None or pictures.rotation is None:
+            cos, sin = self.rotations(num_positions, layer)
+            return cos[positions], sin[positions]
+        assert self.arch.vision is not None
+        axes = self.arch.vision.rotation
+        assert axes is not None
+        cos, sin = self.rotations(pictures.num_positions, layer)
+        return rotation_rows(cos, pictures.rotation, axes), rotation_rows(sin, pictures.rotation, axes)
 
     def rotations(self, num_positions: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """The rotation table of a layer, with at least `num_positions` positions."""
@@ -282,7 +334,11 @@ class Decoder(nn.Module):
         shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(attend.lengths, rows, at)
         if self.routing is not None:
             self.routing.begin(offsets, rows, shard, self.exact is not None)
-        hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend), int(lengths.max()))
+        pictures = self.pictures
+        if pictures is not None:
+            pictures = pictures.select(lambda column: shard.rows(column if rows is None else column[rows.own]))
+        with self.with_pictures(pictures):
+            hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend), int(lengths.max()))
         return hidden[shard.at], shard
 
     def logits(self, hidden: Tensor) -> Tensor:

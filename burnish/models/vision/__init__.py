@@ -1,0 +1,1 @@
+"""Vision towers and image processors of image-text models."""
