@@ -161,7 +161,8 @@ class Architecture:
             router = (hidden + self.experts.has_score_bias) * self.experts.num_experts
             width = self.experts.expert_size * counted_experts + self.experts.shared_size
             layers += self.num_expert_layers * (router + 3 * hidden * width)
-        return layers + hidden + (1 if self.tied else 2) * self.vocab_size * hidden
+        tower = 0 if self.vision is None else self.vision.num_parameters
+        return layers + hidden + (1 if self.tied else 2) * self.vocab_size * hidden + tower
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def _check_values(config: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: model_type should be text, got {family!r}")
     if family not in FAMILIES:
         return
+    config = dict(FAMILIES[family].text_config(config))
     for name in (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(name)
         if value is not None and not (isinstance(value, int) and value > 0):
@@ -208,6 +210,7 @@ def why_not_native(config: dict[str, Any]) -> str | None:
     if family not in FAMILIES:
         return f"architecture {family!r} is not one of {', '.join(FAMILIES)}"
     record = FAMILIES[family]
+    config = dict(record.text_config(config))
     names = ACTIVATIONS[record.fixed.get("activation", "silu")]
     activation = config.get("hidden_activation") or config.get("hidden_act") or names[0]
     if activation not in names:
@@ -231,6 +234,7 @@ def why_not_native(config: dict[str, Any]) -> str | None:
 
 def architecture_from_hf(config: dict[str, Any], where: str = "config.json") -> Architecture:
     """The architecture of a native config.json; `where` names the file in errors."""
+    config = dict(FAMILIES[config["model_type"]].text_config(config))
     missing = [name for name in REQUIRED_SIZES if not isinstance(config.get(name), int)]
     if missing:
         raise UserError(f"{where} gives no number for {missing[0]!r}, which a {config['model_type']} model needs")
@@ -340,7 +344,18 @@ def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...],
     own = FAMILIES[arch.family].config_keys(arch)
     if arch.rope_scaling and "rope_parameters" not in own:
         config["rope_scaling"] = arch.rope_scaling
-    return {**config, **own}
+    return {**config, **own} if arch.vision is None else _nested_config({**config, **own})
+
+
+def _nested_config(flat: dict[str, Any]) -> dict[str, Any]:
+    """A config.json of an image-text model: the keys of the decoder are in `text_config`."""
+    top = {"architectures", "model_type", "vision_config", "torch_dtype", "tie_word_embeddings"}
+    top |= {key for key in flat if key.endswith("_token_id")}
+    text = {
+        key: value for key, value in flat.items() if key not in top or key.endswith(("bos_token_id", "eos_token_id"))
+    }
+    text |= {"model_type": f"{flat['model_type']}_text", "pad_token_id": flat["pad_token_id"]}
+    return {**{key: value for key, value in flat.items() if key in top}, "text_config": text}
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:

@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
-        self.vision: VisionTower | None = None if arch.vision is None else build_tower(arch.vision, arch.hidden_size)
+        self.vision: VisionTower | None = None if arch.vision is None else build_tower(arch.vision)
         """The vision tower with its projector; None for a text model."""
         self.pictures: PicturePass | None = None
         """The pictures of the next passes; set by `with_pictures`."""

@@ -32,6 +32,14 @@ from burnish.models.expert_shape import (
     shape_problem,
 )
 from burnish.models.latent_shape import deepseek_config_keys, deepseek_fields, deepseek_why_unsupported
+from burnish.models.vision.qwen_shape import (
+    qwen3_vision,
+    qwen25_vision,
+    qwen_text_config,
+    qwen_vision_keys,
+    qwen_vision_why_unsupported,
+)
+from burnish.models.vision.tensor_names import VisionNames
 
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture
@@ -62,6 +70,10 @@ def _supported(_: HfConfig) -> None:
     return None
 
 
+def _flat(config: HfConfig) -> HfConfig:
+    return config
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family. Fields of `Architecture` have the plain decoder's defaults unless the family sets them."""
@@ -86,6 +98,10 @@ class Family:
     """Names of a layer's norms: ours, and Hugging Face's."""
     expert_names: ExpertNames | None = None
     """Names of the tensors of experts; None for a family without experts."""
+    text_config: Callable[[HfConfig], HfConfig] = _flat
+    """A config.json with the keys of the decoder on the top level; image-text models nest them."""
+    vision_names: VisionNames | None = None
+    """Names of the tensors of an image-text model; None for a text model."""
 
     @property
     def has_experts(self) -> bool:
@@ -315,5 +331,23 @@ FAMILIES: dict[str, Family] = {
         why_unsupported=olmoe_why_unsupported,
         new_model_fields=new_expert_fields,
         expert_names=ExpertNames(),
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        {"qkv_bias": True},
+        read_fields=qwen25_vision,
+        config_keys=qwen_vision_keys,
+        why_unsupported=qwen_vision_why_unsupported,
+        text_config=qwen_text_config,
+        vision_names=VisionNames("model.", "visual.", {"model.language_model.": "model.", "model.visual.": "visual."}),
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        {"qk_norm": True},
+        read_fields=qwen3_vision,
+        config_keys=qwen_vision_keys,
+        why_unsupported=qwen_vision_why_unsupported,
+        text_config=qwen_text_config,
+        vision_names=VisionNames("model.language_model.", "model.visual."),
     ),
 }

@@ -1,7 +1,6 @@
 """Load and save the decoder as a Hugging Face directory: safetensors only, checked tensor by tensor.
 
-Each Hugging Face tensor is a block of rows of one of our parameters (query, key and value are rows of `qkv`), so one
-table (`weight_blocks`) serves loading and saving.
+The table of `weight_blocks.py` says which rows of our parameters each tensor is, and serves loading and saving.
 
 Saving returns contents that are written now or later. If a model is sharded over processes, each process writes whole
 tensors, about the same number of bytes, to its own files; `transformers` reads them like any model in several files. A
@@ -16,7 +15,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +28,6 @@ from burnish.config.model import LoraBase
 from burnish.config.yaml_text import check_file_name, read_json_object
 from burnish.core.pipeline_stage import PipelineStage, stage_of, whole_tensor
 from burnish.core.sharded_tensors import (
-    Shard,
     Slices,
     at_origin,
     blocks_of_permuted_rows,
@@ -46,15 +43,15 @@ from burnish.models.architecture import (
     why_not_native,
 )
 from burnish.models.decoder import Decoder
-from burnish.models.latent_shape import LatentShape
 from burnish.models.model_families import FAMILIES
 from burnish.models.nf4 import DenseWeights, WeightsToFill, quantise_layers, weight_shapes
-from burnish.models.weight_layout import RowOrder, dense_mlp_name, in_hf_order, row_order_of
+from burnish.models.weight_blocks import WeightBlock, weight_blocks
+from burnish.models.weight_layout import RowOrder, in_hf_order, row_order_of
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging, keep_in_place
 from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, write_contents, writer_rank_of
 from burnish.run.checkpoint.tensor_file import TensorBytes, TensorFile
 
-LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+LAYER_NAME = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FILE_BYTES = 4 << 30
 """Bytes of one safetensors file at most."""
@@ -104,85 +101,16 @@ def _skip_init(module: nn.Module) -> None:
     pass
 
 
-@dataclass(frozen=True)
-class WeightBlock:
-    """The Hugging Face tensor `hf_name` is rows [start, stop) of our parameter `parameter_name`."""
-
-    hf_name: str
-    parameter_name: str
-    start: int = 0
-    stop: int | None = None
-
-    def shard(self, parameters: Mapping[str, Tensor]) -> Shard:
-        """The block as a shard of the whole parameter."""
-        shape = tuple(parameters[self.parameter_name].shape)
-        stop = shape[0] if self.stop is None else self.stop
-        return Shard(shape, (self.start, *(0 for _ in shape[1:])), (stop - self.start, *shape[1:]))
-
-
-def weight_blocks(arch: Architecture) -> list[WeightBlock]:
-    """All tensors of a decoder, in Hugging Face's order."""
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    table = [WeightBlock("model.embed_tokens.weight", "embedding.weight")]
-    for i in range(arch.num_layers):
-        theirs, ours = f"model.layers.{i}.", f"layers.{i}."
-        if arch.latent is not None:
-            table += _latent_blocks(arch, arch.latent, theirs, ours)
-        for kind in () if arch.latent is not None else ("weight", "bias") if arch.qkv_bias else ("weight",):
-            table += [
-                WeightBlock(f"{theirs}self_attn.q_proj.{kind}", f"{ours}qkv.{kind}", 0, q),
-                WeightBlock(f"{theirs}self_attn.k_proj.{kind}", f"{ours}qkv.{kind}", q, q + kv),
-                WeightBlock(f"{theirs}self_attn.v_proj.{kind}", f"{ours}qkv.{kind}", q + kv, q + 2 * kv),
-            ]
-        for kind in ("weight", "bias") if arch.out_bias else ("weight",):
-            table.append(WeightBlock(f"{theirs}self_attn.o_proj.{kind}", f"{ours}out.{kind}"))
-        if arch.qk_norm or arch.wide_qk_norm:
-            table.append(WeightBlock(f"{theirs}self_attn.q_norm.weight", f"{ours}q_norm.weight"))
-            table.append(WeightBlock(f"{theirs}self_attn.k_norm.weight", f"{ours}k_norm.weight"))
-        if arch.has_experts(i):
-            table += _expert_blocks(arch, theirs, f"{ours}experts.")
-        mlp, size = f"{theirs}{dense_mlp_name(arch, i)}", arch.dense_size(i)
-        for kind in () if not size else ("weight", "bias") if arch.mlp_bias else ("weight",):
-            table += [
-                WeightBlock(f"{mlp}.gate_proj.{kind}", f"{ours}gate_up.{kind}", 0, size),
-                WeightBlock(f"{mlp}.up_proj.{kind}", f"{ours}gate_up.{kind}", size, 2 * size),
-                WeightBlock(f"{mlp}.down_proj.{kind}", f"{ours}down.{kind}"),
-            ]
-        norms = FAMILIES[arch.family].norms.items()
-        table += [
-            WeightBlock(f"{theirs}{their_norm}.weight", f"{ours}{our_norm}.weight") for our_norm, their_norm in norms
-        ]
-    table.append(WeightBlock("model.norm.weight", "norm.weight"))
-    if not arch.tied:
-        table.append(WeightBlock("lm_head.weight", "head.weight"))
-    return table
-
-
-def _expert_blocks(arch: Architecture, theirs: str, ours: str) -> list[WeightBlock]:
-    """The tensors of a layer's experts; `theirs` and `ours` are the prefixes of the layer and of its experts."""
-    shape, names = arch.experts, FAMILIES[arch.family].expert_names
-    assert shape is not None
-    assert names is not None, f"family {arch.family} has names for its experts"
-    hidden, size = arch.hidden_size, shape.expert_size
-    table = [WeightBlock(f"{theirs}{names.router}.weight", f"{ours}router.weight")]
-    if shape.has_score_bias:
-        table.append(WeightBlock(f"{theirs}{names.router}.e_score_correction_bias", f"{ours}score_bias"))
-    for e in range(shape.num_experts):
-        middle, row = (2 * e + 1) * size, 2 * e * size
-        table += [
-            WeightBlock(f"{theirs}{names.gate.format(e)}.weight", f"{ours}gate_up.weight", row, middle),
-            WeightBlock(f"{theirs}{names.up.format(e)}.weight", f"{ours}gate_up.weight", middle, middle + size),
-        ]
-    for e in range(shape.num_experts):
-        rows = e * hidden, (e + 1) * hidden
-        table.append(WeightBlock(f"{theirs}{names.down.format(e)}.weight", f"{ours}down.weight", *rows))
-    return table
-
-
-def unstacked_experts(
+def published_tensors(
     tensors: Iterable[tuple[str, Tensor | StoredTensor]], arch: Architecture
 ) -> Iterator[tuple[str, Tensor | StoredTensor | StoredMatrix]]:
-    """Named tensors with stacked experts, as transformers' modules hold them, divided into published ones for each expert."""
+    """Named tensors under the names of the family's published files.
+
+    Image-text models of transformers' modules have other prefixes. Their stacked experts are divided into one tensor for each.
+    """
+    vision_names = FAMILIES[arch.family].vision_names
+    if vision_names is not None:
+        tensors = ((vision_names.published(name), tensor) for name, tensor in tensors)
     shape, names = arch.experts, FAMILIES[arch.family].expert_names
     if shape is None or names is None:
         yield from tensors
@@ -204,24 +132,6 @@ def unstacked_experts(
         for e in range(shape.num_experts):
             for pattern, start, stop in parts:
                 yield f"{match[0]}{pattern.format(e)}.weight", StoredMatrix(tensor, e, start, stop)
-
-
-def _latent_blocks(arch: Architecture, latent: LatentShape, theirs: str, ours: str) -> list[WeightBlock]:
-    """The tensors of latent attention before its output; `theirs` and `ours` are the prefixes of the layer."""
-    theirs, ours, query_rank = f"{theirs}self_attn.", f"{ours}qkv.", latent.query_rank or 0
-    table = []
-    for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-        if query_rank:
-            table.append(WeightBlock(f"{theirs}q_a_proj.{kind}", f"{ours}latent.{kind}", 0, query_rank))
-        table.append(WeightBlock(f"{theirs}kv_a_proj_with_mqa.{kind}", f"{ours}latent.{kind}", query_rank))
-    if query_rank:
-        table.append(WeightBlock(f"{theirs}q_a_layernorm.weight", f"{ours}q_norm.weight"))
-    table += [
-        WeightBlock(f"{theirs}{'q_b_proj' if query_rank else 'q_proj'}.weight", f"{ours}q_up.weight"),
-        WeightBlock(f"{theirs}kv_a_layernorm.weight", f"{ours}kv_norm.weight"),
-        WeightBlock(f"{theirs}kv_b_proj.weight", f"{ours}kv_up.weight"),
-    ]
-    return table
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -318,7 +228,7 @@ def _check_layers(directory: Path, arch: Architecture) -> None:
 def _check_shapes(directory: Path, model: Decoder) -> None:
     """Raise if a tensor's shape differs from what config.json implies, before memory is allocated."""
     known, parameters = {block.hf_name: block for block in weight_blocks(model.arch)}, dict(model.named_parameters())
-    for name, tensor in unstacked_experts(stored_tensors(directory), model.arch):
+    for name, tensor in published_tensors(stored_tensors(directory), model.arch):
         if name in known and known[name].shard(parameters).sizes != tensor.shape:
             wanted = known[name].shard(parameters).sizes
             raise UserError(f"{directory}: {name} is {tensor.shape} but config.json implies {wanted}")
@@ -341,7 +251,7 @@ def load_tensors(
             return 0 <= int(layer[1]) - model.arch.num_layers < model.arch.num_ignored_layers
         return (name == "lm_head.weight" and model.arch.tied) or name.endswith("rotary_emb.inv_freq")
 
-    wanted = ((name, tensor) for name, tensor in unstacked_experts(tensors, model.arch) if not is_spare(name))
+    wanted = ((name, tensor) for name, tensor in published_tensors(tensors, model.arch) if not is_spare(name))
     weights = WeightsToFill(model)
     load_weight_blocks(
         weights,

@@ -33,7 +33,8 @@ from burnish.models.adapted_experts import FrozenExperts
 from burnish.models.decoder import Decoder
 from burnish.models.experts import Dispatch, ExpertLinear
 from burnish.models.nf4 import Nf4, Nf4ExpertLinear, Nf4Weight, dense_weight, nf4_linear, quantise_layers
-from burnish.models.weight_files import hf_tensors, weight_blocks
+from burnish.models.weight_blocks import weight_blocks
+from burnish.models.weight_files import hf_tensors
 from burnish.models.weight_layout import Projection, layer_matrices, lora_targets, projections, replace_module
 from burnish.run.checkpoint.snapshot import writer_rank_of
 

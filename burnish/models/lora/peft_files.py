@@ -22,7 +22,8 @@ from burnish.core.pipeline_stage import stage_of
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights
-from burnish.models.weight_files import WeightBlock, block_tensors, file_tensors, load_weight_blocks
+from burnish.models.weight_blocks import WeightBlock
+from burnish.models.weight_files import block_tensors, file_tensors, load_weight_blocks
 from burnish.models.weight_layout import Projection, lora_targets, row_order_of
 from burnish.run.checkpoint.saver import TensorStaging, keep_in_place
 from burnish.run.checkpoint.snapshot import BytesFile, Content, write_contents

@@ -8,7 +8,7 @@ embeddings into one forward pass of the decoder, with the positions that rotate 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.core.pictures import Picture, PictureSpan
+from burnish.models.vision.axis_rotation import AxisRotation
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,7 @@ class ImageProcessor(Protocol):
         """Expand the frames of a video, uint8 [H, W, 3] each."""
 
 
-@dataclass(frozen=True)
-class AxisRotation:
-    """Rotary positions with three axes (M-RoPE, 2409.12191): time, row and column of a picture's token."""
-
-    sections: tuple[int, int, int]
-    """Number of frequencies that turn with time, row and column; their sum is half of a head's dimensions."""
-    is_interleaved: bool = False
-    """Whether the axes alternate (Qwen3-VL) instead of having contiguous sections (Qwen2.5-VL)."""
-    tokens_per_second: float | None = None
-    """Positions along the time axis in a second of video; None counts frames."""
-
-
-class VisionShape(Protocol):
+class VisionShape(Hashable, Protocol):
     """The hyper-parameters of a tower, `Architecture.vision`: a frozen dataclass of its family. `towers.py` builds the tower."""
 
     @property
@@ -80,8 +69,8 @@ class VisionShape(Protocol):
     def num_deep_layers(self) -> int:
         """Decoder layers that deep-stack features are added after; 0 without them."""
 
-    def tower_flops(self, pictures: Sequence[Picture]) -> float:
-        """Floating-point operations of a forward pass over pictures."""
+    def tower_flops(self, grids: Sequence[tuple[int, int, int]]) -> float:
+        """Floating-point operations of a forward pass over pictures with these grids of placeholder tokens."""
 
 
 class ImageFeatures(NamedTuple):

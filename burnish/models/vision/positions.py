@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.pictures import Picture, PictureSpan
-from burnish.models.vision.interfaces import AxisRotation
+from burnish.models.vision.axis_rotation import AxisRotation
 
 AXES = 3
 

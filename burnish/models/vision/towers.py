@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from burnish.models.vision.interfaces import VisionShape, VisionTower
+from burnish.models.vision.qwen_shape import QwenVisionShape
+from burnish.models.vision.qwen_tower import QwenTower
 
 
-def build_tower(shape: VisionShape, hidden_size: int) -> VisionTower:
-    """A tower with a projector to the decoder's `hidden_size`, with uninitialised weights."""
+def build_tower(shape: VisionShape) -> VisionTower:
+    """A tower with its projector, with uninitialised weights."""
+    if isinstance(shape, QwenVisionShape):
+        return QwenTower(shape)
     raise TypeError(f"there is no tower for {type(shape).__name__}")

@@ -14,7 +14,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Optimizer as Config
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import LoraLinear
-from burnish.models.weight_files import weight_blocks
+from burnish.models.weight_blocks import weight_blocks
 from burnish.models.weight_layout import lora_targets, row_order_of
 
 
