@@ -8,7 +8,7 @@ embeddings into one forward pass of the decoder, with the positions that rotate 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -29,6 +29,13 @@ class Expansion:
     """Their starts count from the first of `tokens`."""
 
 
+class PixelLimits(NamedTuple):
+    """Pixels of a resized image, at least and at most; None has the limit of the model's own processor."""
+
+    least: int | None = None
+    most: int | None = None
+
+
 class ImageProcessor(Protocol):
     """Resizes images and writes their placeholder tokens, as the model's own processor in `transformers` does it."""
 
@@ -38,6 +45,8 @@ class ImageProcessor(Protocol):
     """The token that the chat template writes for a video; None if the model reads no videos."""
     placeholder_tokens: frozenset[int]
     """All tokens that stand for pixels; they can never be sampled."""
+    texts_around: Mapping[int, tuple[str, str]]
+    """Texts before and after a mark, by its token. They are put into the rendered text, because a tokenizer may join them with it."""
 
     def image(self, image: np.ndarray) -> Expansion:
         """Expand an image, uint8 [H, W, 3]."""
@@ -56,6 +65,10 @@ class VisionShape(Hashable, Protocol):
     @property
     def rotation(self) -> AxisRotation | None:
         """How the decoder rotates tokens of pictures; None if by their index, as text."""
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether the tokens of a picture attend to each other in both directions within the decoder (Gemma 3)."""
 
     @property
     def num_parameters(self) -> int:

@@ -71,6 +71,10 @@ class QwenVisionShape:
         return frozenset((self.image_token, self.video_token))
 
     @property
+    def attends_both_ways(self) -> bool:
+        return False
+
+    @property
     def num_deep_layers(self) -> int:
         return len(self.deep_layers)
 
