@@ -101,12 +101,13 @@ def first_answers(batch: Batch) -> FirstAnswers:
 
 
 def distinct_prompts(batch: Batch, answers: FirstAnswers, most: int) -> list[int]:
-    """The first trajectory of each of the first `most` prompts that differ in their tokens."""
+    """The first trajectory of each of the first `most` prompts that differ in their tokens or images."""
     found: dict[tuple[int, ...], int] = {}
+    tokens = batch.distinct_tokens()
     for k, (begin, start) in enumerate(zip(answers.begin.tolist(), answers.start.tolist(), strict=True)):
         if len(found) == most:
             break
-        found.setdefault(tuple(batch.tokens[begin:start].tolist()), k)
+        found.setdefault(tuple(tokens[begin:start].tolist()), k)
     return list(found.values())
 
 
@@ -119,11 +120,14 @@ def cross_batch(batch: Batch, answers: FirstAnswers, chosen: list[int]) -> Batch
     flags = torch.tensor([False, True] * (len(chosen) ** 2), device=batch.tokens.device)
     sizes = torch.tensor([part.numel() for part in tokens], device=batch.tokens.device)
     mask = torch.repeat_interleave(flags, sizes)
-    return Batch(
+    crossed = Batch(
         torch.cat(tokens),
         offsets_from_lengths(sizes.view(-1, 2).sum(1)),
         {"action_mask": mask, "loss_mask": mask},
         {"group_ids": torch.arange(len(chosen), device=batch.tokens.device).repeat_interleave(len(chosen))},
+    )
+    return crossed.with_pictures(
+        [own for begin, start, _ in spans for own in [batch.spans_within(begin, start)] * len(chosen)]
     )
 
 

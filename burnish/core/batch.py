@@ -5,7 +5,8 @@
 - `token`: length N. Each value describes the token at its own index: `logp[t]` is the log-prob of token t given the tokens
   before it. The first token of a sequence has none and holds 0.
 - `sequence`: length S. Id columns such as `group_ids` and `trajectory_ids` are sequence columns.
-- `ragged`: any number of values per sequence, with separate [S+1] offsets.
+- `ragged`: any number of values per sequence, with separate [S+1] offsets. `picture_starts` and `picture_keys` say where images are;
+  `pictures` has each image once, however many sequences read it.
 
 Two token columns are masks: `action_mask` (the model wrote the token) and `loss_mask` (the token is still in the loss).
 A batch is immutable: its methods return new batches and never write to the tensors of the old one.
@@ -13,12 +14,14 @@ A batch is immutable: its methods return new batches and never write to the tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from burnish.core.pictures import PICTURE_COLUMNS, PICTURE_KEYS, PICTURE_STARTS, Picture, PictureSpan
 from burnish.core.segments import ids_from_offsets, offsets_from_lengths
 
 
@@ -41,6 +44,8 @@ class Batch:
     ragged: dict[str, Ragged] = field(default_factory=dict)
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """The batch that these sequences were selected from. A worker that already has that batch is sent only the indices."""
+    pictures: Mapping[int, Picture] = field(default_factory=dict, compare=False, repr=False)
+    """Images by key, in host memory. A selection has those of the whole batch; `needed_pictures` are its own."""
 
     def __post_init__(self) -> None:
         n, s = self.num_tokens, self.num_sequences
@@ -90,6 +95,53 @@ class Batch:
     def loss_mask(self) -> Tensor:  # [N] bool
         return self.token["loss_mask"]
 
+    @property
+    def needed_pictures(self) -> dict[int, Picture]:
+        """The images that its sequences read, by key."""
+        if PICTURE_KEYS not in self.ragged:
+            return {}
+        return {key: self.pictures[key] for key in self.ragged[PICTURE_KEYS].values.unique().tolist()}
+
+    def picture_spans(self) -> list[tuple[PictureSpan, ...]]:
+        """Return the images of each sequence; starts count from its first token. [] if no sequence of the batch has any."""
+        if PICTURE_KEYS not in self.ragged:
+            return []
+        starts, keys = self.ragged[PICTURE_STARTS].values.tolist(), self.ragged[PICTURE_KEYS].values.tolist()
+        spans = [PictureSpan(start, self.pictures[key]) for start, key in zip(starts, keys, strict=True)]
+        bounds = self.ragged[PICTURE_KEYS].offsets.tolist()
+        return [tuple(spans[a:b]) for a, b in pairwise(bounds)]
+
+    def spans_within(self, first: int, last: int) -> tuple[PictureSpan, ...]:
+        """Return the images among the tokens [first, last) of the batch, which are of one sequence; starts count from `first`."""
+        if PICTURE_KEYS not in self.ragged:
+            return ()
+        number = int(torch.searchsorted(self.offsets, first, right=True)) - 1
+        begin, keys = int(self.offsets[number]), self.ragged[PICTURE_KEYS]
+        own = slice(int(keys.offsets[number]), int(keys.offsets[number + 1]))
+        starts = (self.ragged[PICTURE_STARTS].values[own] + begin).tolist()
+        pairs = zip(starts, keys.values[own].tolist(), strict=True)
+        return tuple(PictureSpan(start - first, self.pictures[key]) for start, key in pairs if first <= start < last)
+
+    def distinct_tokens(self) -> Tensor:  # [N]
+        """Tokens in host memory, with a negative number of its own in place of every placeholder of an image."""
+        if PICTURE_KEYS not in self.ragged:
+            return self.tokens.cpu()
+        found, offsets = self.tokens.cpu().clone(), self.offsets.tolist()
+        for first, spans in zip(offsets, self.picture_spans(), strict=False):
+            for span in spans:
+                found[first + span.start : first + span.end] = torch.from_numpy(span.picture.token_numbers)
+        return found
+
+    def with_pictures(self, spans: Sequence[Sequence[PictureSpan]]) -> Batch:
+        """Return the batch with the images of each sequence. Without any it is the batch itself."""
+        if not any(spans):
+            return self
+        return replace(
+            self,
+            ragged=self.ragged | picture_columns(spans),
+            pictures={span.picture.key: span.picture for own in spans for span in own},
+        )
+
     def with_token(self, **columns: Tensor) -> Batch:
         """Return the batch with token columns added or replaced."""
         return replace(self, token={**self.token, **columns})
@@ -113,7 +165,7 @@ class Batch:
         token = {name: column[elements] for name, column in self.token.items()}
         sequence = {name: column[rows] for name, column in self.sequence.items()}
         origin = Origin(self, index, dict(token), dict(sequence))
-        return Batch(self.tokens[elements], offsets, token, sequence, ragged, origin)
+        return Batch(self.tokens[elements], offsets, token, sequence, ragged, origin, self.pictures)
 
     def split(self, parts: Sequence[Tensor]) -> Iterator[Batch]:
         """Yield one batch for each tensor of sequence indices."""
@@ -121,7 +173,9 @@ class Batch:
 
     @staticmethod
     def merge(batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches. All must have the same columns."""
+        """Concatenate batches. All must have the same columns, but some may be without images."""
+        if any(PICTURE_KEYS in b.ragged for b in batches):
+            batches = [_with_picture_columns(b) for b in batches]
         first = batches[0]
         for other in batches[1:]:
             for kind in ("token", "sequence", "ragged"):
@@ -140,6 +194,7 @@ class Batch:
                 )
                 for name in first.ragged
             },
+            pictures={key: picture for b in batches for key, picture in b.pictures.items()},
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -152,6 +207,7 @@ class Batch:
             token={k: v.to(device) for k, v in self.token.items()},
             sequence={k: v.to(device) for k, v in self.sequence.items()},
             ragged={k: Ragged(v.values.to(device), v.offsets.to(device)) for k, v in self.ragged.items()},
+            pictures=self.pictures,
         )
 
 
@@ -163,6 +219,21 @@ class Origin:
     index: Tensor  # [S]
     token: dict[str, Tensor]
     sequence: dict[str, Tensor]
+
+
+def picture_columns(spans: Sequence[Sequence[PictureSpan]]) -> dict[str, Ragged]:
+    """Return the ragged columns of the images of each sequence."""
+    offsets = offsets_from_lengths(torch.tensor([len(own) for own in spans], dtype=torch.int64))
+    starts = torch.tensor([span.start for own in spans for span in own], dtype=torch.int64)
+    keys = torch.tensor([span.picture.key for own in spans for span in own], dtype=torch.int64)
+    return {PICTURE_STARTS: Ragged(starts, offsets), PICTURE_KEYS: Ragged(keys, offsets)}
+
+
+def _with_picture_columns(batch: Batch) -> Batch:
+    if batch.ragged.keys() >= PICTURE_COLUMNS:
+        return batch
+    empty, offsets = batch.offsets.new_zeros(0), torch.zeros_like(batch.offsets)
+    return replace(batch, ragged=batch.ragged | {name: Ragged(empty, offsets) for name in sorted(PICTURE_COLUMNS)})
 
 
 def _start_of_range(index: Tensor) -> int | None:

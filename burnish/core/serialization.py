@@ -7,7 +7,7 @@ smaller on the way: token ids are sent as int32, and masks that are split over r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch, Ragged
+from burnish.core.pictures import PICTURE_LABEL, Picture, pictures_from_arrays, pictures_to_arrays
 
 Arrays = dict[str, np.ndarray]
-"""Arrays by label: the kind and name of a column, such as `token/logp`, and its dtype if numpy does not have that dtype."""
+"""Arrays by label: the kind and name of a column, such as `token/logp`, and its dtype if numpy does not have that dtype. Pixels of
+images are arrays too (`pictures_to_arrays`)."""
 DTYPES_WITHOUT_NUMPY = {torch.bfloat16: torch.int16}
 """Dtypes that numpy does not have, and the integer dtype of the same size that carries their bits."""
 TOKEN_WIRE_DTYPE = torch.int32
@@ -82,21 +84,21 @@ def num_array_bytes(value: Any) -> int:
 
 
 def batch_to_arrays(batch: Batch, token_dtype: torch.dtype = TOKEN_WIRE_DTYPE) -> Arrays:
-    """Return every column of a batch as an array, labelled with its kind and name."""
+    """Return every column of a batch as an array, labelled with its kind and name, and the images that it reads."""
     columns = {"tokens": batch.tokens.to(token_dtype), "offsets": batch.offsets}
     columns |= {f"token/{name}": column for name, column in batch.token.items()}
     columns |= {f"sequence/{name}": column for name, column in batch.sequence.items()}
     for name, ragged in batch.ragged.items():
         columns |= {f"values/{name}": ragged.values, f"bounds/{name}": ragged.offsets}
-    return columns_to_arrays(columns)
+    return columns_to_arrays(columns) | pictures_to_arrays(batch.needed_pictures.values())
 
 
 def batch_from_arrays(arrays: Arrays) -> Batch:
     """Inverse of `batch_to_arrays`."""
-    return batch_from_columns(arrays_to_columns(arrays))
+    return batch_from_columns(arrays_to_columns(arrays), pictures_from_arrays(arrays))
 
 
-def batch_from_columns(columns: dict[str, Tensor]) -> Batch:
+def batch_from_columns(columns: dict[str, Tensor], pictures: Mapping[int, Picture] | None = None) -> Batch:
     """Build a batch from tensors labelled with their kind and name."""
 
     def of_kind(prefix: str) -> dict[str, Tensor]:
@@ -109,6 +111,7 @@ def batch_from_columns(columns: dict[str, Tensor]) -> Batch:
         token=of_kind("token/"),
         sequence=of_kind("sequence/"),
         ragged={name: Ragged(values, bounds[name]) for name, values in of_kind("values/").items()},
+        pictures=pictures or {},
     )
 
 
@@ -118,9 +121,11 @@ def columns_to_arrays(columns: dict[str, Tensor]) -> Arrays:
 
 
 def arrays_to_columns(arrays: Arrays) -> dict[str, Tensor]:
-    """Inverse of `columns_to_arrays`; also unpacks masks that were sent as bits."""
+    """Inverse of `columns_to_arrays`; also unpacks masks that were sent as bits. Pixels are left out."""
     columns = {}
     for label, array in arrays.items():
+        if label.startswith(PICTURE_LABEL):
+            continue
         name, _, dtype = label.partition(DTYPE_SEPARATOR)
         if dtype.startswith(PACKED_BITS):
             count = int(dtype.removeprefix(PACKED_BITS))

@@ -24,7 +24,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch, Ragged
 from burnish.core.observations import observed_columns
-from burnish.core.pictures import PictureSpan
+from burnish.core.pictures import PictureSpan, check_spans, shifted
 from burnish.core.random_keys import fold, hash_text, to_int64
 from burnish.core.routed_experts import expert_columns
 from burnish.core.segments import offsets_from_lengths
@@ -125,6 +125,8 @@ class TokenSequence:
     behaviour_logp: np.ndarray  # float32: log-prob under the distribution that the token was sampled from
     version: np.ndarray  # int32: version of the weights that sampled the token
     loss_mask: np.ndarray  # bool: the actions of nodes that are trained
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images among the tokens, in order."""
 
     @property
     def num_actions(self) -> int:
@@ -262,13 +264,17 @@ class Trajectory:
         tokens = _concatenate([node.tokens for node in nodes], np.int64)
         action_mask, loss_mask = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=bool)
         logp, version = np.zeros(len(tokens), dtype=np.float32), np.full(len(tokens), -1, dtype=np.int32)
+        pictures: list[PictureSpan] = []
         start = 0
         for index, node in zip(path, nodes, strict=True):
+            if node.pictures:
+                check_spans(node.pictures, len(node.tokens), f"{self.id}, node {index}")
+                pictures += shifted(node.pictures, start)
             span = slice(start, start := start + len(node.tokens))
             if node.logp is not None and self.node_places[index].sequence == number:
                 action_mask[span], loss_mask[span], logp[span] = True, node.is_trained, node.logp
                 version[span] = -1 if node.version is None else node.version
-        return TokenSequence(tokens, action_mask, logp, version, loss_mask)
+        return TokenSequence(tokens, action_mask, logp, version, loss_mask, tuple(pictures))
 
 
 def chain_nodes(
@@ -277,6 +283,7 @@ def chain_nodes(
     behaviour_logp: np.ndarray,
     version: np.ndarray,
     starts: Iterable[int] = (),
+    pictures: Sequence[PictureSpan] = (),
 ) -> list[TokenNode]:
     """Return one sequence as a chain of nodes: runs of sampled and of other tokens, in turn. A new node also begins at each of `starts`."""
     changes = (np.flatnonzero(action_mask[1:] != action_mask[:-1]) + 1).tolist()
@@ -284,6 +291,7 @@ def chain_nodes(
     nodes: list[TokenNode] = []
     for start, end in zip(borders, borders[1:], strict=False):
         node = TokenNode(len(nodes) - 1, np.asarray(tokens[start:end], dtype=np.int64))
+        node.pictures = shifted((span for span in pictures if start <= span.start < end), -start)
         if action_mask[start]:
             node.logp = np.asarray(behaviour_logp[start:end], dtype=np.float32)
             node.version = np.asarray(version[start:end], dtype=np.int32)
@@ -319,7 +327,8 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     A missing number is nan. Token columns: `action_mask`, `loss_mask` (the actions of nodes that are trained), `behaviour_logp`, `version`. If the environment reports
     states or rewards turns before the last, there are ragged columns `turn_start` (position in the sequence), `turn_state` (equal
     numbers for equal states) and `turn_reward`. A turn is in the sequence in which its tokens are actions.
-    `segment_and_tree_columns`, `step_reward_columns`, `observed_columns` and `expert_columns` add theirs.
+    `segment_and_tree_columns`, `step_reward_columns`, `observed_columns` and `expert_columns` add theirs. If a token node has images, there are
+    `picture_starts`, `picture_keys` and the images themselves, each once.
     """
     unscored = [t.id for t in trajectories if t.reward is None]
     if unscored:
@@ -338,7 +347,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
     extra_token_columns, extra_ragged = segment_and_tree_columns(owners, group_ids)
     if "loss_mask" in extra_token_columns:
         extra_token_columns["loss_mask"] &= loss_mask
-    return Batch(
+    batch = Batch(
         tokens=token_column("tokens"),
         offsets=offsets_from_lengths(torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int64)),
         token={
@@ -362,6 +371,7 @@ def pack(trajectories: Sequence[Trajectory], seed: int = 0) -> Batch:
         | _optional_columns(owners),
         ragged=_turn_columns(trajectories) | extra_ragged,
     )
+    return batch.with_pictures([s.pictures for s in sequences])
 
 
 def branch_rewards(trajectory: Trajectory) -> list[float]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
+from burnish.core.pictures import PICTURE_KEYS, PICTURE_LABEL
 from burnish.core.serialization import (
     DTYPE_SEPARATOR,
     Arrays,
@@ -243,6 +244,8 @@ def shards_of(arrays: Arrays, plan: ShardPlan) -> list[PackedArrays]:
     token_ranges, token_ends = plan.token_ranges_in_order
     for label, array in arrays.items():
         kind, _, name = label.partition("/")
+        if label.startswith(PICTURE_LABEL):
+            continue
         if kind in ("tokens", "token"):
             narrow = np.int32 if kind == "tokens" else array.dtype  # as `core/serialization.py` sends tokens
             slices = _take_ranges(array, token_ranges, token_ends, narrow)
@@ -260,6 +263,11 @@ def shards_of(arrays: Arrays, plan: ShardPlan) -> list[PackedArrays]:
         for part, column in zip(found, slices, strict=True):
             name, content = pack_mask(label, column) if is_mask else (label, column)
             part[name] = content
+    for label in [label for label in arrays if label.startswith(PICTURE_LABEL)]:
+        key = int(label.split("/")[1])
+        for part in found:
+            if (part[f"values/{PICTURE_KEYS}"] == key).any():  # a shard gets the images that its sequences read
+                part[label] = arrays[label]
     return [PackedArrays(part) for part in found]
 
 

@@ -11,7 +11,7 @@ Without resident shards every pass and update would send its columns again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.batch import Batch
+from burnish.core.pictures import PICTURE_COLUMNS, pictures_from_arrays
 from burnish.core.serialization import (
     PackedArrays,
     arrays_to_columns,
@@ -80,7 +81,8 @@ class ResidentShard:
             return decode(part)
         if isinstance(part, NewShard):
             self._columns = arrays_to_columns(part.packed.arrays)
-            self._key, self._batch = part.key, batch_from_columns(self._columns)
+            pictures = pictures_from_arrays(part.packed.arrays)
+            self._key, self._batch = part.key, batch_from_columns(self._columns, pictures)
         if part.key != self._key or self._batch is None:
             raise RuntimeError(f"this rank has batch {self._key} and was asked for {part.key}")
         return self._select(part) if isinstance(part, ShardSelection) else self._batch
@@ -97,8 +99,10 @@ class ResidentShard:
         token = {label: self._columns[name] for label, name in part.names.items() if label.startswith("token/")}
         sequence = {label: self._columns[name] for label, name in part.names.items() if label.startswith("sequence/")}
         rows = new.pop(ROW_LABEL)
-        held = Batch(self._batch.tokens, self._batch.offsets, token, sequence).select(rows)
-        return batch_from_columns({"tokens": held.tokens, "offsets": held.offsets} | held.token | held.sequence | new)
+        pictures = {name: column for name, column in self._batch.ragged.items() if name in PICTURE_COLUMNS}
+        held = Batch(self._batch.tokens, self._batch.offsets, token, sequence, pictures).select(rows)
+        found = batch_from_columns({"tokens": held.tokens, "offsets": held.offsets} | held.token | held.sequence | new)
+        return replace(found, ragged=held.ragged, pictures=self._batch.pictures)
 
 
 def named_columns(result: Any) -> Iterator[tuple[str, Tensor]]:
@@ -181,7 +185,7 @@ class ResidentBatch:
 
     def _trace(self, batch: Batch) -> tuple[np.ndarray, dict[str, str]] | None:
         """The sequences of this batch that a selection has, and its columns that come from resident columns."""
-        if batch.ragged:
+        if batch.ragged.keys() - PICTURE_COLUMNS:  # images belong to the tokens, and the ranks have them with those
             return None
         index: Tensor | None = None
         token, sequence = batch.token, batch.sequence

@@ -20,6 +20,7 @@ from burnish.algorithms.losses.model_losses import ValueLoss
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.placement import REFERENCE
 from burnish.core.batch import Batch
+from burnish.core.pictures import PICTURE_COLUMNS
 from burnish.core.routed_experts import ENGINE_EXPERTS
 from burnish.distributed.role_workers import POLICY
 from burnish.distributed.worker_group import PendingCall, WorkerGroup
@@ -219,7 +220,10 @@ class ForwardColumns:
         names = sorted({mask, "action_mask", ENGINE_EXPERTS})  # replayed experts change log-probs
         token = {name: batch.token[name] for name in names if name in batch.token}
         last = self._last
-        reduced = Batch(batch.tokens, batch.offsets, token, _loss_columns(batch.sequence))
+        ragged = {name: column for name, column in batch.ragged.items() if name in PICTURE_COLUMNS}
+        reduced = Batch(
+            batch.tokens, batch.offsets, token, _loss_columns(batch.sequence), ragged, pictures=batch.pictures
+        )
         if last is None or _column_ids(last) != _column_ids(reduced):
             self._last = last = reduced
         return last

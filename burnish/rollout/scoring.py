@@ -18,6 +18,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
 from burnish.core.observations import marks_to_arrays, restore_marks
+from burnish.core.pictures import restore_spans, spans_to_arrays
 from burnish.core.routed_experts import records_to_arrays, restore_records
 from burnish.core.trajectory import (
     EVENTS,
@@ -366,7 +367,7 @@ class GroupDemonstrations:
 def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """Return the nodes of all trajectories as packed arrays, each token once, and all other fields as JSON.
 
-    `logp` and `versions` have the sampled tokens only.
+    `logp` and `versions` have the sampled tokens only. An image is there once, by the hash of its content.
     """
     nodes = [node for t in trajectories for node in t.nodes]
     found = {
@@ -380,7 +381,7 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         "nodes": np.array([len(t.nodes) for t in trajectories], dtype=np.int64),
         "records": _to_bytes([{name: getattr(t, name) for name in TRAJECTORY_FIELDS} for t in trajectories]),
     }
-    return found | marks_to_arrays(nodes) | records_to_arrays(nodes)
+    return found | marks_to_arrays(nodes) | records_to_arrays(nodes) | spans_to_arrays(nodes)
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
@@ -402,6 +403,7 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
             nodes[-1].logp, nodes[-1].version = logp[own], versions[own]
     restore_marks(nodes, arrays)
     restore_records(nodes, arrays)
+    restore_spans(nodes, arrays)
     result, at = [], 0
     for record, count in zip(_from_bytes(arrays["records"]), arrays["nodes"].tolist(), strict=True):
         record["turns"] = [TurnSpan(*span) for span in record["turns"]]

@@ -18,6 +18,7 @@ from burnish.algorithms.shaping.shapers import ANSWER_PROBABILITY
 from burnish.algorithms.shaping.spec import InformationGainShaper
 from burnish.config.errors import UserError
 from burnish.core.batch import Batch, Ragged
+from burnish.core.pictures import PictureSpan
 from burnish.core.segments import contiguous_sum, offsets_from_lengths
 from burnish.core.trajectory import Trajectory
 from burnish.models.tokenizer import Tokenizer
@@ -68,10 +69,12 @@ def answer_probability(
     turns = turns_of(batch)
     firsts = torch.searchsorted(turns.turn_of_token, torch.arange(turns.num_turns, device=batch.tokens.device))
     starts = turns.token_indices[firsts]  # [K] the first token of each turn
-    tokens, is_answer, lengths = list[Tensor](), list[Tensor](), list[int]()
+    tokens, is_answer, lengths, spans = list[Tensor](), list[Tensor](), list[int](), list[tuple[PictureSpan, ...]]()
     for sequence, start in zip(turns.sequence_of_turn.tolist(), starts.tolist(), strict=True):
         behind = torch.tensor([*before, *answers[sequence]], dtype=batch.tokens.dtype, device=batch.tokens.device)
-        context = batch.tokens[int(batch.offsets[sequence]) : start]
+        first = int(batch.offsets[sequence])
+        context = batch.tokens[first:start]
+        spans.append(batch.spans_within(first, start))
         tokens += [context, behind]
         mask = torch.zeros(len(context) + len(behind), dtype=torch.bool, device=batch.tokens.device)
         mask[len(context) + len(before) :] = True
@@ -80,7 +83,7 @@ def answer_probability(
     mask, groups = torch.cat(is_answer), torch.arange(len(lengths), device=batch.tokens.device)
     columns = {"action_mask": mask, "loss_mask": mask}
     asked = Batch(torch.cat(tokens), offsets_from_lengths(torch.tensor(lengths)), columns, {"group_ids": groups})
-    logp = logprobs(asked).double()[mask]
+    logp = logprobs(asked.with_pictures(spans)).double()[mask]
     sizes = torch.tensor([len(answers[k]) for k in turns.sequence_of_turn.tolist()])
     probability = (contiguous_sum(logp, offsets_from_lengths(sizes)) / sizes).exp()
     counts = torch.bincount(turns.sequence_of_turn, minlength=batch.num_sequences)

@@ -52,9 +52,10 @@ class Unit:
 def prefix_trees(batch: Batch) -> list[PrefixTree]:
     """The prefix tree of each group.
 
-    Every sequence keeps at least one token of its own. Tokens are compared, not masks, so more than the prompt may be shared.
+    Every sequence keeps at least one token of its own. Tokens are compared, not masks, so more than the prompt may be shared. Placeholder
+    tokens are equal only if they stand for the same image.
     """
-    tokens, offsets = batch.tokens.cpu().numpy(), batch.offsets.tolist()
+    tokens, offsets = batch.distinct_tokens().numpy(), batch.offsets.tolist()
     rows = [tokens[start:end] for start, end in pairwise(offsets)]
     trees = []
     for members in _by_group(batch.sequence["group_ids"].tolist()).values():

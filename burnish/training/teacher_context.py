@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.batch_columns import TAUGHT, TEACHER_IDS, TEACHER_PROMPT
+from burnish.config.errors import UserError
 from burnish.core.batch import Batch
+from burnish.core.pictures import PICTURE_KEYS
 from burnish.core.segments import offsets_from_lengths
 
 
@@ -26,6 +28,11 @@ class TeacherBatch(NamedTuple):
 
 def in_teacher_context(batch: Batch) -> TeacherBatch:
     """The sequences of a batch behind the teacher's prompts. Rows that are not taught keep their tokens and lose their action mask."""
+    if PICTURE_KEYS in batch.ragged:
+        raise UserError(
+            "a teacher with a prompt of its own (SDPO, SDFT) reads no images yet, but samples of this batch have some; use a loss or reward "
+            "without teacher prompts for rows with images"
+        )
     prompts, device = batch.ragged[TEACHER_PROMPT], batch.tokens.device
     rows = batch.sequence_ids
     is_answer = _after_first_action(batch)

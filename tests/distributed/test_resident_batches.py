@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from burnish.core.batch import Batch
 from burnish.core.dispatch import dispatch
+from burnish.core.pictures import Picture, PictureSpan
 from burnish.core.segments import offsets_from_lengths
 from burnish.distributed.resident_batches import ResidentShardRef
 from burnish.distributed.worker_group import WorkerGroup
@@ -168,3 +170,18 @@ def test_a_rank_that_does_not_have_a_batch_says_so() -> None:
     keeper: Any = backend.keepers[0]
     with pytest.raises(RuntimeError, match="this rank has batch 1 and was asked for 7"):
         keeper.open(replace(ResidentShardRef(1, 1), key=7))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_images_travel_with_the_batch_and_not_again_with_its_mini_batches(size: int) -> None:
+    group, backend = group_of(size)
+    pixels = [np.full((1, 32, 32, 3), k, dtype=np.uint8) for k in range(SAMPLES // 2)]
+    spans = [(PictureSpan(3, Picture(pixels[k // 2], (1, 4, 4))),) for k in range(SAMPLES)]
+    batch = batch_of().with_pictures(spans)
+    group.outputs(batch)
+    assert bytes_of(backend) > sum(p.nbytes for p in pixels)
+    chosen = batch.select(torch.arange(0, SAMPLES, 2))
+    group.update(chosen)
+    assert bytes_of(backend) < pixels[0].nbytes
+    seen = [span.picture.pixels for rank in backend.workers for own in rank.seen[-1].picture_spans() for span in own]
+    assert sorted(int(p[0, 0, 0, 0]) for p in seen) == list(range(SAMPLES // 2))

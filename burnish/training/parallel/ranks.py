@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
+from burnish.core.pictures import PICTURE_COLUMNS
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.decoder import Decoder
 from burnish.models.weight_files import load_deferred
@@ -195,6 +196,7 @@ class Ranks:
             ragged={
                 name: Ragged(gathered(ragged.values), offsets_from_lengths(gathered(ragged.offsets.diff())))
                 for name, ragged in batch.ragged.items()
+                if name not in PICTURE_COLUMNS  # a loss reads no images
             },
         )
 
