@@ -16,6 +16,7 @@ from pathlib import Path
 
 from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
+from burnish.core.pictures import PictureSpan
 from burnish.core.random_keys import fold, uniform_from_key
 from burnish.data.row import Row
 from burnish.data.row_formats import read_rows, source_name
@@ -44,6 +45,8 @@ class Prompt:
     """Whether the tokenizer's chat template rendered the text."""
     value: float | None = None
     """The value of the prompt, if one was estimated before training (A*-PO)."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images of the prompt, in order; their placeholders are among `tokens`."""
 
     @property
     def numbers(self) -> dict[str, float]:

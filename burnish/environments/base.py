@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from burnish.data.row import Message
 
 if TYPE_CHECKING:  # a worker process imports this module, and must not load torch
+    from burnish.core.pictures import PictureSpan
     from burnish.data.prompt_pool import Prompt
     from burnish.models.tokenizer import Tokenizer
 
@@ -247,6 +248,8 @@ class Turn:
     """The state before the model's next completion, as `Observation.state`."""
     reward: float = 0.0
     """Reward of the completion before this turn."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images among the tokens, in order."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,7 @@ class SingleTurn:
         self.prompt = prompt
 
     def start(self) -> Turn:
-        return Turn(self.prompt.start)
+        return Turn(self.prompt.start, pictures=self.prompt.pictures)
 
     def observe(self, completion: list[int], text: str) -> Turn | Done:
         return Done()

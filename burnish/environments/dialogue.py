@@ -27,6 +27,7 @@ import numpy as np
 
 from burnish.config.data import Template
 from burnish.config.errors import UserError
+from burnish.core.pictures import PictureSpan
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Message, Row
 from burnish.data.template import as_messages, render_text, template_kind, tokenize_rendered, with_system
@@ -59,6 +60,8 @@ class Extension:
     is_branch: bool = False
     observed: np.ndarray | None = field(default=None, compare=False)
     """[n] which tokens are bodies of messages, by the number of the role, if the renderer marks them. In a branch only those of the new messages."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images among the tokens, in order."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +281,8 @@ class Conversation:
     ) -> None:
         self.tokens = tokens
         """The tokens of the opening prompt."""
+        self.pictures: tuple[PictureSpan, ...] = ()
+        """Its images."""
         self.num_rewrites = 0
         """Turns at which the template would rewrite what was read: branches, or where `keep` differs from the template."""
         self._renderer, self._shapes, self._tools = renderer, shapes, tools

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Literal
 
 from burnish.config.errors import UserError
+from burnish.core.pictures import PictureSpan
 from burnish.gateway.calls import CallAnswer, CallChoice, Json, ModelCall, continued
 from burnish.gateway.chat_messages import answer_message
 from burnish.gateway.completion_text import stop_position
@@ -72,6 +73,8 @@ class SampleRequest:
     """Besides the run's own."""
     key_parts: tuple[int, ...]
     """What distinguishes its random numbers from those of the session's other samples. It does not depend on the order of calls."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images of the prompt, in order."""
     result: asyncio.Future[Sampled] = field(init=False)
 
     def __post_init__(self) -> None:

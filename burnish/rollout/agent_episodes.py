@@ -152,8 +152,7 @@ class AgentTrajectories(InFlightTrajectories):
         call = RunningTrajectory(active.draw, active.sample, key, active.stream, sampling, sampling, active.priority)
         call.num_turns = next(self._numbers)  # names its requests; earlier tries of the episode may still have some
         path = call.current
-        path.opening = self._shared_opening(sample.tokens)
-        path.append(path.opening)
+        path.open(self._shared_opening(sample.tokens, sample.pictures), sample.pictures)
         self._samples[call] = sample
         self.paused.append(call)
 

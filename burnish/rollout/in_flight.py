@@ -20,6 +20,7 @@ import numpy as np
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.core.pictures import PictureSpan, distinct_tokens
 from burnish.core.random_keys import fold, sample_key
 from burnish.core.routed_experts import first_records
 from burnish.core.trajectory import (
@@ -186,7 +187,17 @@ class InFlightTrajectories:
         tokens = path.opening if is_opening else tuple(active.context())
         game = active.game
         opponent = None if game is None or active.role == game.player else game.version
-        return Request(name, tokens, sampling, active.key, active.num_sampled, active.priority, may_continue, opponent)
+        return Request(
+            name,
+            tokens,
+            sampling,
+            active.key,
+            active.num_sampled,
+            active.priority,
+            may_continue,
+            opponent,
+            path.opening_pictures if is_opening else path.pictures(),
+        )
 
     def _record(self, active: RunningTrajectory, completion: Completion) -> None:
         """Append the sampled tokens of a completion to the current turn. Raises if a log-prob is not finite."""
@@ -235,10 +246,12 @@ class InFlightTrajectories:
         if isinstance(reply, str):
             active.add_event("reset_failed", "start", reply)
             return self._failed(active, reply)
-        opening = tuple(self._checked_tokens(active, reply, "start"))
-        return self._open(active, opening)
+        opening = self._checked_turn(active, reply, "start")
+        return self._open(active, tuple(opening.tokens), opening.pictures)
 
-    def _open(self, active: RunningTrajectory, opening: tuple[int, ...]) -> list[Trajectory]:
+    def _open(
+        self, active: RunningTrajectory, opening: tuple[int, ...], pictures: tuple[PictureSpan, ...]
+    ) -> list[Trajectory]:
         """Set the first tokens of a trajectory and pause it. An opening that is too long fails the sample or ends the run."""
         runner, row = self.runner, active.draw.prompt.row
         num_tokens = len(opening) + active.sampling.max_tokens
@@ -249,9 +262,7 @@ class InFlightTrajectories:
                 active.add_event("too_long", "start", problem)
                 return self._failed(active, problem)
             raise UserError(f"{problem}, but the model is made for {runner.longest} positions; lower max_tokens")
-        path = active.current
-        path.opening = opening
-        path.append(opening)
+        active.current.open(opening, pictures)
         self.paused.append(active)
         return []
 
@@ -269,19 +280,19 @@ class InFlightTrajectories:
         if isinstance(reply, Done):
             path.turns[-1] = path.turns[-1]._replace(reward=checked_reward(reply.reward or 0.0))
             return self._trajectories(active, "stop", is_scored=reply.reward is not None)
-        tokens = self._checked_tokens(active, reply, "observe")
+        seen = self._checked_turn(active, reply, "observe")
         path.turns[-1] = path.turns[-1]._replace(reward=checked_reward(reply.reward))
         longest, most = self.runner.longest, active.sampling.max_tokens
-        if longest is not None and path.length + len(tokens) + most > longest:
+        if longest is not None and path.length + len(seen.tokens) + most > longest:
             return self._trajectories(active, "length")  # no room for another turn
         if active.num_turns >= self.runner.max_turns:
             return self._trajectories(active, "turns")
-        path.append(tokens)
+        path.append(seen.tokens, pictures=seen.pictures)
         self.paused.append(active)
         return []
 
-    def _checked_tokens(self, active: RunningTrajectory, reply: object, method: str) -> tuple[int, ...]:
-        """Check an environment's turn, store its state and return its tokens. Wrong types or tokens would crash later or be trained on."""
+    def _checked_turn(self, active: RunningTrajectory, reply: object, method: str) -> Turn:
+        """Check an environment's turn, store its state and return it. Wrong types or tokens would crash later or be trained on."""
         if not isinstance(reply, Turn):
             expected = "Turn" if method == "start" else "Turn or Done"
             raise UserError(f"the environment's {method}() returned {type(reply).__name__}; expected {expected}")
@@ -295,7 +306,7 @@ class InFlightTrajectories:
                 f"the environment's {method}() gave a state of type {type(reply.state).__name__}; expected a text"
             )
         self._set_state(active, active.current, reply.state)
-        return reply.tokens
+        return reply
 
     def _set_state(self, active: RunningTrajectory, path: TokenPath, state: str | None) -> None:
         if path.turns and (state is None) != (path.turns[0].state is None):
@@ -392,8 +403,8 @@ class InFlightTrajectories:
                 raise EpisodeFailed("bad_reply", "step() gave text to begin a conversation with; expected messages")
             messages = seen.messages
             path.conversation = _rendered(lambda: renderer.open(messages, None))
-            tokens, is_branch, length = path.conversation.tokens, True, len(path.conversation.tokens)
-            observed = None  # a first prompt
+            tokens, pictures, is_branch = path.conversation.tokens, path.conversation.pictures, True
+            length, observed = len(tokens), None  # a first prompt
         else:
             conversation = path.conversation
             assert conversation is not None, "it was opened with the first prompt"
@@ -404,20 +415,20 @@ class InFlightTrajectories:
             else:
                 extension = _rendered(lambda: conversation.extend(completion, seen.messages or (), bodies=seen.bodies))
             tokens, is_branch, observed = extension.tokens, extension.is_branch, extension.observed
+            pictures = extension.pictures
             length = len(tokens) if is_branch else path.length + len(tokens)
         if runner.longest is not None and length + active.sampling.max_tokens > runner.longest:
             return self._cut(active, "length")  # the role that answered last is still the current one
         active.role = seen.role
         self._set_state(active, path, seen.state)
         if not path.nodes:
-            path.opening = self._shared_opening(tokens)
-            path.append(tokens)
+            path.open(self._shared_opening(tokens, pictures), pictures)
         elif seen.new_conversation:
-            path.restart(tokens)
+            path.restart(tokens, pictures)
         elif is_branch:
-            path.branch(tokens, observed)
+            path.branch(tokens, observed, pictures)
         else:
-            path.append(tokens, observed)
+            path.append(tokens, observed, pictures)
         self.paused.append(active)
         return []
 
@@ -434,13 +445,15 @@ class InFlightTrajectories:
         path = active.current
         path.conversation = _rendered(lambda: renderer.open(messages, seen.tools))
         self._set_state(active, path, seen.state)
-        return self._open(active, self._shared_opening(path.conversation.tokens))
+        pictures = path.conversation.pictures
+        return self._open(active, self._shared_opening(path.conversation.tokens, pictures), pictures)
 
-    def _shared_opening(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return one object for all equal openings, so that engines see that they share the prefix."""
-        if tokens not in self._openings and len(self._openings) >= MAX_OPENINGS:
+    def _shared_opening(self, tokens: tuple[int, ...], pictures: tuple[PictureSpan, ...] = ()) -> tuple[int, ...]:
+        """Return one object for all equal openings, so that engines see that they share the prefix. Other images make another opening."""
+        name = tuple(distinct_tokens(tokens, pictures)) if pictures else tokens
+        if name not in self._openings and len(self._openings) >= MAX_OPENINGS:
             del self._openings[next(iter(self._openings))]  # the oldest
-        return self._openings.setdefault(tokens, tokens)
+        return self._openings.setdefault(name, tokens)
 
     def _cut(self, active: RunningTrajectory, reason: Literal["turns", "length"]) -> list[Trajectory]:
         """End an episode that has no turns or tokens left. The environment says what it is worth."""

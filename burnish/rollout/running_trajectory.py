@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from burnish.core.engine import SamplingOptions
+from burnish.core.pictures import PictureSpan, distinct_tokens, shifted
 from burnish.core.routed_experts import padded_record
 from burnish.core.trajectory import TokenNode, TurnSpan
 from burnish.data.prompt_stream import PromptSample
@@ -70,7 +71,10 @@ class TokenPath:
         self.length = 0
         """Number of tokens on the path, without the current turn."""
         self.opening: tuple[int, ...] = ()
-        """The tokens that the conversation began with. Samples of one prompt share the object, so that engines see that they share the prefix."""
+        """The tokens that the conversation began with. Samples of one prompt share the object, so that engines see that they share the prefix.
+
+        Equal tokens with other images are another object."""
+        self.opening_pictures: tuple[PictureSpan, ...] = ()
         self.conversation: Conversation | None = None
         """Turns messages into tokens; None for an environment that gives tokens."""
 
@@ -79,14 +83,22 @@ class TokenPath:
         other = TokenPath()
         other.nodes, other.path, other.turns = list(self.nodes), list(self.path), list(self.turns)
         other.state, other.length, other.opening = self.state, self.length, self.opening
+        other.opening_pictures = self.opening_pictures
         other.conversation = self.conversation
         return other
 
-    def append(self, tokens: Sequence[int], observed: np.ndarray | None = None) -> None:
+    def open(self, tokens: tuple[int, ...], pictures: tuple[PictureSpan, ...] = ()) -> None:
+        """Begin the conversation with its prompt."""
+        self.opening, self.opening_pictures = tokens, pictures
+        self.append(tokens, pictures=pictures)
+
+    def append(
+        self, tokens: Sequence[int], observed: np.ndarray | None = None, pictures: tuple[PictureSpan, ...] = ()
+    ) -> None:
         """Add tokens that the model did not write, behind the path. `observed` marks the bodies of messages among them."""
         if len(tokens):
             parent = self.path[-1] if self.path else -1
-            self._add(TokenNode(parent, np.array(tokens, dtype=np.int64), observed=observed))
+            self._add(TokenNode(parent, np.array(tokens, dtype=np.int64), observed=observed, pictures=pictures))
 
     def append_turn(self, turn: PartialTurn) -> int:
         """Add a complete turn of the model behind the path. Returns the index of its last sampled node."""
@@ -114,33 +126,46 @@ class TokenPath:
             if experts is not None and not node.is_sampled and node.experts is None:
                 node.experts = padded_record(experts[own], len(node.tokens))
 
-    def branch(self, tokens: Sequence[int], observed: np.ndarray | None = None) -> None:
+    def branch(
+        self, tokens: Sequence[int], observed: np.ndarray | None = None, pictures: tuple[PictureSpan, ...] = ()
+    ) -> None:
         """Continue with a context that does not continue the path: fork behind the nodes that both begin with."""
-        context, shared, at = np.array(tokens, dtype=np.int64), 0, 0
+        context, shared, at = np.array(distinct_tokens(tokens, pictures), dtype=np.int64), 0, 0
         for index in self.path:
-            node = self.nodes[index].tokens
-            if not np.array_equal(context[at : at + len(node)], node):
+            node = self.nodes[index]
+            own = np.array(distinct_tokens(node.tokens.tolist(), node.pictures), dtype=np.int64)
+            if not np.array_equal(context[at : at + len(own)], own):
                 break
-            shared, at = shared + 1, at + len(node)
+            shared, at = shared + 1, at + len(own)
         self.path, self.length = self.path[:shared], at
-        self.append(context[at:], None if observed is None else observed[at:])  # type: ignore[arg-type]  # an array is a sequence of tokens
+        later = shifted((span for span in pictures if span.start >= at), -at)
+        self.append(tokens[at:], None if observed is None else observed[at:], later)
 
-    def restart(self, tokens: Sequence[int]) -> None:
+    def restart(self, tokens: Sequence[int], pictures: tuple[PictureSpan, ...] = ()) -> None:
         """Continue with a conversation of its own: another root."""
-        self.path, self.length, self.opening = [], 0, tuple(tokens)
-        self.append(tokens)
+        self.path, self.length = [], 0
+        self.open(tuple(tokens), pictures)
 
     def tokens(self) -> list[int]:
         """Return all tokens on the path."""
         return [token for index in self.path for token in self.nodes[index].tokens.tolist()]
+
+    def pictures(self) -> tuple[PictureSpan, ...]:
+        """Return all images on the path; starts count from its first token."""
+        found, at = list[PictureSpan](), 0
+        for index in self.path:
+            found += shifted(self.nodes[index].pictures, at)
+            at += len(self.nodes[index].tokens)
+        return tuple(found)
 
     def prompt_length(self) -> int:
         """Return how many tokens of the path are the conversation's prompt.
 
         A branch may have rewritten the end of the prompt: a template that opens a turn with `<think>` leaves it out of earlier turns.
         """
-        tokens = np.array(self.tokens()[: len(self.opening)], dtype=np.int64)
-        differ = np.flatnonzero(tokens != np.array(self.opening[: len(tokens)], dtype=np.int64))
+        tokens = np.array(distinct_tokens(self.tokens(), self.pictures())[: len(self.opening)], dtype=np.int64)
+        opening = np.array(distinct_tokens(self.opening, self.opening_pictures)[: len(tokens)], dtype=np.int64)
+        differ = np.flatnonzero(tokens != opening)
         return int(differ[0]) if len(differ) else len(tokens)
 
     @property
