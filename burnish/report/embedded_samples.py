@@ -85,7 +85,7 @@ def choose_groups(groups: list[SampleGroup], limit: int) -> list[SampleGroup]:
             if samples and room < 0:
                 break
             samples.append(sample)
-        chosen = [SampleGroup(only.step, only.kind, only.name, samples)]
+        chosen = [SampleGroup(only.step, only.kind, only.name, samples, only.pictures)]
     return chosen
 
 
@@ -128,12 +128,13 @@ def _pack_block(block: list[SampleGroup]) -> tuple[str, str]:
 
 
 def divide_into_blocks(groups: list[SampleGroup]) -> Iterator[list[SampleGroup]]:
-    """Divide the groups into blocks of about `BLOCK_CHARS` of text."""
+    """Divide the groups into blocks of about `BLOCK_CHARS` of text and bytes of images."""
     block: list[SampleGroup] = []
     size = 0
     for group in groups:
         block.append(group)
         size += sum(len(sample.text) for sample in group.samples)
+        size += sum(file.stat().st_size for file in group.pictures.values())
         if size >= BLOCK_CHARS:
             yield block
             block, size = [], 0

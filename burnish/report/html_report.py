@@ -58,7 +58,7 @@ def security_policy(connections: str) -> str:
     digest = base64.b64encode(hashlib.sha256(page_script().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src {connections}; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 

@@ -17,6 +17,7 @@ first parts of all samples, then all second parts, and so on:
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from burnish.run.picture_files import picture_file
 from burnish.run.samples import read_columns
 
 TOKEN_COLUMNS = ("logp", "advantages", "gap", "entropy", "mask")
@@ -75,10 +77,12 @@ class SampleGroup:
     kind: str
     name: str
     samples: list[PageSample] = field(default_factory=list)
+    pictures: dict[str, Path] = field(default_factory=dict)
+    """Files of the images of its samples, by name. One that was deleted is left out."""
 
     @property
     def size(self) -> int:
-        return sum(sample.size for sample in self.samples)
+        return sum(sample.size for sample in self.samples) + sum(p.stat().st_size for p in self.pictures.values())
 
 
 def read_groups(path: Path) -> list[SampleGroup]:
@@ -88,6 +92,9 @@ def read_groups(path: Path) -> list[SampleGroup]:
         row = sample.row
         group = groups.setdefault(str(row["group"]), SampleGroup(row["step"], row["kind"], str(row["group"])))
         group.samples.append(sample)
+        for name in row["pictures"] or ():
+            if (file := picture_file(path.parent, name)).is_file():
+                group.pictures[name] = file
     return list(groups.values())
 
 
@@ -227,7 +234,7 @@ def group_rows(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def text_block(block: list[SampleGroup]) -> bytes:
-    """Return the texts of some groups as JSON: prompt and expected answer per group, everything else per sample."""
+    """Return the texts of some groups as JSON: prompt and expected answer per group, images by name, everything else per sample."""
     samples = [sample for group in block for sample in group.samples]
     texts = {
         "prompt": [group.samples[0].row["prompt"] or "" for group in block],
@@ -240,6 +247,11 @@ def text_block(block: list[SampleGroup]) -> bytes:
         "lastWords": [sample.row["last_words"] for sample in samples],
         "events": [episode_events(sample.row) for sample in samples],
         "error": [sample.row["error"] for sample in samples],
+        "pictures": {
+            name: base64.b64encode(file.read_bytes()).decode()
+            for group in block
+            for name, file in group.pictures.items()
+        },
     }
     return json.dumps(texts, separators=(",", ":"), allow_nan=False).encode()
 

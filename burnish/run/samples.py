@@ -4,7 +4,7 @@ There is one parquet file per step and kind (`train-000010.parquet`, `validation
 columns, so that any tool can read them together. `pieces`, `logp`, `advantages`, `gap`, `entropy` and `mask` are lists with a value for each
 token the model wrote, in the order of the branches if an agent's context was rewritten. `mask` is 1 if the token was in the loss, else 0. `turns` is JSON of an environment's dialogue:
 speaker, text, state, reward, and where a branch begins (`trainers/episode_rows.py`). `events` is JSON of what went wrong in it, and
-`last_words` is what the environment said at the end. `role` is the player in a game of several. `extra` is JSON of what reward functions log beside a sample, by part and column. A missing
+`last_words` is what the environment said at the end. `pictures` names the images of the sample, which are in `pictures/` (`run/picture_files.py`). `role` is the player in a game of several. `extra` is JSON of what reward functions log beside a sample, by part and column. A missing
 value is null, never a number: the advantage of a validation sample, advantages of tokens that equal their sample's, the
 reward if scoring failed.
 
@@ -27,6 +27,7 @@ from urllib.parse import quote
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.run.durable_files import append, atomic_write, fsync_path
+from burnish.run.picture_files import write_pictures
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -56,6 +57,7 @@ SAMPLE_COLUMNS = {
     "entropy": "floats",
     "mask": "floats",
     "turns": "string",
+    "pictures": "strings",
     "role": "string",
     "opponent": "int64",
     "last_words": "string",
@@ -82,7 +84,7 @@ WORST_TOKEN_COLUMNS = (
 
 
 def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]) -> Path:
-    """Write one table atomically. Adds `step` and `kind`; a missing column is null; dictionaries become JSON."""
+    """Write one table atomically, and its images before it. Adds `step` and `kind`; a missing column is null; dictionaries become JSON."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -90,6 +92,9 @@ def write_samples(folder: Path, step: int, kind: str, rows: list[dict[str, Any]]
         if strange := [name for name in row if name not in SAMPLE_COLUMNS]:
             raise ValueError(f"samples have no column {strange[0]!r}{did_you_mean(strange[0], SAMPLE_COLUMNS)}")
     filled = [row | {"step": step, "kind": kind} for row in rows]
+    for row in filled:
+        if row.get("pictures"):
+            row["pictures"] = write_pictures(folder, row["pictures"])
     columns = {name: [_encodable(row.get(name)) for row in filled] for name in SAMPLE_COLUMNS}
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns, schema=_schema()), buffer, compression="zstd")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from burnish.core.trajectory import EVENTS, LAST_WORDS, OPPONENT, Trajectory
+from burnish.core.pictures import PictureSpan, shifted
+from burnish.core.trajectory import EVENTS, LAST_WORDS, OPPONENT, TokenNode, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.models.tokenizer import Tokenizer
+from burnish.run.picture_files import picture_mark
 from burnish.run.run import Run
 
 MAX_TRACEBACK_CHARS = 4_000
@@ -21,9 +24,11 @@ MAX_TRACEBACK_CHARS = 4_000
 
 
 def episode_columns(trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the columns `turns`, `role`, `opponent`, `last_words` and `events` of a sample. A missing value is None."""
+    """Return the columns `turns`, `pictures`, `role`, `opponent`, `last_words` and `events` of a sample. A missing value is None."""
     events = trajectory.metadata.get(EVENTS)
+    pictures = {span.picture.key: span.picture for node in trajectory.nodes for span in node.pictures}
     return {
+        "pictures": list(pictures.values()) or None,
         "turns": turns_json(trajectory, tokenizer),
         "role": trajectory.role,
         "opponent": trajectory.metadata.get(OPPONENT),
@@ -36,10 +41,33 @@ def opening_text(trajectory: Trajectory, prompt: Prompt, tokenizer: Tokenizer) -
     """Return the prompt that the model read. An environment may give another one than the row has."""
     nodes = trajectory.nodes  # branches may divide the prompt into several nodes, each behind the one before
     leading = takewhile(lambda k: not nodes[k].is_sampled and nodes[k].parent == k - 1, range(len(nodes)))
-    opening = [token for k in leading for token in nodes[k].tokens.tolist()]
-    if not opening or opening == list(prompt.tokens):
+    opening = ReadTokens()
+    for k in leading:
+        opening.add(nodes[k])
+    if not opening.tokens or (opening.tokens == list(prompt.tokens) and not opening.pictures):
         return prompt.text
-    return tokenizer.decode(opening, skip_special=False)
+    return opening.text(tokenizer, skip_special=False)
+
+
+@dataclass
+class ReadTokens:
+    """Tokens of consecutive nodes, and the images among them."""
+
+    tokens: list[int] = field(default_factory=list)
+    pictures: list[PictureSpan] = field(default_factory=list)
+
+    def add(self, node: TokenNode) -> None:
+        """Append the tokens of a node."""
+        self.pictures += shifted(node.pictures, len(self.tokens))
+        self.tokens += node.tokens.tolist()
+
+    def text(self, tokenizer: Tokenizer, skip_special: bool = True) -> str:
+        """Return the text with a mark for each image (`run/picture_files.py`)."""
+        parts, at = list[str](), 0
+        for span in self.pictures:
+            parts += [tokenizer.decode(self.tokens[at : span.start], skip_special), picture_mark(span.picture.key)]
+            at = span.end
+        return "".join([*parts, tokenizer.decode(self.tokens[at:], skip_special)])
 
 
 def turns_json(trajectory: Trajectory, tokenizer: Tokenizer) -> str | None:
@@ -57,7 +85,7 @@ def episode_entries(trajectory: Trajectory, tokenizer: Tokenizer) -> list[dict[s
     is 0 for the prompt and None for a new conversation.
     """
     spans = {span.node: span for span in trajectory.turns}
-    entries, tokens = list[dict[str, Any]](), list[list[int]]()
+    entries, read = list[dict[str, Any]](), list[ReadTokens]()
     turn_of, branch_of, parents, num_turns, num_branches, shown = list[int](), list[int](), set[int](), 0, 1, -1
     for index, node in enumerate(trajectory.nodes):
         is_branch = index > 0 and (node.parent < 0 or node.parent in parents)
@@ -71,16 +99,17 @@ def episode_entries(trajectory: Trajectory, tokenizer: Tokenizer) -> list[dict[s
             continue  # the prompt
         continues_entry = not node.is_sampled and not is_branch and node.parent == shown
         if continues_entry and entries[-1]["who"] == "environment":
-            tokens[-1] += node.tokens.tolist()
+            read[-1].add(node)
         else:
             entry: dict[str, Any] = {"who": "model" if node.is_sampled else "environment"}
             entries.append(entry | ({"branch": branch_of[index], "after": before} if is_elsewhere else {}))
-            tokens.append(node.tokens.tolist())
+            read.append(ReadTokens())
+            read[-1].add(node)
         if (span := spans.get(index)) is not None:
             entries[-1] |= {"reward": span.reward} | ({} if span.state is None else {"state": span.state})
         shown = index
-    for entry, own in zip(entries, tokens, strict=True):
-        entry["text"] = _written_text(own, tokenizer) if entry["who"] == "model" else tokenizer.decode(own)
+    for entry, own in zip(entries, read, strict=True):
+        entry["text"] = _written_text(own.tokens, tokenizer) if entry["who"] == "model" else own.text(tokenizer)
     return entries
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from burnish.core.pictures import Picture
 from burnish.report.html_report import write_report
 from burnish.run.metrics import MetricsFile
+from burnish.run.picture_files import picture_mark
 from burnish.run.samples import write_samples
 from tests.report.browser import Browser
 
@@ -44,7 +46,7 @@ def row(step: int, index: int, noise: np.random.Generator) -> dict[str, Any]:
         "logp": (-noise.exponential(1.0, len(pieces))).tolist(),
         "advantages": noise.normal(0, 1, len(pieces)).tolist() if index % 2 else None,
         "gap": noise.normal(0, 0.01, len(pieces)).tolist(),
-    } | (EPISODE if (step, index) == (40, 9) else {})
+    } | (EPISODE if (step, index) == (40, 9) else SEEN if (step, index) == (20, 12) else {})
 
 
 SAID = [
@@ -57,6 +59,13 @@ SAID = [
 ]
 EVENT = {"kind": "tool_raised", "what": "search", "message": "no <i>index</i>", "traceback": "line 7\nKeyError"}
 EPISODE = {"turns": json.dumps(SAID), "role": "white", "last_words": "you lost", "events": json.dumps([EVENT])}
+
+BOARD = Picture(np.arange(2 * 16 * 8 * 3, dtype=np.uint8).reshape(2, 16, 8, 3), (2, 1, 1), 0.5)
+SEEN = {
+    "prompt": f"before {picture_mark(BOARD.key)} behind {picture_mark(7)}",
+    "turns": json.dumps([{"who": "model", "text": "crop"}, {"who": "environment", "text": f"<tool_response>{picture_mark(BOARD.key)}</tool_response>"}]),
+    "pictures": [BOARD],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -321,6 +330,17 @@ def test_an_episode_looks_like_a_conversation(browser: Browser, page: Path, tmp_
     assert browser.run(sides) == ["flex-start", "flex-end", "flex-start", "flex-end", "flex-start", "flex-end"]
     browser.screenshot(tmp_path / "episode.png")
     assert not is_blank(tmp_path / "episode.png")
+
+
+def test_images_stand_where_the_model_saw_them(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    enter(browser, search=picture_mark(BOARD.key))
+    browser.wait("[...document.querySelectorAll('img.picture')].filter((one) => one.naturalWidth).length === 2")
+    assert browser.run("[...document.querySelectorAll('img.picture')].map((one) => one.naturalWidth)") == [16, 16]
+    assert browser.run("document.querySelector('.call img') !== null")
+    around = "[...document.querySelector('.prompt').children].map((one) => one.textContent)"
+    assert browser.run(around) == ["prompt", "before ", "", f" behind {picture_mark(7)}"], "an unknown one is text"
+    assert browser.problems == []
 
 
 def test_hostile_text_is_text(browser: Browser, page: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.core.pictures import Picture
+from burnish.run.picture_files import picture_file, picture_name
 from burnish.run.samples import (
     SAMPLE_COLUMNS,
     WORST_TOKEN_COLUMNS,
     WorstTokensFile,
     read_samples,
+    read_table,
     read_worst_tokens,
     sample_files,
     write_samples,
@@ -41,6 +45,7 @@ def row(**changes: object) -> dict[str, object]:
         "entropy": None,
         "mask": None,
         "turns": None,
+        "pictures": None,
         "role": None,
         "opponent": None,
         "last_words": None,
@@ -172,3 +177,18 @@ def test_a_damaged_line_is_named(tokens: WorstTokensFile, line: str, said: str) 
     tokens.path.write_text(tokens.path.read_text() + line + "\n")
     with pytest.raises(UserError, match=rf"worst_tokens\.jsonl, line 2: not a row of worst tokens \({said}"):
         read_worst_tokens(tokens.path)
+
+
+def test_images_of_samples_are_png_files_written_once_and_named_in_the_table(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    noise = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
+    picture = Picture(noise, (2, 1, 1), 0.5)
+    path = write_samples(tmp_path, 1, "train", [{"prompt": "a", "pictures": [picture]}, {"prompt": "b"}])
+    assert [row["pictures"] for row in read_table(path)] == [[picture_name(picture.key)], None]
+    file = picture_file(tmp_path, picture_name(picture.key))
+    pixels = np.rint(imread(file) * 255).astype(np.uint8)
+    np.testing.assert_array_equal(pixels, np.concatenate([noise[0], noise[1]], axis=1))
+    before = file.stat()
+    write_samples(tmp_path, 2, "train", [{"prompt": "a", "pictures": [picture]}])
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from burnish.algorithms.spec import Algorithm
+from burnish.core.pictures import Picture, PictureSpan
 from burnish.core.trajectory import TokenNode, Trajectory, TurnSpan, pack
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.data.row import Row
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.scoring import RolloutBatch
+from burnish.run.picture_files import picture_mark
 from burnish.run.run import Run
 from burnish.run.samples import EventExamplesFile, read_samples, write_samples
 from burnish.trainers.context import StepResult
@@ -152,3 +154,18 @@ def test_a_column_of_the_first_mini_batch_has_its_place_in_the_whole_batch(token
     assert whole[~whole.isnan()].tolist() == column.tolist()
     assert torch.equal(batch.tokens[~whole.isnan()], first.tokens)
     assert in_whole_batch(torch.zeros(batch.num_tokens), batch, 1).tolist() == [0] * batch.num_tokens
+
+
+def test_images_are_marks_in_prompt_and_turns_and_named_once(tokenizer: Tokenizer) -> None:
+    board = Picture(np.zeros((1, 4, 8, 3), dtype=np.uint8), (1, 1, 2))
+    one = episode(tokenizer, (-1, "1>", False), (0, "22", True), (1, "399>", False), (2, "5", True))
+    one.nodes[0].tokens = np.array([*tokenizer.encode("1"), 0, 0, *tokenizer.encode(">")])
+    one.nodes[0].pictures = (PictureSpan(1, board),)
+    one.nodes[2].pictures = (PictureSpan(1, board),)
+    prompt = Prompt(
+        Row("rows/7", "1>", "rows", None), "1>", one.nodes[0].tokens.tolist(), pictures=one.nodes[0].pictures
+    )
+    (row,) = sample_rows(RolloutBatch([PromptSample(prompt, 0)], [one], 0.0, 0.0), StepResult(), tokenizer)
+    assert row["prompt"] == f"1{picture_mark(board.key)}>"
+    assert [entry["text"] for entry in json.loads(row["turns"])] == ["22", f"3{picture_mark(board.key)}>", "5"]
+    assert row["pictures"] == [board]

@@ -165,7 +165,7 @@ class Explorer {
   question(texts) {
     const prompt = make("details", null, "prompt");
     prompt.open = true;
-    prompt.append(make("summary", "prompt"), marked(texts.prompt, this.want.pattern));
+    prompt.append(make("summary", "prompt"), ...pictured(texts.prompt, this.want.pattern, texts.pictures));
     if (texts.answer === null || texts.answer === "") return [prompt];
     const expected = make("p", "expected ", "expected");
     const bdi = make("code", visible(texts.answer));
@@ -198,7 +198,7 @@ class Explorer {
     for (const [name, value] of Object.entries(texts.parts)) head.append(chip(visible(name) + " " + (isNumber(value) ? show(value) : visible(JSON.stringify(value))), "dim"));
     const { pattern } = this.want, coloured = colouredText(texts.text, tokens, colour, samples.advantage[sample], pattern, readout);
     node.append(head);
-    if (texts.turns) node.append(conversation(texts.turns, pattern, (reward) => rewardClass(this.store, reward)));
+    if (texts.turns) node.append(conversation(texts.turns, pattern, texts.pictures, (reward) => rewardClass(this.store, reward)));
     if (texts.lastWords !== null) node.append(make("div", "the environment at the end", "dim"), marked(texts.lastWords, pattern, "text heard"));
     if (texts.events.length) node.append(eventList(texts.events, pattern));
     if (texts.turns) node.append(make("div", "all tokens that the model wrote", "dim"));

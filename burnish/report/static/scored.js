@@ -46,7 +46,7 @@ function scoredCard(one, scale) {
   card.append(head);
   if (one.turns) {
     const said = one.turns.map((turn) => [turn.who, turn.text, turn.state ?? null, turn.reward ?? null, turn.branch, turn.after ?? null]);
-    card.append(conversation(said, null, (reward) => rewardClass(scale, reward)));
+    card.append(conversation(said, null, {}, (reward) => rewardClass(scale, reward)));
   } else card.append(marked(one.completion, null));
   if (one.error) card.append(make("div", "it has no score", "bad"), marked(one.error, null));
   return card;

@@ -104,7 +104,7 @@ class Store {
 
   pick(texts, block, sample) {
     const [group, first] = this.firstOfBlock[block], k = sample - first, g = this.groupOf[sample] - group;
-    return { prompt: texts.prompt[g], answer: texts.answer[g], text: texts.text[k], whole: texts.whole[k], parts: texts.parts[k], turns: texts.turns[k], role: texts.role[k], lastWords: texts.lastWords[k], events: texts.events[k], error: texts.error[k] };
+    return { prompt: texts.prompt[g], answer: texts.answer[g], text: texts.text[k], whole: texts.whole[k], parts: texts.parts[k], turns: texts.turns[k], role: texts.role[k], lastWords: texts.lastWords[k], events: texts.events[k], error: texts.error[k], pictures: texts.pictures };
   }
 
   async tokens(sample) {
