@@ -241,9 +241,18 @@ class CDecodeStep:
         self.decoder = self._describe()
         self.workspace = torch.empty(0, dtype=model.embedding.weight.dtype)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, longest: int) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        longest: int,
+        rotation: Tensor | None = None,
+    ) -> Tensor:
         """Logits [n, vocab] of the token after each row's last token; `longest` is the largest of the positions [n].
 
+        `rotation` [n] are the rows of the rotation tables, if other than the positions and not above `longest`.
         Keys are [layers, rows, kv_heads, head_dim, capacity], values [layers, rows, kv_heads, capacity, head_dim].
         """
         self.refresh()
@@ -258,7 +267,7 @@ class CDecodeStep:
         logits = self.workspace.new_empty(tokens.shape[0], self.decoder.vocab)
         self.library.decode(
             ctypes.byref(self.decoder), Long(tokens.shape[0]), Pointer(tokens.data_ptr()), Pointer(positions.data_ptr()),
-            Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.workspace.data_ptr()), Long(workspace_size), Long(threads),
+            Pointer((positions if rotation is None else rotation).data_ptr()), Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.workspace.data_ptr()), Long(workspace_size), Long(threads),
         )  # fmt: skip
         return logits
 

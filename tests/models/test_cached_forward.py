@@ -82,8 +82,8 @@ def fused(model: Decoder) -> CDecodeStep:
     return found
 
 
-def logits_of_both(model: Decoder, steps: CDecodeStep, start: list[int], dtype: torch.dtype) -> float:
-    """The largest difference of logits over some steps of rows that begin at these positions."""
+def logits_of_both(model: Decoder, steps: CDecodeStep, start: list[int], dtype: torch.dtype, delta: int = 0) -> float:
+    """The largest difference of logits over some steps of rows that begin at these positions and turn by `delta` more."""
     generator, worst = torch.Generator().manual_seed(0), 0.0
     plain, other = (DenseKVCache(model.arch, dtype, torch.device("cpu")) for _ in range(2))
     positions = torch.tensor(start)
@@ -93,8 +93,10 @@ def logits_of_both(model: Decoder, steps: CDecodeStep, start: list[int], dtype: 
             longest, shortest = int(positions.max()), int(positions.min())
             plain.reserve(len(start), longest + 1)
             other.reserve(len(start), longest + 1)
-            hidden = model(tokens, positions, DenseDecodeAttention(plain, positions, longest, shortest), longest + 1)
-            found = steps(tokens, positions, other.keys, other.values, longest)
+            rotation = (positions + delta).clamp(min=0)
+            hidden = model(tokens, rotation, DenseDecodeAttention(plain, positions, longest, shortest), longest + 1)
+            turned = rotation if delta else None
+            found = steps(tokens, positions, other.keys, other.values, longest, turned)
             worst = max(worst, float((model.logits(hidden) - found).abs().max()))
             positions = positions + 1
     return worst
@@ -108,6 +110,7 @@ def test_a_step_in_c_is_the_forward_and_head_of_every_family(variant: str, tiny_
         model = load_decoder(tiny_model(variant)[1], dtype, torch.device("cpu"))
         assert logits_of_both(model, fused(model), [0, 0, 0], dtype) < tolerance
         assert logits_of_both(model, fused(model), [(7 * k) % 60 for k in range(150)], dtype) < tolerance
+        assert logits_of_both(model, fused(model), [9, 2], dtype, delta=-5) < tolerance
 
 
 def test_a_step_in_c_sees_weights_that_change_in_place(tiny_model: TinyModel) -> None:

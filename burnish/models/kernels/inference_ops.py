@@ -69,7 +69,7 @@ def rotate_store(
     if norms is not None:
         q, k = (rms_norm(x, weight, norms.eps, norms.shift) for x, weight in ((q, norms.query), (k, norms.key)))
         q = q if norms.query_scale == 1.0 else q * norms.query_scale
-    q, k = (rotate(x, cos[position], sin[position]) for x in (q, k))
+    q, k = (rotate(x, cos[placement.turn], sin[placement.turn]) for x in (q, k))
     where = placement.table[placement.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
     at = (where, slice(None), position % page)
     write_pages(keys, at, k)

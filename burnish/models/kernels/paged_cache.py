@@ -33,6 +33,13 @@ class Placement:
     owner: Tensor  # [N]
     position: Tensor  # [N]
     table: Tensor  # [rows, width]
+    rotation: Tensor | None = None  # [N]
+    """Row of the rotation table that turns each token; None if it is the position, as in text."""
+
+    @property
+    def turn(self) -> Tensor:
+        """[N] rows of the rotation table."""
+        return self.position if self.rotation is None else self.rotation
 
 
 class HeadNorms(NamedTuple):

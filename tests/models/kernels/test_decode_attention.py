@@ -34,6 +34,8 @@ class Case:
     splits: int = 1
     least: int = 64
     softcap: float | None = None
+    rotated: bool = False
+    """Whether rows turn by other than their positions."""
 
 
 CASES = [
@@ -45,6 +47,7 @@ CASES = [
     Case(3, 3, 20, norms=(1.0, 0.8), splits=8),
     Case(7, 1, 128, splits=5, least=64),
     Case(4, 2, 16, window=70, splits=3, softcap=0.5),
+    Case(3, 1, 16, splits=3, rotated=True),
 ]
 
 
@@ -70,12 +73,13 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
     qkv, cos, sin, norms = inputs(case, dtype)
     positions = torch.tensor(POSITIONS)
     table = shuffled_table(len(POSITIONS), WIDTH)
-    place = Placement(torch.arange(len(POSITIONS)), positions, table)
+    rotation = (positions * 7 % 311).clamp(min=0) if case.rotated else None
+    place = Placement(torch.arange(len(POSITIONS)), positions, table, rotation)
     plain = [randn(table.numel() + 1, case.kv_heads, PAGE, case.dim, dtype=dtype, seed=s) for s in (6, 7)]
     pages = [quantise_fp8(x) if in_8_bits else x for x in plain]
     there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
     sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
-    moved = Placement(*on_device(place.owner, positions, table))
+    moved = Placement(*on_device(place.owner, positions, table), None if rotation is None else rotation.to(DEVICE))
     options = case.window, case.splits, case.least, case.softcap
     got = decode_attention(*on_device(qkv, cos, sin), moved, sent, *there, *options)
     with torch.no_grad():

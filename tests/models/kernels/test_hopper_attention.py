@@ -21,7 +21,9 @@ EDGES = (-1, 0, 1, 15, 16, 17, 31, 32, 100, 255, 300, 513)
 
 
 def test_a_source_says_what_heads_it_is_for() -> None:
-    assert "#define DIM 64\n#define QUERIES 7\n#define NORMED 1\n#define STAGES 2\n" in attention_source(64, 7, True, 2)
+    settings = {"DIM": 64, "QUERIES": 7, "NORMED": 1, "STAGES": 2, "ROTATED": 0}
+    defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
+    assert attention_source(64, 7, True, 2).startswith(defines)
 
 
 def test_it_is_not_for_a_cpu() -> None:
@@ -102,6 +104,19 @@ def test_stretches_change_nothing_but_rounding() -> None:
     whole, _ = case.found(None, 1)
     for splits, least in ((2, 64), (8, 64), (32, 64), (4, 512)):
         assert error(case.found(None, splits, least)[0], whole.double()) < 5e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_turn_by_their_rotation_index(dim: int) -> None:
+    torch.manual_seed(0)
+    case = Case(EDGES, dim, 6, 2)
+    plain, _ = case.found(None, 1)
+    case.place = replace(case.place, rotation=(case.place.position * 3 % 257).clamp(min=0))
+    found, truth = case.found(None, 2)[0], case.truth(None)[0]
+    there = case.place.position >= 0
+    assert error(found[there], truth[there]) < 8e-3
+    assert error(plain[there], truth[there]) > 0.05
 
 
 @on_hopper

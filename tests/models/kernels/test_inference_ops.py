@@ -195,7 +195,8 @@ def test_rotate_store_kernel(
     from burnish.models.kernels.triton import elementwise_kernels
 
     table = shuffled_table(4, 5)
-    place = Placement(torch.tensor([2, 2, 0, 3, 1, 1]), torch.tensor([0, 1, 19, -1, 7, 8]), table)
+    rotation = torch.tensor([5, 0, 3, 0, 19, 2]) if kv_heads == 1 else None
+    place = Placement(torch.tensor([2, 2, 0, 3, 1, 1]), torch.tensor([0, 1, 19, -1, 7, 8]), table, rotation)
     qkv = randn(6, (heads + 2 * kv_heads) * dim, dtype=dtype)
     cos, sin = randn(20, 1, dim // 2, dtype=dtype, seed=1), randn(20, 1, dim // 2, dtype=dtype, seed=2)
     cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
@@ -203,7 +204,7 @@ def test_rotate_store_kernel(
     norms = HeadNorms(*weights, 1e-6, shift, query_scale) if has_norms else None
     keys, values = (randn(21, kv_heads, PAGE, dim, dtype=dtype, seed=s) for s in (5, 6))
     there = on_device(qkv, cos, sin, keys, values)
-    moved = Placement(*on_device(place.owner, place.position, table))
+    moved = Placement(*on_device(place.owner, place.position, table), None if rotation is None else rotation.to(DEVICE))
     sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
     before = qkv.clone()
     got = elementwise_kernels.rotate_store(*there[:3], moved, sent, *there[3:], in_place)

@@ -31,7 +31,7 @@ struct decoder {
 struct step {
     const struct decoder *model;
     long rows, block, capacity, workspace_size;
-    const int64_t *tokens, *positions;
+    const int64_t *tokens, *positions, *rotations; /* rotations: rows of cos and sin */
     real *logits, *workspace;
 };
 
@@ -89,9 +89,10 @@ static void add_to_residual(const struct decoder *m, struct linear by, const rea
 }
 
 /* Norms (if the family does so) and rotates the heads of one row, and writes its key and value to the cache. */
-static void place(const struct decoder *m, const struct layer *l, real *qkv, long row, long at, long capacity) {
+static void place(const struct decoder *m, const struct layer *l, real *qkv, long row, long at, long turn,
+                  long capacity) {
     long dim = m->head_dim;
-    const real *cos = l->cos + at * dim, *sin = l->sin + at * dim;
+    const real *cos = l->cos + turn * dim, *sin = l->sin + turn * dim;
     for (long h = 0; h < m->heads + m->kv_heads; h++) {
         real *x = qkv + h * dim;
         int is_key = h >= m->heads;
@@ -152,7 +153,7 @@ static void some_rows(void *arguments, long task, long thread) {
         project(l->qkv, 0, normed, wide, rows, m->hidden, all_heads);
         for (long i = 0; i < rows; i++) {
             long row = first + i, at = s->positions[row];
-            place(m, l, wide + i * all_heads, row, at, s->capacity);
+            place(m, l, wide + i * all_heads, row, at, s->rotations[row], s->capacity);
             attend(m, l, wide + i * all_heads, mixed + i * heads, scores, row, at, s->capacity);
         }
         add_to_residual(m, l->out, l->attention_out_norm, mixed, x, normed, rows, heads);
@@ -174,10 +175,10 @@ EXPORT long decode_workspace_size(const struct decoder *m, long longest) {
     return padded(BLOCK * a_row + m->heads / m->kv_heads * (padded(longest + 1) + LANES));
 }
 
-/* Logits [rows, vocab] of the token after each row's last token, which is at `positions`. */
+/* Logits [rows, vocab] of the token after each row's last token, which is at `positions` and turns by `rotations`. */
 EXPORT void decode(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
-                   long capacity, real *logits, real *workspace, long workspace_size, long threads) {
+                   const int64_t *rotations, long capacity, real *logits, real *workspace, long workspace_size, long threads) {
     long block = min_long(BLOCK, (rows + threads - 1) / threads);
-    struct step step = {model, rows, max_long(1, block), capacity, workspace_size, tokens, positions, logits, workspace};
+    struct step step = {model, rows, max_long(1, block), capacity, workspace_size, tokens, positions, rotations, logits, workspace};
     in_parallel(some_rows, &step, (rows + step.block - 1) / step.block, threads);
 }

@@ -6,7 +6,8 @@
 // is written into the shared-memory copy of its page. The keys of a long row are divided into splits of one warp each: their partial
 // outputs go to `sums`, their largest scores and softmax totals to `joints`.
 //
-// The host defines DIM, STAGES, NORMED (query and key heads have an RMS norm) and QUERIES, at most 8.
+// The host defines DIM, STAGES, NORMED (query and key heads have an RMS norm), ROTATED (rows turn by `rotations` instead of their
+// positions) and QUERIES, at most 8.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -82,7 +83,7 @@ __device__ __forceinline__ float squares(u32 x) { return low(x) * low(x) + high(
 extern "C" __global__ void __launch_bounds__(32)
     decode_attention(const __grid_constant__ TensorMap keys_map, const __grid_constant__ TensorMap values_map, const u16* qkv,
                      const u16* q_norm, const u16* k_norm, const u16* cos, const u16* sin, u16* keys, u16* values, const int* table,
-                     const long long* positions, u16* out, float* sums, float* joints, float scale, float eps, float shift, float factor,
+                     const long long* positions, const long long* rotations, u16* out, float* sums, float* joints, float scale, float eps, float shift, float factor,
                      int table_stride, int width, int window, int splits, int least, int kv_heads, int lines) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 full[STAGES];
@@ -137,7 +138,12 @@ extern "C" __global__ void __launch_bounds__(32)
 
     // Queries in tensor-core layout: of every 16 numbers of query lane / 4, numbers 2 (lane % 4) and the next, and those eight further.
     const u16* line = qkv + (u64)row * (QUERIES + 2) * kv_heads * DIM;
-    const u16 *turn = cos + (u64)position * DIM, *slant = sin + (u64)position * DIM;
+#if ROTATED
+    int angle = (int)rotations[row];
+#else
+    int angle = position;
+#endif
+    const u16 *turn = cos + (u64)angle * DIM, *slant = sin + (u64)angle * DIM;
     int query = lane / 4, column = lane % 4 * 2;
     u32 q[STEPS][2];
 #pragma unroll

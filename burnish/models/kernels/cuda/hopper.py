@@ -65,6 +65,8 @@ def has_decode_attention(
         and keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
         and placement.position.dtype == torch.int64
         and placement.position.is_contiguous()
+        and placement.turn.dtype == torch.int64
+        and placement.turn.is_contiguous()
         and placement.table.dtype == torch.int32
         and placement.table.stride(1) == 1
         and torch.cuda.get_device_capability(qkv.device) == (9, 0)
@@ -98,7 +100,8 @@ def decode_attention(
             )
             for x in (keys, values)
         ]
-        tensors = (qkv, q_norm, k_norm, cos, sin, keys, values, placement.table, placement.position, out, sums, joints)
+        places = placement.table, placement.position, placement.turn
+        tensors = (qkv, q_norm, k_norm, cos, sin, keys, values, *places, out, sums, joints)
         numbers = (dim**-0.5 * 1.4426950408889634, eps, shift, factor)
         sizes = (
             placement.table.stride(0),
@@ -115,7 +118,7 @@ def decode_attention(
             *map(ctypes.c_float, numbers),
             *map(ctypes.c_int, sizes),
         ]
-        kernel = _attention_kernel(dim, queries, norms is not None, qkv.device)
+        kernel = _attention_kernel(dim, queries, norms is not None, placement.rotation is not None, qkv.device)
         kernel.launch((rows * kv_heads, splits), 32, arguments)
         if splits > 1:
             from burnish.models.kernels.triton.decode_attention import combine_splits
@@ -133,14 +136,16 @@ def _attention_kernel(*kind: Any) -> Kernel:
 
 
 @cache
-def _compile_attention_kernel(dim: int, queries: int, is_normed: bool, device: torch.device) -> Kernel:
+def _compile_attention_kernel(
+    dim: int, queries: int, is_normed: bool, is_rotated: bool, device: torch.device
+) -> Kernel:
     stages = RING_BYTES // (4 * PAGE * dim * 2)
-    return Kernel(attention_source(dim, queries, is_normed, stages), "decode_attention", RING_BYTES + 1024)
+    return Kernel(attention_source(dim, queries, is_normed, stages, is_rotated), "decode_attention", RING_BYTES + 1024)
 
 
-def attention_source(dim: int, queries: int, is_normed: bool, stages: int) -> str:
-    """Source of the decode attention kernel for one head shape."""
-    settings = {"DIM": dim, "QUERIES": queries, "NORMED": int(is_normed), "STAGES": stages}
+def attention_source(dim: int, queries: int, is_normed: bool, stages: int, is_rotated: bool = False) -> str:
+    """Source of the decode attention kernel for one head shape; `is_rotated` if rows turn by other than their positions."""
+    settings = {"DIM": dim, "QUERIES": queries, "NORMED": int(is_normed), "STAGES": stages, "ROTATED": int(is_rotated)}
     defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
     return defines + (Path(__file__).parent / "decode_attention.cu").read_text()
 

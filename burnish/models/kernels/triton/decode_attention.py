@@ -80,6 +80,7 @@ def _decode_attention(
     value_scale_ptr,
     table_ptr,
     position_ptr,
+    rotation_ptr,
     out_ptr,
     sums_ptr,
     joints_ptr,
@@ -103,6 +104,7 @@ def _decode_attention(
     NORMED: tl.constexpr,
     SCALED: tl.constexpr,
     QUANTISED: tl.constexpr,
+    ROTATED: tl.constexpr,
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -114,8 +116,11 @@ def _decode_attention(
     known = tl.maximum(position, 0)
     dim = tl.arange(0, DIM_BLOCK)[None, :]
     other = tl.where(dim < DIM // 2, dim + DIM // 2, dim - DIM // 2)
-    cos = tl.load(cos_ptr + known * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + known * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    turn = known
+    if ROTATED:
+        turn = tl.maximum(tl.load(rotation_ptr + row).to(tl.int32), 0)
+    cos = tl.load(cos_ptr + turn * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + turn * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
     start = first + split * split_keys
     stop = tl.minimum(position, start + split_keys)
     key = tl.arange(0, BLOCK)
@@ -269,6 +274,7 @@ def decode_attention(
         value_scale,
         placement.table,
         placement.position,
+        placement.turn,
         out,
         sums,
         joints,
@@ -292,6 +298,7 @@ def decode_attention(
         NORMED=norms is not None,
         SCALED=query_scale != 1.0,
         QUANTISED=key_scale is not cos,
+        ROTATED=placement.rotation is not None,
         LARGEST=FP8_MAX,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=warps,

@@ -87,6 +87,7 @@ def _rotate_store(
     sin_ptr,
     owner_ptr,
     position_ptr,
+    rotation_ptr,
     table_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -109,6 +110,7 @@ def _rotate_store(
     SCALED: tl.constexpr,
     QUANTISED: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    ROTATED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -138,7 +140,10 @@ def _rotate_store(
             high = (high * factor).to(dtype).to(tl.float32)
     position = tl.load(position_ptr + row)
     known = tl.maximum(position, 0)
-    turn = known * DIM + HALF + column  # the second half of the table: +sin
+    turned = known
+    if ROTATED:
+        turned = tl.maximum(tl.load(rotation_ptr + row), 0)
+    turn = turned * DIM + HALF + column  # the second half of the table: +sin
     cos = tl.load(cos_ptr + turn, mask=column < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + turn, mask=column < HALF, other=0.0).to(tl.float32)
     turned_low = (low * cos - high * sin).to(dtype)
@@ -195,6 +200,7 @@ def rotate_store(
         sin,
         placement.owner,
         placement.position,
+        placement.turn,
         placement.table,
         q_norm,
         k_norm,
@@ -217,6 +223,7 @@ def rotate_store(
         SCALED=query_scale != 1.0,
         QUANTISED=key_scale is not q,
         IN_PLACE=in_place,
+        ROTATED=placement.rotation is not None,
         LARGEST=FP8_MAX,
         num_warps=max(1, min(8, heads_block * half_block // 256)),
     )
