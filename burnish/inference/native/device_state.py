@@ -7,7 +7,7 @@ row, which the host reads every few steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,8 +77,10 @@ class RingSnapshot:
 class DeviceRows:
     """State of `size` rows, each with a block table of up to `max_blocks` entries."""
 
-    def __init__(self, size: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, size: int, max_blocks: int, device: torch.device, never: Collection[int] = ()) -> None:
         self.size, self.device = size, device
+        self.never = torch.tensor(sorted(never), device=device) if never else None
+        """Tokens that no row draws."""
         self.ints = torch.zeros(7, size, dtype=torch.int64, device=device)
         self.ints[POSITION] = -1
         self.temperature = torch.ones(size, dtype=torch.float64, device=device)
@@ -149,8 +151,10 @@ class DeviceRows:
         own = logits[source]
         biased = self._add_bias(own, row) if flags.biased else own
         live, produced, _, position, limit, key, drawn = self.ints[:, row]
-        truncation = (self.counts[0, row], *self.thresholds[:, row]) if flags.truncated else ()
-        tokens, logp = sample(biased, uniforms(key, drawn), self.temperature[row], *truncation)
+        top_k = self.counts[0, row] if flags.truncated else None
+        top_p, min_p = self.thresholds[:, row] if flags.truncated else (None, None)
+        numbers = uniforms(key, drawn)
+        tokens, logp = sample(biased, numbers, self.temperature[row], top_k, top_p, min_p, self.never)
         is_live = live.bool()
         slot = (row * RING_SIZE + produced % RING_SIZE)[is_live]
         self.ring_token.view(-1)[slot] = tokens[is_live].int()
@@ -179,10 +183,11 @@ class DeviceRows:
         cut = None
         if flags.truncated:
             options = self.temperature, self.counts[0], self.thresholds[0], self.thresholds[1]
-            cut = truncation.find_cut(logits, source, row, *options, bias)
+            possible = logits if self.never is None else logits.index_fill(1, self.never, -torch.inf)
+            cut = truncation.find_cut(possible, source, row, *options, bias)
         rings = self.ring_token, self.ring_logp
         raw = self.ring_raw if flags.raw else None
-        sampling.draw(logits, source, row, self.temperature, self.ints, self.stop, *rings, cut, bias, raw)
+        sampling.draw(logits, source, row, self.temperature, self.ints, self.stop, *rings, cut, bias, raw, self.never)
 
     def snapshot(self, rows: int, flags: SamplerFlags) -> RingSnapshot:
         """Start to copy the rings of the first rows to the host."""

@@ -2,6 +2,9 @@
 
 The returned log-prob of a token is that under the distribution it was drawn from: after bias, temperature, top-k, top-p and
 min-p. Greedy rows (temperature 0) take the most likely token and report its untempered log-prob.
+
+A list `never` has tokens that are not drawn, such as the placeholders of pictures. They count in the log-probs of a row without
+truncation, which stay those of the model, so that the learner computes the same. A truncation keeps none of them.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    never: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw tokens [n] with their log-probs [n] from logits [n, V].
 
-    Options are [n] tensors, or None where no row uses them. Temperature None is 1.
+    Options are [n] tensors, or None where no row uses them. Temperature None is 1. `never` are tokens that are not drawn.
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -33,16 +37,31 @@ def sample(
     scale = None if temperature is None else temperature.masked_fill(temperature == 0, 1.0)
     if not (top_k is None and top_p is None and min_p is None):
         one = torch.ones(logits.shape[0], dtype=torch.float64, device=logits.device)
+        whole, logits = logits, logits if never is None else logits.index_fill(1, never, -torch.inf)
         logits = truncate(logits, one if scale is None else scale, top_k, top_p, min_p)
+        if never is not None:
+            logits = torch.where(_is_truncated(one, top_k, top_p, min_p)[:, None], logits, whole)
     logp = (logits if scale is None else logits / scale.to(logits.dtype)[:, None]).log_softmax(-1)
-    cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
+    weight = logp.exp() if never is None else logp.exp().index_fill_(1, never, 0.0)
+    cumulative = weight.cumsum(-1, dtype=torch.float64)
     # The total may miss 1 by rounding; scaling by it keeps every draw inside the support.
     tokens = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None]).squeeze(1)
     # NaN logits give an index past the end. The clamp makes them show as a NaN log-prob, not as an index error.
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     if greedy is not None and bool(greedy.any()):
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        possible = logits if never is None else logits.index_fill(1, never, -torch.inf)
+        tokens = torch.where(greedy, possible.argmax(-1), tokens)
     return tokens, logp.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _is_truncated(one: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """Whether each row [n] has a truncation."""
+    found = torch.zeros_like(one, dtype=torch.bool)
+    if top_k is not None:
+        found |= top_k > 0
+    if top_p is not None:
+        found |= top_p < 1
+    return found if min_p is None else found | (min_p > 0)
 
 
 def truncate(

@@ -11,6 +11,8 @@ from torch import Tensor
 from burnish.core.engine import SamplingOptions
 from burnish.core.random_keys import uniforms
 from burnish.inference.native.sampler import sample
+from burnish.models.kernels.cpu import cpu_ops
+from burnish.models.kernels.cpu.c_library import c_kernels
 
 OPTIONS = [
     SamplingOptions(),
@@ -137,3 +139,46 @@ def test_half_precision_logits_are_sampled_in_float32(dtype: torch.dtype) -> Non
     logits = torch.tensor([LOGITS], dtype=dtype)
     _, logp = sample(logits, torch.tensor([0.5], dtype=torch.float64), torch.ones(1, dtype=torch.float64))
     assert logp.dtype == torch.float32
+
+
+NEVER = torch.tensor([3, 6])
+"""The likeliest token, and the last."""
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, SamplingOptions(temperature=0)], ids=str)
+def test_tokens_that_are_never_drawn_count_in_the_log_probs_of_the_model_and_in_no_truncation(
+    tools: Any, options: SamplingOptions
+) -> None:
+    n = 2000
+    logits = torch.tensor(LOGITS, dtype=torch.float64)
+    open_logits = logits.index_fill(0, NEVER, -torch.inf)
+    is_truncated = options.top_k > 0 or options.top_p < 1 or options.min_p > 0
+    given = uniforms(torch.full((n,), 5), torch.arange(n))
+    rows = [options, SamplingOptions()] * (n // 2)  # a row without truncation beside each
+    columns = [torch.tensor([getattr(o, name) for o in rows]).double() for name in ("temperature", "top_p", "min_p")]
+    top_k = torch.tensor([o.top_k for o in rows])
+    tokens, logp = sample(logits.expand(n, -1), given, columns[0], top_k, *columns[1:], never=NEVER)
+    assert not torch.isin(tokens, NEVER).any()
+    plain = logits.log_softmax(-1)
+    assert torch.allclose(logp[1::2], plain[tokens[1::2]], rtol=0, atol=1e-12)
+    expected = tools.distribution(open_logits if is_truncated else logits, options).log()
+    if options.temperature:
+        assert torch.allclose(logp[::2], expected[tokens[::2]], rtol=0, atol=1e-12)
+    else:
+        assert set(tokens[::2].tolist()) == {int(open_logits.argmax())}
+
+
+@pytest.mark.parametrize("vocab", [7, 16, 61])
+def test_the_draw_in_c_never_draws_them_either(vocab: int) -> None:
+    logits = 2 * torch.randn(500, vocab, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:, 3] += 3
+    library = c_kernels(logits)
+    if library is None:
+        pytest.skip("no C compiler here")
+    uniform = uniforms(torch.full((500,), 5), torch.arange(500))
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.0, 1.3] * 100, dtype=torch.float64)
+    found = cpu_ops.draw(library, logits, uniform, temperature, NEVER)
+    expected = sample(logits, uniform, temperature, never=NEVER)
+    assert torch.equal(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1], rtol=0, atol=1e-10)
+    assert not torch.isin(found[0], NEVER).any()

@@ -240,9 +240,9 @@ def test_exact_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d
     assert got.isfinite().all()
 
 
-def state_of(rows: list[NewRow], size: int, device: str) -> DeviceRows:
+def state_of(rows: list[NewRow], size: int, device: str, never: tuple[int, ...] = ()) -> DeviceRows:
     with torch.inference_mode():
-        state = DeviceRows(size, 1, torch.device(device))
+        state = DeviceRows(size, 1, torch.device(device), never)
         state.start(rows)
         return state
 
@@ -260,7 +260,8 @@ def state_of(rows: list[NewRow], size: int, device: str) -> DeviceRows:
     ],
     ids=str,
 )
-def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, wants: SamplerFlags) -> None:
+@pytest.mark.parametrize("has_never", [False, True])
+def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, wants: SamplerFlags, has_never: bool) -> None:
     """The same tokens, log-probs and row state as in torch, over steps in which rows stop, reach their limit or are idle."""
     base = NewRow(row=0, position=4, limit=9, key=7, drawn=2, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_tokens=())  # fmt: skip
     new = [
@@ -274,10 +275,12 @@ def test_the_drawing_kernel(monkeypatch: pytest.MonkeyPatch, vocab: int, wants: 
     if wants.biased:
         pairs = [((3, 2.5), (vocab - 1, 4.0), (0, -3.0)), ((5, 7.0),), ((vocab // 2, 1.5),)]
         new[:3] = [replace(row, bias=bias) for row, bias in zip(new[:3], pairs, strict=True)]
-    twin, mine = (state_of(new, 8, device) for device in ("cpu", DEVICE))
+    never = (1, vocab - 2) if has_never else ()
+    twin, mine = (state_of(new, 8, device, never) for device in ("cpu", DEVICE))
     order, lines = torch.tensor([r.row for r in new] + [4]), torch.tensor([2, 0, 1, 2, 3, 1, 0][: len(new) + 1])
     for step in range(3):
         logits = 3 * randn(4, vocab, seed=step)
+        logits[:2, vocab - 2] = 12.0  # often the likeliest token
         with torch.inference_mode():
             twin.draw(logits, lines, order, wants)
             with monkeypatch.context() as patch:

@@ -188,12 +188,18 @@ def gate_backward(library: ctypes.CDLL, grad: Tensor, gate_up: Tensor, is_gelu: 
     return into
 
 
-def draw(library: ctypes.CDLL, logits: Tensor, uniform: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sample tokens [n] and their log-probs [n] from logits [n, V] with one uniform number per row; no temperature means 1."""
+def draw(
+    library: ctypes.CDLL, logits: Tensor, uniform: Tensor, temperature: Tensor | None, never: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sample tokens [n] and their log-probs [n] from logits [n, V] with one uniform number per row; no temperature means 1.
+
+    Tokens of the list `never` are not drawn; log-probs are those of all tokens.
+    """
     rows, vocab = logits.shape
     logits, tokens, logp = logits.contiguous(), uniform.new_empty(rows, dtype=torch.long), logits.new_empty(rows)
     library.draw(
-        address(logits), address(uniform), address(temperature), Long(rows), Long(vocab), address(tokens), address(logp),
+        address(logits), address(uniform), address(temperature), address(never), Long(0 if never is None else never.shape[0]),
+        Long(rows), Long(vocab), address(tokens), address(logp),
         _threads(logits),
     )  # fmt: skip
     return tokens, logp

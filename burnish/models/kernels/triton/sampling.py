@@ -4,7 +4,8 @@ The cumulative distribution is inverted in vocabulary order with one uniform num
 as `burnish.core.random_keys` gives. The first kernel sums exponentials over chunks of the vocabulary. The second finds the
 chunk that the number falls into and reads this chunk again. So the logits are read once and never stored in float32. A
 row's logit bias and its truncation (`truncation.py`) are applied when logits are loaded. The sums of the model's own
-distribution, if requested, are computed in the same pass.
+distribution, if requested, are computed in the same pass. So are those without the tokens that are never drawn (`never`), from
+which a token is then chosen, while its log-prob is that of the whole distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.core.random_keys import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
-from burnish.models.kernels.triton.truncation import Bias, load_logits, mask_below_cut
+from burnish.models.kernels.triton.truncation import Bias, load_logits, mask_below_cut, mask_tokens
 
 CHUNK = 4096
 
@@ -44,6 +45,9 @@ def _sum_chunks(
     total_ptr,
     raw_best_ptr,
     raw_total_ptr,
+    open_best_ptr,
+    open_total_ptr,
+    never_ptr,
     vocab,
     chunks,
     CHUNK: tl.constexpr,
@@ -51,6 +55,7 @@ def _sum_chunks(
     BIASES: tl.constexpr,
     TRUNCATED: tl.constexpr,
     RAW: tl.constexpr,
+    NEVER: tl.constexpr,
 ):
     index = tl.program_id(0)
     chunk = chunks - 1 - tl.program_id(1)  # the chunks written last are still in the cache
@@ -62,12 +67,21 @@ def _sum_chunks(
         CHUNK, BIASED, BIASES,
     )  # fmt: skip
     if TRUNCATED:
-        x = mask_below_cut(x, chunk * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
+        cut = tl.load(cut_value_ptr + index)
+        x = mask_below_cut(x, chunk * CHUNK, cut, tl.load(cut_last_ptr + index), CHUNK)
+        if NEVER > 0:  # a truncation keeps none of them; without one the row is the model's
+            x = tl.where(cut > -float("inf"), mask_tokens(x, chunk * CHUNK, never_ptr, NEVER, CHUNK), x)
     x *= _inverse_temperature(temperature)
     best = tl.max(x, 0)
     total = tl.sum(tl.exp(x - tl.where(best == -float("inf"), 0.0, best)), 0)
     tl.store(best_ptr + index * chunks + chunk, best)
     tl.store(total_ptr + index * chunks + chunk, total)
+    if NEVER > 0:
+        x = mask_tokens(x, chunk * CHUNK, never_ptr, NEVER, CHUNK)
+        best = tl.max(x, 0)
+        total = tl.sum(tl.exp(x - tl.where(best == -float("inf"), 0.0, best)), 0)
+        tl.store(open_best_ptr + index * chunks + chunk, best)
+        tl.store(open_total_ptr + index * chunks + chunk, total)
     if RAW:
         best = tl.max(raw, 0)
         total = tl.sum(tl.exp(raw - tl.where(best == -float("inf"), 0.0, best)), 0)
@@ -108,6 +122,9 @@ def _draw(
     total_ptr,
     raw_best_ptr,
     raw_total_ptr,
+    open_best_ptr,
+    open_total_ptr,
+    never_ptr,
     ints_ptr,
     stop_ptr,
     ring_token_ptr,
@@ -122,6 +139,7 @@ def _draw(
     BIASES: tl.constexpr,
     TRUNCATED: tl.constexpr,
     RAW: tl.constexpr,
+    NEVER: tl.constexpr,
     STOPS: tl.constexpr,
     RING: tl.constexpr,
     GOLDEN: tl.constexpr,
@@ -143,7 +161,7 @@ def _draw(
         greedy = temperature == 0
         part = tl.arange(0, CHUNKS)
         bests, masses, best, total = _combine_chunks(
-            best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS
+            open_best_ptr + index * chunks, open_total_ptr + index * chunks, chunks, CHUNKS
         )
         ends = tl.cumsum(masses, 0)
 
@@ -168,6 +186,8 @@ def _draw(
         if TRUNCATED:
             x = mask_below_cut(x, here * CHUNK, tl.load(cut_value_ptr + index), tl.load(cut_last_ptr + index), CHUNK)
         x *= _inverse_temperature(temperature)
+        if NEVER > 0:
+            x = mask_tokens(x, here * CHUNK, never_ptr, NEVER, CHUNK)
         running = before + tl.cumsum(tl.exp(x - best).to(tl.float64), 0)
         passed = tl.sum((running < goal).to(tl.int32), 0)
         # Rounding may leave the goal beyond the last sum: then take the last token with a finite logit.
@@ -177,6 +197,8 @@ def _draw(
         chosen = tl.sum(tl.where(column == found, x, 0.0), 0)
         token = (here * CHUNK + found).to(tl.int64)
 
+        if NEVER > 0:
+            _, _, best, total = _combine_chunks(best_ptr + index * chunks, total_ptr + index * chunks, chunks, CHUNKS)
         produced = tl.load(produced_at)
         slot = row * RING + produced % RING
         tl.store(ring_token_ptr + slot, token.to(tl.int32))
@@ -205,14 +227,22 @@ def _chunk_sums(
     cut: tuple[Tensor, Tensor] | None = None,
     bias: Bias | None = None,
     raw: bool = False,
+    never: Tensor | None = None,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Kernel arguments of biases and cuts, and (largest logit, mass) per chunk of the sampled and of the raw distribution."""
+    """Kernel arguments of biases and cuts, and (largest logit, mass) per chunk of three distributions.
+
+    They are the one that log-probs are of, the raw one, and the one that a token is chosen from, which has none of the tokens `never`.
+    Last come these tokens.
+    """
     count, vocab = source.shape[0], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     options = (*(bias or (row, row, row)), *(cut or (row, row)))
     # Separate tensors: a tensor's alignment decides how a kernel reads it, and with it the order of its sums.
-    sums = [torch.empty(count, chunks, dtype=torch.float32, device=logits.device) for _ in range(4 if raw else 2)]
-    sums = sums if raw else [*sums, *sums]
+    whole, own, drawable = (
+        [torch.empty(count, chunks, dtype=torch.float32, device=logits.device) for _ in range(2)] if is_used else []
+        for is_used in (True, raw, never is not None)
+    )
+    sums = [*whole, *(own or whole), *(drawable or whole), row if never is None else never]
     _sum_chunks[(count, chunks)](
         logits,
         source,
@@ -227,6 +257,7 @@ def _chunk_sums(
         BIASES=bias[0].shape[1] if bias is not None else 1,
         TRUNCATED=cut is not None,
         RAW=raw,
+        NEVER=0 if never is None else never.shape[0],
         num_warps=4,
         enable_fp_fusion=False,  # log-probs of sampling and of scoring must have the same bits
     )
@@ -245,11 +276,12 @@ def draw(
     cut: tuple[Tensor, Tensor] | None = None,
     bias: Bias | None = None,
     ring_raw: Tensor | None = None,
+    never: Tensor | None = None,
 ) -> None:
     """`burnish.inference.native.device_state.RowState.draw` as two kernels. `cut` has an entry per entry of `row`, `bias` one per row."""
     count, vocab = source.shape[0], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
-    options, sums = _chunk_sums(logits, source, row, temperature, cut, bias, ring_raw is not None)
+    options, sums = _chunk_sums(logits, source, row, temperature, cut, bias, ring_raw is not None, never)
     _draw[(count,)](
         logits,
         source,
@@ -271,6 +303,7 @@ def draw(
         BIASES=bias[0].shape[1] if bias is not None else 1,
         TRUNCATED=cut is not None,
         RAW=ring_raw is not None,
+        NEVER=0 if never is None else never.shape[0],
         STOPS=stop.shape[1],
         RING=ring_token.shape[1],
         GOLDEN=GOLDEN,
@@ -296,7 +329,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
     chunks = triton.cdiv(vocab, CHUNK)
     every = torch.arange(count, device=logits.device)
     heat = torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
-    _, (best, total, _, _) = _chunk_sums(logits, every, torch.zeros_like(every), heat)
+    _, (best, total, *_) = _chunk_sums(logits, every, torch.zeros_like(every), heat)
     out = torch.empty(count, dtype=torch.float32, device=logits.device)
     # The same number of warps as `_draw`: the order of a sum depends on how its terms are spread over warps.
     _token_logprobs[(count,)](

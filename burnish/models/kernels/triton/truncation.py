@@ -53,6 +53,15 @@ def mask_below_cut(x, start, value, last, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def mask_tokens(x, start, tokens_ptr, TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+    """-inf for the listed tokens among the logits of CHUNK tokens from `start` on."""
+    column = start + tl.arange(0, CHUNK)
+    for k in tl.static_range(TOKENS):
+        x = tl.where(column == tl.load(tokens_ptr + k), -float("inf"), x)
+    return x
+
+
+@triton.jit
 def _bounds(
     line_ptr, vocab, row, bias_token_ptr, bias_value_ptr, bias_count_ptr,
     CHUNK: tl.constexpr, BIASED: tl.constexpr, BIASES: tl.constexpr,
