@@ -83,7 +83,7 @@ def shifted(spans: Iterable[PictureSpan], by: int) -> tuple[PictureSpan, ...]:
 
 
 def distinct_tokens(tokens: Sequence[int], spans: Sequence[PictureSpan]) -> Sequence[int]:
-    """Return tokens with a number of its own in place of every placeholder: negative, of the picture and the index in it.
+    """Return tokens with a number of its own in place of every placeholder (`Picture.token_numbers`).
 
     Placeholders of all images are one token. A cache of prefixes compares these numbers instead, so that it never takes the
     keys and values of another image.

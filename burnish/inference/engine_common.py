@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.core.engine import MIN_TEMPERATURE, Completion, Request, SamplingOptions
+from burnish.inference.picture_requests import check_pictures, longest_position
 from burnish.memory_plan.kv_cache import CachePlan
 from burnish.models.decoder import Decoder
 
@@ -77,7 +78,8 @@ def check_native_request(request: Request, model: Decoder, decode: Decode | None
     """Raise for a request that can never run on a native engine of the model."""
     options = request.sampling
     check_prompt(request, model.arch.vocab_size)
-    longest = len(request.tokens) + options.max_tokens
+    check_pictures(request, model)
+    longest = longest_position(request, model)
     if longest > model.arch.max_positions:
         raise UserError(
             f"request {request.id}: {len(request.tokens)} prompt tokens + {options.max_tokens} new ones = {longest}, "

@@ -332,6 +332,24 @@ def _linears(model: Decoder) -> list[nn.Linear]:
     ]
 
 
+def pass_rotations(model: Decoder, num_positions: int) -> list[tuple[Tensor, Tensor]]:
+    """The rotation tables of the layers for a pass over text or with pictures.
+
+    If the pictures of the pass have rotation positions, the tables have a row for each row of the pass.
+    """
+    pictures = model.pictures
+    if pictures is None or pictures.rotation is None:
+        return [model.rotations(num_positions, layer) for layer in range(model.arch.num_layers)]
+    every = pictures.index  # positions are not read
+    tables = {kind: model.row_rotations(every, num_positions, layer) for kind, layer in _layer_kinds(model).items()}
+    return [tables[model.arch.is_local(layer)] for layer in range(model.arch.num_layers)]
+
+
+def _layer_kinds(model: Decoder) -> dict[bool, int]:
+    """A layer with local and one with global attention, as far as there are any."""
+    return {model.arch.is_local(layer): layer for layer in range(model.arch.num_layers)}
+
+
 @torch.no_grad()
 def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
     """log p(token | its past) at the `wanted` positions [M] (never the first of a sequence), as an exact engine computes it.
@@ -348,8 +366,13 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
     first = pages.cumsum(0) - pages + 1  # page 0 is unused
     table = (first[:, None] + torch.arange(width, device=tokens.device)).int()
     table = torch.where(torch.arange(width, device=tokens.device) < pages[:, None], table, 0)
-    placement = Placement(owner, position, table)
     arch = model.arch
+    pictures = model.pictures
+    is_rotated = pictures is not None and pictures.rotation is not None
+    placement = Placement(
+        owner, position, table, torch.arange(tokens.shape[0], device=tokens.device) if is_rotated else None
+    )
+    rotations = pass_rotations(model, longest)
     shape = (int(pages.sum()) + 1, arch.num_kv_heads, PAGE, arch.head_dim)
     store = torch.zeros(2, *shape, dtype=model.embedding.weight.dtype, device=tokens.device)
     cache = store.expand(
@@ -357,7 +380,7 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
     )  # all layers share the memory: a layer's keys are not needed after it
 
     def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
-        q = rotate_store(qkv, *model.rotations(longest, layer), placement, norms, keys, values)
+        q = rotate_store(qkv, *rotations[layer], placement, norms, keys, values)
         return exact_attention(q, keys, values, placement, window_of(arch.windows, layer), arch.score_softcap)
 
     hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]

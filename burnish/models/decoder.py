@@ -41,6 +41,7 @@ from burnish.models.kernels.shared_prefix import (
     computed_rows,
 )
 from burnish.models.latent_attention import LatentProjection, value_heads
+from burnish.models.vision.feature_cache import FeatureCache
 from burnish.models.vision.interfaces import ImageFeatures, PicturePass, VisionTower, tower_features
 from burnish.models.vision.positions import rotation_rows
 from burnish.models.vision.towers import build_tower
@@ -177,6 +178,8 @@ class Decoder(nn.Module):
         self.head = None if arch.tied else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         self.vision: VisionTower | None = None if arch.vision is None else build_tower(arch.vision)
         """The vision tower with its projector; None for a text model."""
+        self.feature_cache = None if self.vision is None else FeatureCache(self.vision, arch.hidden_size)
+        """The features of pictures that passes without a gradient for the tower read."""
         self.pictures: PicturePass | None = None
         """The pictures of the next passes; set by `with_pictures`."""
         self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
@@ -262,18 +265,24 @@ class Decoder(nn.Module):
         return x.index_add(0, rows, features.deep[layer][index].to(x.dtype))
 
     def picture_features(self, pictures: PicturePass) -> ImageFeatures:
-        """The features of a pass: those it has, or the tower's. Exact mode computes every picture by itself."""
+        """The features of a pass: those it has, or the tower's, from the cache if the tower gets no gradient.
+
+        Exact mode computes every picture by itself.
+        """
         if pictures.features is not None:
             return pictures.features
         assert self.vision is not None, "a text model gets no pictures"
-        return tower_features(self.vision, pictures.pictures, one_by_one=self.exact is not None)
+        assert self.feature_cache is not None
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.vision.parameters()):
+            return tower_features(self.vision, pictures.pictures, one_by_one=self.exact is not None)
+        return self.feature_cache.features(pictures.pictures, one_by_one=self.exact is not None)
 
     @contextmanager
-    def with_pictures(self, pictures: PicturePass | None) -> Iterator[None]:
+    def with_pictures(self, pictures: PicturePass | None) -> Iterator[PicturePass | None]:
         """Set the pictures of the passes within; None for text."""
         before, self.pictures = self.pictures, pictures
         try:
-            yield
+            yield pictures
         finally:
             self.pictures = before
 

@@ -189,6 +189,7 @@ class RunningRows:
         self.top_k = np.zeros(size, dtype=np.int64)
         self.top_p = np.zeros(size, dtype=np.float64)
         self.min_p = np.zeros(size, dtype=np.float64)
+        self.rotation_delta = np.zeros(size, dtype=np.int64)  # rotation position minus position
         self.tokens = np.zeros((size, 0), dtype=np.int64)
         self.logp = np.zeros((size, 0), dtype=np.float32)
         self.raw_logp = np.zeros((size, 0), dtype=np.float32)  # of rows whose requests ask for it
@@ -215,7 +216,7 @@ class RunningRows:
             )
         return self._in_use
 
-    def add(self, request: Request, version: int) -> int:
+    def add(self, request: Request, version: int, rotation_delta: int = 0) -> int:
         """Append a row whose prompt is in the cache and whose first token is not drawn yet."""
         i, options = len(self.requests), request.sampling
         self.requests.append(request)
@@ -229,8 +230,13 @@ class RunningRows:
         self.top_k[i] = options.top_k
         self.top_p[i] = options.top_p
         self.min_p[i] = options.min_p
+        self.rotation_delta[i] = rotation_delta
         self._in_use = None
         return i
+
+    def rotation(self, rows: int) -> Tensor:
+        """Rotation positions of the last tokens of the first rows."""
+        return torch.from_numpy(self.position[:rows] + self.rotation_delta[:rows])
 
     def record(self, rows: slice, tokens: np.ndarray, logp: np.ndarray, raw_logp: np.ndarray | None) -> None:
         """Append one drawn token to each of the rows."""
@@ -274,7 +280,7 @@ class RunningRows:
             self.requests[row], self.versions[row] = self.requests[last], self.versions[last]
             for column in (
                 self.last_token, self.position, self.produced, self.limit, self.key, self.drawn,
-                self.temperature, self.top_k, self.top_p, self.min_p, self.tokens, self.logp, self.raw_logp,
+                self.temperature, self.top_k, self.top_p, self.min_p, self.rotation_delta, self.tokens, self.logp, self.raw_logp,
             ):  # fmt: skip
                 column[row] = column[last]
         self.requests.pop()

@@ -8,7 +8,7 @@ transfer. The tokens of a request depend on its key and on the weights, and on o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.engine import Completion, Request
+from burnish.core.pictures import distinct_tokens
 from burnish.core.random_keys import uniforms
 from burnish.core.segments import offsets_from_lengths
 from burnish.inference.engine_common import (
@@ -30,15 +31,26 @@ from burnish.inference.engine_common import (
 )
 from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache, DensePrefillAttention, RunningRows
 from burnish.inference.native.sampler import add_bias, sample
+from burnish.inference.picture_requests import drop_trained_features, rotation_delta_of
 from burnish.models.cached_forward import CDecodeStep, c_decode_step, decode_step_of
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.exact import log_softmax_at_temperature
+from burnish.models.vision.interfaces import PicturePass
+from burnish.models.vision.pieces import Piece, piece_pass
 
 PREFILL_CHUNK_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill forward. A longer prompt is computed alone."""
+
+
+PromptKey = tuple[int, ...]
+"""A prompt's tokens, with a number of its own for every token of a picture."""
+
+
+def _key(request: Request) -> PromptKey:
+    return tuple(distinct_tokens(request.tokens, request.pictures))
 
 
 @dataclass
@@ -67,8 +79,8 @@ class DenseEngine:
         self.cache = DenseKVCache(model.arch, weight.dtype, weight.device)
         self.rows = RunningRows(max_rows)
         self.waiting: deque[Request] = deque()
-        self.waiting_by_prompt: Counter[tuple[int, ...]] = Counter()  # number of waiting requests
-        self.prefilled: dict[tuple[int, ...], PrefilledPrompt] = {}
+        self.waiting_by_prompt: Counter[PromptKey] = Counter()  # number of waiting requests
+        self.prefilled: dict[PromptKey, PrefilledPrompt] = {}
         self.version = 0
         self.stats = EngineStats()
         self.ready: deque[Completion] = deque()
@@ -77,13 +89,16 @@ class DenseEngine:
         self._step = decode_step_of(model)
         self._c_step: CDecodeStep | None = None
         self._interrupted = False
+        vision = model.arch.vision
+        self._has_rotations = vision is not None and vision.rotation is not None
+        self._never = None if vision is None else torch.tensor(sorted(vision.placeholder_tokens))
 
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
         known = self._ids, {completion.id for completion in self.ready}
         fresh = check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
-        self.waiting_by_prompt.update(request.tokens for request in requests)
+        self.waiting_by_prompt.update(map(_key, requests))
         enqueue_by_priority(self.waiting, requests)
         self._ids |= fresh
 
@@ -129,6 +144,7 @@ class DenseEngine:
             )
         copy_weights(self.model, named_tensors)
         self.version, self._c_step = version, None
+        drop_trained_features(self.model)
 
     def sleep(self) -> None:
         if self.waiting or len(self.rows):
@@ -145,7 +161,7 @@ class DenseEngine:
         """Fill free rows from the waiting queue, prefill new prompts, and draw the first token of each new row."""
         first = len(self.rows)
         admitted = [self.waiting.popleft() for _ in range(min(self.max_rows - first, len(self.waiting)))]
-        self._prefill([r.tokens for r in admitted])
+        self._prefill(admitted)
         self.cache.reserve(
             self.max_rows if len(self.waiting) else len(self.rows) + len(admitted),
             max(len(r.tokens) for r in admitted) + 1,
@@ -155,11 +171,12 @@ class DenseEngine:
         start = first
         while start < first + len(admitted):
             request = admitted[start - first]
+            key, delta = _key(request), rotation_delta_of(request, self.model)
             stop = start
-            while stop < first + len(admitted) and admitted[stop - first].tokens == request.tokens:
-                self.rows.add(admitted[stop - first], self.version)
+            while stop < first + len(admitted) and _key(admitted[stop - first]) == key:
+                self.rows.add(admitted[stop - first], self.version, delta)
                 stop += 1
-            prompt = self.prefilled[request.tokens]
+            prompt = self.prefilled[key]
             self.cache.put_prompt(slice(start, stop), prompt.keys, prompt.values)
             logits.append(prompt.logits.expand(stop - start, -1))
             for k in range(start, stop):
@@ -167,28 +184,29 @@ class DenseEngine:
             start = stop
         return self._draw(slice(first, len(self.rows)), torch.cat(logits))
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        new = [p for p in dict.fromkeys(prompts) if p not in self.prefilled]
-        chunk: list[tuple[int, ...]] = []
+    def _prefill(self, requests: Sequence[Request]) -> None:
+        new = {key: request for request in requests if (key := _key(request)) not in self.prefilled}
+        chunk: dict[PromptKey, Request] = {}
         size = 0
-        for prompt in new:
-            if chunk and size + len(prompt) > PREFILL_CHUNK_TOKENS:
+        for key, request in new.items():
+            if chunk and size + len(key) > PREFILL_CHUNK_TOKENS:
                 self._prefill_chunk(chunk)
-                chunk, size = [], 0
-            chunk.append(prompt)
-            size += len(prompt)
+                chunk, size = {}, 0
+            chunk[key] = request
+            size += len(key)
         if chunk:
             self._prefill_chunk(chunk)
 
-    def _prefill_chunk(self, prompts: list[tuple[int, ...]]) -> None:
+    def _prefill_chunk(self, prompts: dict[PromptKey, Request]) -> None:
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         offsets = offsets_from_lengths(lengths)
-        tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
+        tokens = torch.tensor([t for request in prompts.values() for t in request.tokens], device=self.device)
         positions = torch.arange(tokens.shape[0], device=self.device) - torch.repeat_interleave(offsets[:-1], lengths)
         arch = self.model.arch
         packed = PackedAttention(offsets, arch.windows, softcap=arch.score_softcap)
         attend = DensePrefillAttention(packed, arch.num_layers)
-        hidden = self.model(tokens, positions, attend, max(len(p) for p in prompts))
+        with self.model.with_pictures(self._picture_pass(prompts.values())):
+            hidden = self.model(tokens, positions, attend, max(len(p) for p in prompts))
         logits = self.model.logits(hidden[offsets[1:] - 1])
         keys, values = torch.stack(attend.keys), torch.stack(attend.values)
         bounds = offsets.tolist()
@@ -197,12 +215,19 @@ class DenseEngine:
             self.prefilled[prompt] = PrefilledPrompt(keys[:, part], values[:, part], logits[i])
         self.stats.prefilled_tokens += tokens.shape[0]
 
+    def _picture_pass(self, requests: Collection[Request]) -> PicturePass | None:
+        if self.model.arch.vision is None:
+            return None
+        pieces = [Piece(0, len(request.tokens), request.pictures) for request in requests]
+        return piece_pass(pieces, self.model.arch.vision, self.device)
+
     def _release_prompt(self, request: Request) -> None:
         """Decrement the number of waiting samples of the prompt; drop the prefilled prompt when it reaches 0."""
-        self.waiting_by_prompt[request.tokens] -= 1
-        if self.waiting_by_prompt[request.tokens] == 0:
-            del self.waiting_by_prompt[request.tokens]
-            self.prefilled.pop(request.tokens, None)
+        key = _key(request)
+        self.waiting_by_prompt[key] -= 1
+        if self.waiting_by_prompt[key] == 0:
+            del self.waiting_by_prompt[key]
+            self.prefilled.pop(key, None)
 
     def _decode_step(self) -> list[Completion]:
         n = len(self.rows)
@@ -212,10 +237,12 @@ class DenseEngine:
         self.stats.decode_steps += 1
         self.stats.row_steps += n
         tokens, cache = self.rows.tokens_in[:n], self.cache
+        rotation = self.rows.rotation(n) if self._has_rotations else positions
+        last = longest if rotation is positions else max(longest, int(rotation.max()))
         if self._c_step is not None:
-            return self._draw(slice(0, n), self._c_step(tokens, positions, cache.keys, cache.values, longest))
+            return self._draw(slice(0, n), self._c_step(tokens, positions, cache.keys, cache.values, last, rotation))
         attend = DenseDecodeAttention(cache, positions, longest, shortest)
-        hidden = self._step(tokens, positions, attend, longest + 1)
+        hidden = self._step(tokens, rotation, attend, last + 1)
         return self._draw(slice(0, n), self.model.logits(hidden))
 
     def _draw(self, rows: slice, logits: Tensor) -> list[Completion]:
@@ -231,14 +258,14 @@ class DenseEngine:
         temperature = column(in_use.temperature, state.temperature)
         library = None if in_use.top_k or in_use.top_p or in_use.min_p else c_kernels(biased)
         if library is not None:
-            tokens, logp = draw(library, biased, uniform, temperature)
+            tokens, logp = draw(library, biased, uniform, temperature, self._never)
         else:
             truncation = (
                 column(in_use.top_k, state.top_k),
                 column(in_use.top_p, state.top_p),
                 column(in_use.min_p, state.min_p),
             )
-            tokens, logp = sample(biased, uniform, temperature, *truncation)
+            tokens, logp = sample(biased, uniform, temperature, *truncation, self._never)
         raw = (
             log_softmax_at_temperature(logits, 1.0).gather(1, tokens[:, None])[:, 0].numpy()
             if in_use.raw_logprobs

@@ -61,6 +61,8 @@ class NewRow:
     min_p: float
     stop_tokens: Sequence[int]
     bias: Bias = ()
+    rotation_delta: int = 0
+    """Rotation position minus position of the tokens to draw: other than 0 after pictures."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,19 @@ class RingSnapshot:
 class DeviceRows:
     """State of `size` rows, each with a block table of up to `max_blocks` entries."""
 
-    def __init__(self, size: int, max_blocks: int, device: torch.device, never: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        size: int,
+        max_blocks: int,
+        device: torch.device,
+        never: Collection[int] = (),
+        has_deltas: bool = False,
+    ) -> None:
         self.size, self.device = size, device
         self.never = torch.tensor(sorted(never), device=device) if never else None
         """Tokens that no row draws."""
+        self.rotation_delta = torch.zeros(size, dtype=torch.int64, device=device) if has_deltas else None
+        """Rotation position minus position of each row, if the model has rotation positions of its own."""
         self.ints = torch.zeros(7, size, dtype=torch.int64, device=device)
         self.ints[POSITION] = -1
         self.temperature = torch.ones(size, dtype=torch.float64, device=device)
@@ -109,6 +120,9 @@ class DeviceRows:
             checked = list(row.stop_tokens)[:MAX_STOP_TOKENS]
             stops[k, : len(checked)] = checked
         self.stop.index_copy_(0, index, self._send(stops))
+        if self.rotation_delta is not None:
+            deltas = np.array([r.rotation_delta for r in rows], dtype=np.int64)
+            self.rotation_delta.index_copy_(0, index, self._send(deltas))
         if any(row.bias for row in rows):
             self._start_biases(rows, index)
 
@@ -134,10 +148,17 @@ class DeviceRows:
         for tensor in (self.ints, self.counts, self.thresholds):
             tensor[:, :count] = tensor[:, index]
         rings = (self.ring_token, self.ring_logp, self.ring_raw)
-        for tensor in (self.temperature, self.stop, *rings, self.bias_token, self.bias_value):
+        deltas = () if self.rotation_delta is None else (self.rotation_delta,)
+        for tensor in (self.temperature, self.stop, *rings, self.bias_token, self.bias_value, *deltas):
             tensor[:count] = tensor[index]
         self.ints[LIVE, count:] = 0
         self.ints[POSITION, count:] = -1
+
+    def rotation(self, rows: int) -> Tensor | None:
+        """Rows of the rotation table for the next token of the first rows; None if they are the positions."""
+        if self.rotation_delta is None:
+            return None
+        return (self.ints[POSITION, :rows] + self.rotation_delta[:rows]).clamp_(min=0)
 
     def set_block_table(self, table: np.ndarray) -> None:
         """Write the upper left part of the block table: int32 [rows, blocks]."""

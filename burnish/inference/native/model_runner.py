@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.core.pictures import PictureSpan
 from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import LAST_TOKEN, POSITION, DeviceRows, SamplerFlags
 from burnish.inference.native.kernel_warmup import warm_up_kernels
 from burnish.inference.native.vmm_arena import VmmArena
 from burnish.memory_plan.kv_cache import CachePlan, graph_batch_size, min_split_keys, num_splits
-from burnish.models.cached_forward import PagedAttend, paged_forward
+from burnish.models.cached_forward import PagedAttend, paged_forward, pass_rotations
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.device import to_device, use_triton
@@ -29,6 +30,8 @@ from burnish.models.kernels.exact import exact_attention, exact_linear, exact_lo
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
 from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, Pages, Placement
 from burnish.models.router_pass import EngineRecorder
+from burnish.models.vision.interfaces import PicturePass
+from burnish.models.vision.pieces import Piece, piece_pass
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class PrefillChunk:
     row: int
     tokens: Sequence[int]
     start: int
+    pictures: tuple[PictureSpan, ...] = ()
+    """Pictures of `tokens`, and perhaps of later ones."""
+
+
+def row_options(model: Decoder) -> tuple[frozenset[int], bool]:
+    """Tokens that no row of a model draws, and whether its rows have rotation positions of their own."""
+    shape = model.arch.vision
+    return (frozenset(), False) if shape is None else (shape.placeholder_tokens, shape.rotation is not None)
 
 
 class ModelRunner:
@@ -73,7 +84,8 @@ class ModelRunner:
         if self.has_kernels:
             started = time.perf_counter()
             rows_off = self._inactive_rows()
-            place = Placement(self.row_ids[:rows], rows_off.ints[POSITION, :rows], rows_off.block_table)
+            position, rotation = rows_off.ints[POSITION, :rows], rows_off.rotation(rows)
+            place = Placement(self.row_ids[:rows], position, rows_off.block_table, rotation)
             warm_up_kernels(self.model, self.cache, self.rotations[0], rows_off, place, flags, self.exact)
             self.stats.compile_s += time.perf_counter() - started
 
@@ -132,13 +144,27 @@ class ModelRunner:
         owner = self._send(np.repeat([s.row for s in chunks], lengths))
         place = Placement(owner, position, self.rows.block_table)
         last = self._send((np.cumsum(lengths) - 1)[np.array(wanted)])
-        if self.exact:
-            return self._logits(tokens, self._exact_attend(place), place, last)
-        rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
-        attend = PrefillAttention(
-            rows, starts, lengths, place, self.rotations, self.block_size, self.windows, self.softcap
-        )
-        return self._logits(tokens, attend, place, last)
+        with self.model.with_pictures(self._picture_pass(chunks)) as pictures:
+            rotations = self.rotations
+            if pictures is not None and pictures.rotation is not None:
+                rotations = pass_rotations(self.model, pictures.num_positions)
+                place = replace(place, rotation=torch.arange(tokens.shape[0], device=self.device))
+            if self.exact:
+                return self._logits(tokens, self._exact_attend(place, rotations), place, last)
+            rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
+            attend = PrefillAttention(
+                rows, starts, lengths, place, rotations, self.block_size, self.windows, self.softcap
+            )
+            return self._logits(tokens, attend, place, last)
+
+    def _picture_pass(self, chunks: Sequence[PrefillChunk]) -> PicturePass | None:
+        """The pictures of chunks with their features, which the tower computes once for all requests."""
+        shape, cache = self.model.arch.vision, self.model.feature_cache
+        if shape is None or cache is None:
+            return None
+        pieces = [Piece(chunk.start, len(chunk.tokens), chunk.pictures) for chunk in chunks]
+        found = piece_pass(pieces, shape, self.device)
+        return None if found is None else replace(found, features=cache.features(found.pictures, self.exact))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks into others, in all layers."""
@@ -171,7 +197,7 @@ class ModelRunner:
 
     def _step(self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int) -> None:
         row_ids = self.row_ids[:num_rows]
-        place = Placement(row_ids, state.ints[POSITION, :num_rows], state.block_table)
+        place = Placement(row_ids, state.ints[POSITION, :num_rows], state.block_table, state.rotation(num_rows))
         least = min_split_keys(num_rows, self.model.arch.num_kv_heads)
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
@@ -180,7 +206,7 @@ class ModelRunner:
             return decode_attention(qkv, *tables, place, norms, keys, values, window, splits, least, self.softcap)
 
         tokens = state.ints[LAST_TOKEN, :num_rows]
-        logits = self._logits(tokens, self._exact_attend(place) if self.exact else attend, place)
+        logits = self._logits(tokens, self._exact_attend(place, self.rotations) if self.exact else attend, place)
         state.draw(logits, row_ids, row_ids, flags)
 
     def _logits(self, tokens: Tensor, attend: PagedAttend, place: Placement, which: Tensor | None = None) -> Tensor:
@@ -200,11 +226,11 @@ class ModelRunner:
             return exact_logits(hidden, self.model.head_weight, self.model.arch.logit_softcap)
         return self.model.logits(paged_forward(self.model, tokens, self.cache, attend, which=which))
 
-    def _exact_attend(self, place: Placement) -> PagedAttend:
+    def _exact_attend(self, place: Placement, rotations: Sequence[tuple[Tensor, Tensor]]) -> PagedAttend:
         """Attention with one query for each token, in prefill as in decode, so that both give the same bits."""
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor) -> Tensor:
-            q = rotate_store(qkv, *self.rotations[layer], place, norms, keys, values)
+            q = rotate_store(qkv, *rotations[layer], place, norms, keys, values)
             return exact_attention(q, keys, values, place, window_of(self.windows, layer), self.softcap)
 
         return attend
@@ -240,7 +266,7 @@ class ModelRunner:
         return self._make_rows(self.rows.size, self.rows.block_table.shape[1])
 
     def _make_rows(self, size: int, max_blocks: int) -> DeviceRows:
-        return DeviceRows(size, max_blocks, self.device)
+        return DeviceRows(size, max_blocks, self.device, *row_options(self.model))
 
     def _send(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)

@@ -28,6 +28,7 @@ from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner
 from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
+from burnish.inference.picture_requests import drop_trained_features, longest_position, rotation_delta_of
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, kv_token_bytes, plan_cache
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
@@ -98,7 +99,7 @@ class PagedEngine:
             self._ensure_cache(requests)
             self.wake()
         for request in requests:
-            state = RequestState(request)
+            state = RequestState(request, rotation_delta_of(request, self.model))
             self._states[request.id] = state
             self._enqueue(state)
 
@@ -142,6 +143,7 @@ class PagedEngine:
         copy_weights(self.model, named_tensors)
         self.version = version
         self.block_manager.clear_prefix_cache()
+        drop_trained_features(self.model)
 
     def sleep(self) -> None:
         if self._states:
@@ -196,7 +198,7 @@ class PagedEngine:
 
     def _ensure_cache(self, requests: Sequence[Request]) -> None:
         """Make a new cache if the longest of the requests does not fit into the present one. Running rows are preempted."""
-        longest = max(len(r.tokens) + r.sampling.max_tokens for r in requests)
+        longest = max(longest_position(r, self.model) for r in requests)
         if self._runner is not None and -(-longest // BLOCK_SIZE) <= self.scheduler.max_blocks:
             return
         longest = max(longest, self.scheduler.max_blocks * BLOCK_SIZE)
@@ -363,7 +365,7 @@ class PagedEngine:
         row = None if state.is_draining else self.scheduler.remove(state)
         state.is_draining = False
         if state.request.may_continue:  # the last token is never stored
-            self.block_manager.cache_prefix((*state.request.tokens, *state.tokens[:-1]), state.block_table)
+            self.block_manager.cache_prefix((*state.distinct_prompt, *state.tokens[:-1]), state.block_table)
         self._release_blocks(state)
         del self._states[state.request.id]
         self.ready.append(state.completion(state.finish or "length", self.version))

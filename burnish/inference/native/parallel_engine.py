@@ -21,7 +21,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import DeviceRows, NewRow, SamplerFlags
-from burnish.inference.native.model_runner import ModelRunner, PrefillChunk
+from burnish.inference.native.model_runner import ModelRunner, PrefillChunk, row_options
 from burnish.inference.native.paged_engine import PagedEngine, free_device_bytes
 from burnish.inference.native.parallel_decoder import CONFIG_KEY, EngineRanks, ParallelDecoder
 from burnish.memory_plan.kv_cache import CachePlan
@@ -33,8 +33,8 @@ Send = Callable[..., None]
 class ParallelRows(DeviceRows):
     """Rows whose state is the same on all ranks. On the leader, changes are sent to the followers first."""
 
-    def __init__(self, size: int, max_blocks: int, device: torch.device, ranks: EngineRanks, send: Send) -> None:
-        super().__init__(size, max_blocks, device)
+    def __init__(self, ranks: EngineRanks, send: Send, *args: Any) -> None:
+        super().__init__(*args)
         self.ranks, self.send = ranks, send
 
     def start(self, rows: Sequence[NewRow]) -> None:
@@ -97,7 +97,7 @@ class ParallelRunner(ModelRunner):
         super().decode(rows, steps, flags, lengths)
 
     def _make_rows(self, size: int, max_blocks: int) -> ParallelRows:
-        return ParallelRows(size, max_blocks, self.device, self.ranks, self.send)
+        return ParallelRows(self.ranks, self.send, size, max_blocks, self.device, *row_options(self.model))
 
 
 class ParallelEngine(PagedEngine):

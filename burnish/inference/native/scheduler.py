@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count
 from operator import or_
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.core.pictures import distinct_tokens
 from burnish.core.routed_experts import padded_record
 from burnish.inference.engine_common import has_stop_string
 from burnish.inference.native.block_manager import BlockManager
@@ -50,6 +51,8 @@ class RequestState:
     """
 
     request: Request
+    rotation_delta: int = 0
+    """Rotation position minus position of the tokens after its pictures."""
     # Typed arrays, not lists: a thousand completions built from lists take as long as four decode steps.
     tokens: array[int] = field(default_factory=lambda: array("q"))
     logp: array[float] = field(default_factory=lambda: array("f"))
@@ -62,6 +65,8 @@ class RequestState:
     """Serial number of the last admission; -1 before the first."""
     context: tuple[int, ...] = ()
     """Prompt and tokens that the request had when it was admitted."""
+    distinct_prompt: tuple[int, ...] = field(init=False)
+    """The prompt with a number of its own for every token of a picture: what caches of prefixes compare."""
     num_read: int = 0
     """Tokens drawn since the admission that the host has read."""
     num_launched: int = 0
@@ -72,6 +77,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.flags = sampler_flags(self.request)
+        self.distinct_prompt = tuple(distinct_tokens(self.request.tokens, self.request.pictures))
 
     @property
     def limit(self) -> int:
@@ -104,6 +110,7 @@ class RequestState:
             min_p=s.min_p,
             stop_tokens=s.stop_tokens,
             bias=s.logit_bias,
+            rotation_delta=self.rotation_delta,
         )
 
     def append(
@@ -267,7 +274,7 @@ class PrefillBatch:
 
     chunks: list[PrefillChunk] = field(default_factory=list)
     leaders: dict[tuple[int, ...], tuple[int, RequestState]] = field(default_factory=dict)
-    """By distinct context: the row of its logits, and the request that computes it."""
+    """By context, with distinct numbers for pictures: the row of its logits, and the request that computes it."""
     sources: list[int] = field(default_factory=list)
     """The row of the logits that each request draws its first token from."""
     rows: list[NewRow] = field(default_factory=list)
@@ -306,11 +313,12 @@ def _plan_prefill(engine: PagedEngine) -> PrefillBatch:
             break
         state = engine.waiting[0]
         state.context = state.request.tokens + tuple(state.tokens)
-        leader = batch.leaders.get(state.context)
+        distinct = state.distinct_prompt + tuple(state.tokens)
+        leader = batch.leaders.get(distinct)
         if leader is None and batch.tokens >= MAX_PREFILL_TOKENS:
             break
         if leader is None:
-            shared = blocks.match_prefix(state.context)
+            shared = blocks.match_prefix(distinct)
         else:
             shared = leader[1].block_table[: len(state.context) // blocks.block_size]
         block_table = _allocate(blocks, state, shared, soon, batch.reserve)
@@ -321,11 +329,11 @@ def _plan_prefill(engine: PagedEngine) -> PrefillBatch:
         batch.rows.append(state.start(row, block_table, next(_admissions)))
         batch.reserve += state.num_missing_blocks(soon, blocks)
         if leader is None:
-            blocks.cache_prefix(state.context, block_table)
+            blocks.cache_prefix(distinct, block_table)
             start = len(shared) * blocks.block_size
-            batch.leaders[state.context] = (len(batch.chunks), state)
+            batch.leaders[distinct] = (len(batch.chunks), state)
             batch.sources.append(len(batch.chunks))
-            batch.chunks.append(PrefillChunk(row, state.context, start))
+            batch.chunks.append(PrefillChunk(row, state.context, start, state.request.pictures))
             batch.tokens += len(state.context) - start
         else:
             batch.sources.append(leader[0])
@@ -366,17 +374,28 @@ def _prefill(engine: PagedEngine, batch: PrefillBatch) -> None:
 
 
 def _split_into_forwards(chunks: list[PrefillChunk]) -> list[list[tuple[PrefillChunk, bool]]]:
-    """Split chunks so that no forward has more than MAX_PREFILL_TOKENS. True marks the last part of a chunk."""
+    """Split chunks so that no forward has more than MAX_PREFILL_TOKENS, between pictures if possible. True marks a chunk's last part."""
     forwards: list[list[tuple[PrefillChunk, bool]]] = [[]]
     budget = MAX_PREFILL_TOKENS
     for chunk in chunks:
         start, end = chunk.start, len(chunk.tokens)
         while start < end:
-            stop = min(end, start + budget)
-            forwards[-1].append((PrefillChunk(chunk.row, chunk.tokens[:stop], start), stop == end))
+            stop = _before_picture(chunk, start, min(end, start + budget))
+            if stop == start and budget < MAX_PREFILL_TOKENS:  # the picture fits into a forward of its own
+                forwards.append([])
+                budget = MAX_PREFILL_TOKENS
+                continue
+            stop = stop if stop > start else min(end, start + budget)
+            forwards[-1].append((replace(chunk, tokens=chunk.tokens[:stop], start=start), stop == end))
             budget -= stop - start
             start = stop
             if budget == 0:
                 forwards.append([])
                 budget = MAX_PREFILL_TOKENS
     return [forward for forward in forwards if forward]
+
+
+def _before_picture(chunk: PrefillChunk, start: int, stop: int) -> int:
+    """The end of a forward that begins at `start` of a chunk: `stop`, or before the picture that it would cut."""
+    cut = next((span for span in chunk.pictures if span.start < stop < span.end), None)
+    return stop if cut is None else max(start, cut.start)

@@ -18,6 +18,7 @@ from burnish.core.random_keys import fold, to_int64, uniforms
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
+from tests.models.vision.conftest import tiny_vision  # noqa: F401 (a fixture)
 
 SAMPLINGS = [
     SamplingOptions(max_tokens=9),
