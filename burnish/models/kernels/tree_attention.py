@@ -17,7 +17,9 @@ prefix rows that are in no root piece.
 
 cuDNN plans a call for 70 ms when it sees a shape for the first time, so dense pieces have rounded shapes (`rounded`). Rows of zeros follow
 the queries: their results are dropped and their gradients are zero. They also follow the keys of a causal piece, which no query sees. The
-keys of a root are rounded down, and one more variable-length call computes those left over.
+keys of a root are rounded down, and one more variable-length call computes those left over. All shapes are multiples of 128: the backward
+kernel of cuDNN gives the keys that are missing in its last tile of 128 the score 0, and exp(0 - lse) is infinite for queries whose scores
+are all below -89 (pytorch issue 196678). Qwen2.5 has such heads, and the gradient is NaN.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ MIN_DENSE_ROWS = 1024
 """Own rows of a sequence from which on it is a dense piece of its own on a GPU."""
 MIN_DENSE_PAIRS = 1024 * 1024
 """Pairs of a query and a key from which on a root is a dense piece of its own on a GPU."""
-MIN_DENSE_SIDE = 64
+MIN_DENSE_SIDE = 128
 """Fewest queries and fewest keys of a dense root piece."""
 ROUNDING = 16
-"""Shapes of dense pieces between two powers of two."""
+"""Most shapes of dense pieces between two powers of two."""
+TILE = 128
+"""Dense pieces have multiples of this many queries and keys."""
 
 Rows = slice | Tensor
 """Rows of a packing: a range, or indices."""
@@ -146,8 +150,8 @@ def gpu_pieces(rows: ComputedRows, offsets: Tensor, has_dense_kernel: bool) -> l
 
 
 def rounded(size: int, up: bool) -> int:
-    """The size, or the next one of which there are `ROUNDING` between two powers of two."""
-    step = max(2 ** (size.bit_length() - 1) // ROUNDING, 1)
+    """The size, or the next one of which there are at most `ROUNDING` between two powers of two: a multiple of `TILE`."""
+    step = max(2 ** (size.bit_length() - 1) // ROUNDING, TILE)
     return -(-size // step) * step if up else size // step * step
 
 

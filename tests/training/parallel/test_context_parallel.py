@@ -103,7 +103,7 @@ def test_chunks_attend_to_what_whole_sequences_attend_to(
     kernel = tree.CPU_KERNEL if kind == "apart" else tree.EXPLICIT_KERNEL
     expected = results(lambda *qkv: naive(*qkv, packing, window), tensors)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("MIN_DENSE_ROWS", 4), ("MIN_DENSE_SIDE", 3), ("ROUNDING", 2)):
+        for name, value in (("MIN_DENSE_ROWS", 4), ("MIN_DENSE_SIDE", 3), ("ROUNDING", 2), ("TILE", 1)):
             patch.setattr(tree, name, value)
         found = results(lambda *qkv: attention_of_all_ranks(parts, *qkv, window, kind, kernel), tensors)
     for one, other in zip(found, expected, strict=True):
