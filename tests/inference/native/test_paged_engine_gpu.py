@@ -196,7 +196,7 @@ def test_bfloat16_errs_no_more_than_transformers_does(tools: Any, tmp_path: Path
     model.to(torch.bfloat16)
     save_decoder(model, tmp_path, source=None)
     wide, theirs = (
-        # Eager: other attention functions of transformers leave out Gemma 2's soft cap.
+        # Eager: sdpa of transformers before 5.20 leaves out Gemma 2's soft cap.
         AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").to(DEVICE)
         for dtype in (torch.float32, torch.bfloat16)
     )
