@@ -231,9 +231,10 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, num_positions: int) -> Tensor:
         """Final hidden states [N, hidden]. `num_positions` is above all `positions`; the caller knows it without a device sync."""
         rotations: dict[bool, tuple[Tensor, Tensor]] = {}
-        features = None if self.pictures is None else self.picture_features(self.pictures)
         x = self.embedded(tokens) if self.receive is None else self.receive(tokens)
-        if features is not None and self.receive is None:
+        features = None
+        if self.pictures is not None and self.receive is None:
+            features = self.picture_features(self.pictures)
             x = self.with_embeddings(x, features)
         for layer in cast("Iterable[Layer]", self.layers):
             is_local = self.arch.is_local(layer.index)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from burnish.config.errors import UserError
 from burnish.core.sharded_tensors import PlacedShard, Shard, full_shard
 from burnish.models.architecture import Architecture
+from burnish.models.vision.tensor_names import TOWER
 
 Range = tuple[int, int]
 """Rows or columns [start, stop)."""
@@ -95,7 +96,7 @@ def rank_blocks(
     `shape` is that of the full tensor. The B matrices of a fused layer stack those of its `lora_projections`, in that order.
     """
     owner, module, kind = ("", "", *name.split("."))[-3:]
-    if size == 1:
+    if size == 1 or name.startswith(TOWER):
         return _whole(shape)
     if owner == "experts" and module in ("gate_up", "down"):  # experts are runs of rows of every tensor
         return _along(shape, 0, [_equal_part(shape[0], rank, size)])

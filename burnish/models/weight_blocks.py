@@ -18,6 +18,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.latent_shape import LatentShape
 from burnish.models.model_families import FAMILIES
 from burnish.models.vision.interfaces import VisionShape
+from burnish.models.vision.tensor_names import TOWER
 from burnish.models.vision.towers import build_tower
 from burnish.models.weight_layout import dense_mlp_name
 
@@ -125,7 +126,7 @@ def _tower_blocks(arch: Architecture) -> list[WeightBlock]:
     names = FAMILIES[arch.family].vision_names
     if arch.vision is None or names is None:
         return []
-    return [WeightBlock(names.tower_name(name), f"vision.{name}") for name in _tower_parameters(arch.vision)]
+    return [WeightBlock(names.tower_name(name), TOWER + name) for name in _tower_parameters(arch.vision)]
 
 
 @lru_cache(maxsize=8)

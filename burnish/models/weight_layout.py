@@ -20,6 +20,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.model_families import FAMILIES
+from burnish.models.vision.tensor_names import TOWER
 
 FUSED_MODULES = ("qkv", "gate_up")
 RowOrder = Callable[[str], "Tensor | None"]
@@ -164,7 +165,7 @@ def tensor_parallel_size(model: Decoder) -> int:
 def row_order_of(model: Decoder, name: str) -> Tensor | None:
     """The row order of a parameter of a model; None if it is Hugging Face's."""
     parts, (module, kind) = tensor_parallel_size(model), ("", *name.split("."))[-2:]  # latent attention has one part
-    if parts == 1 or module not in FUSED_MODULES or kind == "lora_a":
+    if parts == 1 or module not in FUSED_MODULES or kind == "lora_a" or name.startswith(TOWER):
         return None
     if ".experts." in name:
         assert model.arch.experts is not None, "a model with experts"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from burnish.algorithms.aligned_columns import batch_groups
 from burnish.algorithms.batch_columns import TEACHER_ANSWER, TEACHER_PROMPT
+from burnish.config.errors import UserError
 from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.decoder import Decoder
@@ -38,6 +39,10 @@ class AlignedTeacher(TeacherReference):
     def distribution(self, micro_batch: MicroBatch) -> AlignedGroups:
         """The teacher's states at the groups of a micro-batch whose tokens are all in the loss."""
         batch = micro_batch.batch
+        if batch.needed_pictures:
+            raise UserError(
+                "a teacher with another tokenizer does not read images: use one with the policy's tokenizer"
+            )
         groups = batch_groups(batch)
         tokens, offsets, place = teacher_tokens(batch)
         is_grouped = groups.teacher >= 0

@@ -28,6 +28,7 @@ from burnish.training.packing import (
 )
 from burnish.training.parallel.fsdp import backbone_of
 from burnish.training.parallel.ranks import SOLO, Ranks
+from burnish.training.pictures import reading_pictures
 
 Needs = frozenset[str]
 """Outputs wanted of a model: `value` of a critic; of a policy always `logp`, plus `entropy`, `kl` or `sum_p2` if named."""
@@ -207,6 +208,13 @@ def forward(
 
     A pipeline stage without the head returns placeholders of one element. Their gradient is that of the hidden states it sent on.
     """
+    with reading_pictures(model, micro_batch.batch):
+        return _outputs(model, micro_batch, needs, temperature, reference)
+
+
+def _outputs(
+    model: nn.Module, micro_batch: MicroBatch, needs: Needs, temperature: float, reference: ReferenceFn | None
+) -> dict[str, Tensor]:
     where = micro_batch.batch.tokens, micro_batch.batch.offsets, micro_batch.wanted
     if not has_outputs(model):
         if "kl" in needs and "value" not in needs:

@@ -39,6 +39,7 @@ from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Content
 from burnish.training.forward import MicroBatch, Packing, ReferenceStates, batch_outputs, token_positions
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
+from burnish.training.pictures import reading_pictures
 from burnish.training.sharded_checkpoint import distribute_like, load_tensors_into, tensor_contents
 from burnish.training.teacher_context import in_teacher_context
 
@@ -105,7 +106,7 @@ class Reference:
         return self._distribution(batch, wanted, shared_prefix)
 
     def _distribution(self, batch: Batch, wanted: Tensor, shared_prefix: Tensor | None) -> Distribution | Distributions:
-        with self._weights() as model:
+        with self._weights() as model, reading_pictures(model, batch):
             assert isinstance(model, Decoder), "the config refuses any other model"
             found = model.distribution(batch.tokens, batch.offsets, wanted, shared_prefix)
         return found._replace(top=self.top, divergence=self.divergence)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+TOWER = "vision."
+"""Before the names of a vision tower's parameters in our decoder. Ranks that divide a model have the tower whole."""
+
 
 @dataclass(frozen=True)
 class VisionNames:

@@ -9,7 +9,7 @@ gradient of that input is sent back. The output of a stage that is not the last 
 reaches it. So every stage makes the same calls: a forward pass for each micro-batch, and a backward pass on its result, which is the loss
 on the last stage and a placeholder of value 0 on the others. `OneForwardOneBackward` orders the calls.
 
-The first stage has the embedding, the last one the final norm and the head. A tied embedding is on both, and its two gradients are summed.
+The first stage has the embedding and the vision tower, the last one the final norm and the head. A tied embedding is on both, and its two gradients are summed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.flops import matrix_sizes
 from burnish.models.heads import ValueModel
 from burnish.models.nf4 import quantised_tensors
+from burnish.models.vision.tensor_names import TOWER
 from burnish.training.parallel.fsdp import backbone_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def apply_pipeline(model: nn.Module, mesh: LearnerMesh, device: torch.device) ->
         raise UserError("parallel.pipeline needs the native decoder; this model runs through transformers")
     arch, is_policy = backbone.arch, backbone is model
     ranges = layer_ranges(arch.num_layers, mesh.sizes.pipeline, head_layers(arch) if is_policy else 0.0)
+    num_deep = 0 if arch.vision is None else arch.vision.num_deep_layers
+    if len(ranges[0]) < num_deep:
+        raise UserError(
+            f"parallel.pipeline={mesh.sizes.pipeline}: the first stage has {len(ranges[0])} layers, and the vision tower adds to {num_deep}; "
+            "use fewer stages"
+        )
     stage = PipelineStage(
         mesh.stage,
         mesh.sizes.pipeline,
@@ -92,6 +99,8 @@ def apply_pipeline(model: nn.Module, mesh: LearnerMesh, device: torch.device) ->
     backbone.layers = StageLayers({index: backbone.layers[index] for index in ranges[stage.index]})
     if not stage.is_first and not (has_head and arch.tied):
         backbone.embedding = cast(Any, absent)
+    if not stage.is_first:
+        backbone.vision = None
     if not stage.is_last:
         backbone.norm = cast(Any, absent)
         backbone.head = None if backbone.head is None else cast(Any, absent)
@@ -112,7 +121,7 @@ def _stage_tensors(model: nn.Module, ranges: list[range]) -> dict[str, StageTens
         inner = name.removeprefix("backbone.")
         if inner.startswith("layers."):
             return owners[".".join(inner.split(".")[:2])]
-        return 0 if inner == EMBEDDING else last
+        return 0 if inner == EMBEDDING or inner.startswith(TOWER) else last
 
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | quantised_tensors(model)
     return {

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from burnish.core.pictures import Picture, PictureSpan
 from burnish.models.decoder import Decoder
-from burnish.models.vision.packing import picture_pass
+from burnish.models.vision.interfaces import PicturePass
+from burnish.models.vision.passes import Piece, picture_pass
 from burnish.models.vision.qwen_tower import cut_patches
 from burnish.models.weight_files import load_decoder
 from tests.models.vision.conftest import TinyVision, random_picture
@@ -50,6 +51,11 @@ def rows_of(family: str) -> list[Row]:
     ]
 
 
+def pass_of(model: Decoder, rows: list[Row]) -> PicturePass | None:
+    assert model.arch.vision is not None
+    return picture_pass([Piece(0, len(tokens), spans) for tokens, spans in rows], model.arch.vision, CPU)
+
+
 def their_logits(theirs: Any, ours: Decoder, tokens: list[int], spans: tuple[PictureSpan, ...]) -> Tensor:
     """transformers' logits [L, vocab] of one row, with its own positions."""
     shape, inputs = ours.arch.vision, dict[str, Any]()
@@ -78,7 +84,7 @@ def test_packed_logits_of_rows_with_pictures_are_those_of_transformers(tiny_visi
     rows = rows_of(family)
     tokens = torch.tensor([token for row, _ in rows for token in row])
     offsets = torch.tensor([0, *(len(row) for row, _ in rows)]).cumsum(0)
-    with torch.no_grad(), ours.with_pictures(picture_pass(offsets, [spans for _, spans in rows], ours.arch.vision)):
+    with torch.no_grad(), ours.with_pictures(pass_of(ours, rows)):
         logits = ours.logits(ours.hidden(tokens, offsets))
     for index, (text, spans) in enumerate(rows):
         expected = their_logits(theirs, ours, text, spans)

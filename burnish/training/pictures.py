@@ -1,0 +1,47 @@
+"""The pictures of a micro-batch in the learner's passes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from burnish.config.errors import UserError
+from burnish.core.batch import Batch
+from burnish.core.sharded_tensors import is_dtensor
+from burnish.models.decoder import Decoder
+from burnish.models.heads import ScoreModel, ValueModel
+from burnish.models.vision.passes import Piece, picture_pass
+from burnish.models.vision.training import blank_pass, is_tower_trained
+from burnish.training.parallel.fsdp import backbone_of
+
+
+def reading_pictures(model: nn.Module, batch: Batch) -> AbstractContextManager[object]:
+    """A context in which passes of the model over a batch read the batch's pictures."""
+    spans = batch.picture_spans()
+    if not any(spans):
+        return _without_pictures(model, batch)
+    backbone = backbone_of(model)
+    if not isinstance(backbone, Decoder):
+        raise UserError("a model that runs through transformers does not read images in training yet")
+    shape = backbone.arch.vision
+    if shape is None:
+        raise UserError(
+            f"a batch has images, and a {backbone.arch.family} model reads text only: train a model with a vision tower, "
+            "and give critics, teachers and reward models one as well"
+        )
+    pieces = [Piece(0, length, own) for length, own in zip(batch.lengths.tolist(), spans, strict=True)]
+    return backbone.with_pictures(picture_pass(pieces, shape, batch.tokens.device))
+
+
+def _without_pictures(model: nn.Module, batch: Batch) -> AbstractContextManager[object]:
+    backbone = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
+    if not isinstance(backbone, Decoder) or not torch.is_grad_enabled() or not is_tower_trained(backbone):
+        return nullcontext()
+    return backbone.with_pictures(blank_pass(backbone, batch.offsets)) if _is_sharded(backbone) else nullcontext()
+
+
+def _is_sharded(model: Decoder) -> bool:
+    assert model.vision is not None, "a model with a vision tower"
+    return any(is_dtensor(parameter) for parameter in model.vision.parameters())
