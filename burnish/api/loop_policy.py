@@ -37,11 +37,12 @@ from burnish.config.rollout import Rollout
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
+from burnish.data.images import content_digest
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row import Message, Row
 from burnish.data.row_formats import prompt_row
-from burnish.data.template import render_text, template_kind, tokenize_rendered
+from burnish.data.template import render, template_kind
 from burnish.distributed.roles import build_engine
 from burnish.evaluation.evaluate import make_driver
 from burnish.evaluation.model_source import compute_dtype, find_model
@@ -199,14 +200,14 @@ class Policy:
             return prompt
         record = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         row: Row = prompt_row(record, f"prompt {prompt!r:.60}", Source(path="prompts"), 0)
-        digest = hashlib.blake2b(json.dumps(row.prompt, sort_keys=True).encode(), digest_size=8).hexdigest()
+        content = json.dumps(row.prompt, sort_keys=True, default=content_digest).encode()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
         row = Row(f"prompts/{digest}", row.prompt, row.data_source, row.answer, row.extra)
-        text = render_text(row, self.tokenizer, self.template)
+        text, tokens, pictures = render(row, self.tokenizer, self.template)
         is_chat = template_kind(self.tokenizer, self.template) == "chat"
-        tokens = tokenize_rendered(text, self.tokenizer, self.template)
         visit = self._visits.get(row.id, 0)
         self._visits[row.id] = visit + 1
-        return PromptSample(Prompt(row, text, tokens, is_chat=is_chat), visit)
+        return PromptSample(Prompt(row, text, tokens, is_chat=is_chat, pictures=pictures), visit)
 
     @cached_property
     def _engine(self) -> Engine:

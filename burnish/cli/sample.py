@@ -74,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the prompt contains its special tokens: parse them and apply no template",
     )
     add("--system", help="a system message (chat templates)")
+    add(
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="an image for the model to see; may be repeated. It stands at the mark <image> of the prompt, or before the prompt",
+    )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
     add(
         "--dtype",
@@ -150,6 +156,8 @@ def run_episodes(
     from burnish.cli.sample_episodes import episode_prompts, episode_settings, play
     from burnish.config.data import Reward, Template
 
+    if args.image and prompt is None:
+        raise UserError("--image belongs to a prompt: give one")
     if args.prerendered:
         raise UserError("--prerendered: the messages of an environment are rendered with the template; leave it out")
     if prompt is not None and (args.data is not None or args.row is not None or args.episodes is not None):
@@ -161,7 +169,7 @@ def run_episodes(
     template = Template(kind=args.template or "auto", system=args.system) if is_given else None
     settings = episode_settings(args.environment, overrides, subject.config, template, sampling)
     policy = loaded_policy(args, subject)
-    text = None if prompt is None else read_prompt(prompt)
+    text = None if prompt is None else with_images(read_prompt(prompt), args.image)
     prompts = episode_prompts(settings, policy.tokenizer, subject.config, text, args.data, first, num, args.seed)
     check_policy(policy, prompts[0].tokens)
     of_run = subject.config.get("reward")
@@ -178,6 +186,18 @@ def read_prompt(argument: str) -> str:
     return text
 
 
+def with_images(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """The prompt with the images of `--image`, at the marks `<image>` of the text, or before it if it has none."""
+    if not images:
+        return text
+    from burnish.data.media_columns import inline_media
+
+    found: list[dict[str, Any]] = inline_media({"prompt": text, "images": list(images)}, ("prompt",), "--image", None)[
+        "prompt"
+    ]
+    return found
+
+
 def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, text: str) -> list[Request]:
     """One request per sample, each with its own random key."""
     from burnish.config.data import Template
@@ -188,19 +208,20 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
     from burnish.evaluation.model_source import fit_max_tokens
     from burnish.rollout.validation import sampling_options
 
-    row = Row("prompt", text, "sample", None)
+    row = Row("prompt", with_images(text, args.image), "sample", None)
     if args.prerendered and (args.template == "chat" or args.system is not None):
         raise UserError(
             "--prerendered: the prompt is not rendered again, so --template chat and --system have no effect"
         )
     template = Template(kind="prerendered" if args.prerendered else args.template or "auto", system=args.system)
-    tokens = tuple(render(row, policy.tokenizer, template))
+    _, rendered, pictures = render(row, policy.tokenizer, template)
+    tokens = tuple(rendered)
     max_tokens, note = fit_max_tokens(sampling.max_tokens, len(tokens), policy.max_positions)
     if note is not None:
         print_note(note)
     options = sampling_options(sampling.model_copy(update={"max_tokens": max_tokens}), policy.tokenizer.eos_ids)
     keys = (sample_key(args.seed, "eval", row.id, 0, sample) for sample in range(args.n))
-    return [Request(str(sample), tokens, options, key) for sample, key in enumerate(keys)]
+    return [Request(str(sample), tokens, options, key, pictures=pictures) for sample, key in enumerate(keys)]
 
 
 def stream(policy: PolicyModel, requests: list[Request]) -> None:

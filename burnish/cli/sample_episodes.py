@@ -26,7 +26,7 @@ from burnish.config.yaml_text import printable
 from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
-from burnish.data.row import Message, Row
+from burnish.data.row import Message, Row, TextOrMessages
 from burnish.data.template import render
 from burnish.distributed.roles import build_engine, build_environment_driver, build_scorers
 from burnish.environments.base import (
@@ -108,7 +108,7 @@ def episode_prompts(
     settings: SampleSettings,
     tokenizer: Tokenizer,
     run: dict[str, Any],
-    prompt: str | None,
+    prompt: TextOrMessages | None,
     data: str | None,
     first: int,
     num: int,
@@ -122,8 +122,8 @@ def episode_prompts(
                 f"environment {name} plays the rows of its task, not a prompt: leave the prompt out, or give --environment {SINGLE_TURN}"
             )
         row = Row("prompt", prompt, "sample", None)
-        tokens = render(row, tokenizer, settings.template)
-        return [Prompt(row, tokenizer.decode(tokens, skip_special=False), tokens)]
+        text, tokens, pictures = render(row, tokenizer, settings.template)
+        return [Prompt(row, text, tokens, pictures=pictures)]
     source = _source(name, data, run)
     section = Data(validation=[source], template=settings.template, max_prompt_tokens=sys.maxsize)
     found = validation_prompts([source], tokenizer, section, seed, first + num)

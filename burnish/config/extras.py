@@ -16,6 +16,7 @@ EXTRAS = {
     "swanlab": "run.trackers=swanlab, with its local dashboard",
     "trackio": "run.trackers=trackio",
     "notebook": "burnish in Jupyter, and functions of its cells (cloudpickle)",
+    "vision": "images and videos of rows, prompts and requests (pillow)",
     "plot": "burnish view --png: the curves as an image (matplotlib)",
     "ray": "placement=ray and burnish launch: several processes or machines",
     "serve": "burnish serve: an OpenAI-compatible server; burnish view: the live page of runs",

@@ -17,6 +17,8 @@ import numpy as np
 
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError, did_you_mean
+from burnish.core.pictures import PictureSpan
+from burnish.data.images import content_digest
 from burnish.data.row import Message, Row, TextOrMessages, checked_messages, text_or_messages
 from burnish.data.row_formats import refuse_weights, source_records
 from burnish.data.supervised import encode_example, refuse_column_keys, task_demonstrations
@@ -46,6 +48,8 @@ class DemonstrationTokens:
     """Number of prompt tokens, which come first."""
     logp: np.ndarray | None
     """float32 log-probs of the answer's tokens under its author; None if the row has none."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images of the prompt."""
 
 
 class PromptDemonstrations:
@@ -138,7 +142,9 @@ def demonstrations_by_prompt(
 
 def prompt_key(prompt: str | list[Message]) -> PromptKey:
     """The key of a prompt. A text has the same key as one user message with that text."""
-    return "prompt", json.dumps([(m["role"], m["content"]) for m in as_messages(prompt, "user")])
+    return "prompt", json.dumps(
+        [(m["role"], m["content"]) for m in as_messages(prompt, "user")], default=content_digest
+    )
 
 
 def encode_demonstration(
@@ -146,8 +152,8 @@ def encode_demonstration(
 ) -> DemonstrationTokens:
     """Tokenize a prompt and a demonstration as a rollout would: exactly the prompt's tokens, then the answer and its end token."""
     try:
-        context = render(row, tokenizer, template)
-        tokens, mask = encode_example(replace(row, completion=demonstration.answer), tokenizer, template)
+        context = render(row, tokenizer, template).tokens
+        tokens, mask, pictures = encode_example(replace(row, completion=demonstration.answer), tokenizer, template)
     except UserError as error:
         raise UserError(f"{demonstration.where}: {error}") from error
     while mask and not mask[-1]:  # text that a template writes after the end of the turn is never sampled
@@ -163,7 +169,7 @@ def encode_demonstration(
             f"{demonstration.where}: logp has {len(demonstration.logp)} values, and the answer with its end has {len(tokens) - size} tokens"
         )
     logp = None if demonstration.logp is None else np.array(demonstration.logp, dtype=np.float32)
-    return DemonstrationTokens(np.array(tokens, dtype=np.int64), size, logp)
+    return DemonstrationTokens(np.array(tokens, dtype=np.int64), size, logp, pictures)
 
 
 def _records(source: Source, seed: int, base: Path | None) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -18,11 +18,12 @@ from burnish.config.data import Data, Source
 from burnish.config.errors import UserError
 from burnish.core.pictures import PictureSpan
 from burnish.core.random_keys import fold, uniform_from_key
+from burnish.data.images import content_digest
 from burnish.data.row import Row
 from burnish.data.row_formats import read_rows, source_name
 from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import GrowingTask, Task
-from burnish.data.template import render_text, template_kind, tokenize_rendered, with_suffix
+from burnish.data.template import RenderedPrompt, render, template_kind, with_suffix
 from burnish.models.compatibility import digest_parts
 from burnish.models.tokenizer import Tokenizer
 
@@ -89,9 +90,7 @@ class PromptPool:
         if not isinstance(self._rows, Sequence):
             return None
         columns = ((row.prompt, row.answer, row.extra) for row in self._rows)
-        return digest_parts(
-            json.dumps(c, skipkeys=True, default=lambda value: type(value).__name__).encode() for c in columns
-        )
+        return digest_parts(json.dumps(c, skipkeys=True, default=content_digest).encode() for c in columns)
 
     @property
     def growing_task(self) -> GrowingTask | None:
@@ -125,7 +124,7 @@ class PromptPool:
             return self._data.max_prompt_tokens
         if self.size is not None:
             return self._longest
-        lengths = (len(self._tokens(self.row(index))[1]) for index in range(MAX_SKIPPED_PROMPTS))
+        lengths = (len(self._rendered(self.row(index)).tokens) for index in range(MAX_SKIPPED_PROMPTS))
         fitting = (length for length in lengths if length <= self._data.max_prompt_tokens)
         longest = max(itertools.islice(fitting, MAX_PROBED_PROMPTS), default=None)
         if longest is None:
@@ -146,11 +145,11 @@ class PromptPool:
         if index in self._skip:
             return None
         row = self.row(index)
-        text, tokens = self._tokens(row)
+        text, tokens, pictures = self._rendered(row)
         if len(tokens) <= self._data.max_prompt_tokens:
             self._longest = max(self._longest, len(tokens))
             is_chat = template_kind(self._tokenizer, self._data.template) == "chat"
-            return Prompt(row, text, tokens, self._budget_of(row.id), is_chat, self._values.get(row.id))
+            return Prompt(row, text, tokens, self._budget_of(row.id), is_chat, self._values.get(row.id), pictures)
         if self._data.overlong_prompts == "error":
             raise UserError(
                 f"row {row.id}: its prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
@@ -175,15 +174,14 @@ class PromptPool:
             f"{self.name}: {which} prompts are longer than data.max_prompt_tokens={self._data.max_prompt_tokens}"
         )
 
-    def _tokens(self, row: Row) -> tuple[str, list[int]]:
+    def _rendered(self, row: Row) -> RenderedPrompt:
         try:
-            text = render_text(row, self._tokenizer, self._data.template)
-            tokens = tokenize_rendered(text, self._tokenizer, self._data.template)
+            rendered = render(row, self._tokenizer, self._data.template)
         except UserError as error:
             raise UserError(f"row {row.id}: {error}") from error
-        if not tokens:
+        if not rendered.tokens:
             raise UserError(f"row {row.id}: its prompt has no tokens")
-        return self._tokenizer.unmarked(text), tokens
+        return rendered
 
     def _plain_row(self, index: int) -> Row:
         if isinstance(self._rows, Sequence):

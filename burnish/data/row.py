@@ -1,7 +1,7 @@
 """A row of data, and the chat messages in it.
 
-A message is a dictionary with `role` and `content`. ShareGPT's `from` and `value` are converted. Everything that is not text is an error
-that names its place.
+A message is a dictionary with `role` and `content`. ShareGPT's `from` and `value` are converted. The content is a text, or a list of
+blocks if it has images or videos (`data/images.py`). Everything else is an error that names its place.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.data.images import Message, content_text, image_input, video_input
 
-Message = dict[str, Any]
 TextOrMessages = str | list[Message]
 ROLE = re.compile(r"[\w-]+")
 ROLES = {
@@ -76,7 +77,7 @@ def checked_messages(value: Any, key: str, where: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {key} should be a list of messages, got {typed_repr(value)}")
     messages = [_message(m, f"{where}: {key}[{i}]") for i, m in enumerate(value)]
-    if not any(str(m["content"]).strip() or "tool_calls" in m for m in messages):
+    if not any(content_text(m["content"]).strip() or "tool_calls" in m for m in messages):
         raise UserError(f"{where}: {key} is empty: no message has any content")
     return messages
 
@@ -87,10 +88,13 @@ def _message(value: Any, where: str) -> Message:
     message = _normalize_message(value, where)
     if "tool_calls" in message:
         message.setdefault("content", "")
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
-            raise UserError(f"{where}.{key} should be text, got {typed_repr(value.get(key))}")
-    _checked_text(message["content"], f"{where}.content")
+    if not isinstance(message.get("role"), str):
+        raise UserError(f"{where}.role should be text, got {typed_repr(value.get('role'))}")
+    if not isinstance(message.get("content"), str | list):
+        raise UserError(
+            f"{where}.content should be text, or blocks of text and images, got {typed_repr(value.get('content'))}"
+        )
+    _checked_text(content_text(message["content"]), f"{where}.content")
     if not ROLE.fullmatch(
         message["role"]
     ):  # a chat template writes the role next to its control tokens, so it must not contain any
@@ -110,20 +114,33 @@ def _checked_text(text: str, where: str) -> str:
     return text
 
 
-def _content_text(content: Any, where: str) -> Any:
-    """The content of a message, with text blocks joined. A block of another type is an error."""
+def checked_content(content: Any, where: str, folder: Path | None = None) -> Any:
+    """The content of a message: blocks of text are joined to a text, unless there are images or videos among them.
+
+    Paths of images are tried from `folder` first.
+    """
     if not isinstance(content, list):
         return content
-    texts = []
-    for index, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-        if kind != "text" or not isinstance(block.get("text"), str):
-            raise UserError(
-                f"{where}[{index}] is a block of type {kind!r}; burnish reads only text, or blocks "
-                '{"type": "text", "text": ...}: leave such rows out of the file'
-            )
-        texts.append(block["text"])
-    return "".join(texts)
+    blocks = [checked_block(block, f"{where}[{index}]", folder) for index, block in enumerate(content)]
+    if all(block["type"] == "text" for block in blocks):
+        return "".join(block["text"] for block in blocks)
+    return blocks
+
+
+def checked_block(block: Any, where: str, folder: Path | None) -> dict[str, Any]:
+    kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+    if kind == "text" and isinstance(block.get("text"), str):
+        return {"type": "text", "text": block["text"]}
+    if kind not in ("image", "image_url", "video", "video_url"):
+        raise UserError(
+            f"{where} is a block of type {kind!r}; burnish reads blocks of type text, image and video: leave such rows out of the file"
+        )
+    given = {key: value for key, value in block.items() if value is not None and key != "type"}
+    if not given:
+        raise UserError(f'{where} is a block of type {kind!r} without content: give "image", or a column of images')
+    if kind.startswith("image"):
+        return {"type": "image", "image": image_input(given, where, folder)}
+    return {"type": "video", "video": video_input(given.get("video_url", given), where, folder)}
 
 
 def _normalize_message(value: Mapping[str, Any], where: str) -> Message:
@@ -137,7 +154,7 @@ def _normalize_message(value: Mapping[str, Any], where: str) -> Message:
             )
         message = {"role": ROLES[role], "content": message.pop("value", None), **message}
     if "content" in message:
-        message["content"] = _content_text(message["content"], f"{where}.content")
+        message["content"] = checked_content(message["content"], f"{where}.content")
     for key in ("weight", "train"):
         if key in message and not message[key]:
             raise UserError(

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.plugins import check_options, load_plugin
-from burnish.data.files import LocatedRecord, Record, read_records
+from burnish.data.files import LocatedRecord, Record, find_files, read_records
+from burnish.data.images import content_text, with_text
+from burnish.data.media_columns import inline_media
 from burnish.data.published_datasets import read_shaped_records
 from burnish.data.row import (
     VERL_MODEL_STYLE,
@@ -42,8 +44,8 @@ CONVERSATION_COLUMNS = ("conversations", "messages", "context_messages")
 COMPLETION_COLUMNS = ("completion", "response", "output")
 """Columns that may hold the completion of supervised rows and labelled answers."""
 
-MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-"""Inputs that are not text (verl, TRL, ShareGPT). If they were dropped, the model would read the literal `<image>`."""
+AUDIO_COLUMNS = ("audios", "audio")
+"""Inputs that burnish does not read (verl, TRL). If they were dropped, the model would read the literal `<audio>`."""
 TEMPLATE_ARGUMENTS = ("chat_template_kwargs", "enable_thinking")
 """Chat template arguments of a single row (TRL, verl)."""
 AGENT_COLUMNS = ("tools", "agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs")
@@ -91,12 +93,23 @@ def source_records(source: Source, base: Path | None) -> Iterator[LocatedRecord]
     if source.shape is not None:
         located = read_shaped_records(located, source.shape, source.split)
     num_records = 0
-    for num_records, item in enumerate(located, start=1):
-        yield item
+    folder, prompts = _folder_of(source, base), prompt_columns(source)
+    for num_records, (where, record) in enumerate(located, start=1):
+        yield where, inline_media(record, prompts, where, folder)
         if num_records == source.limit:
             return
     if num_records == 0:
         raise UserError(f"{source.path or source.plugin} holds no rows")
+
+
+def prompt_columns(source: Source) -> tuple[str, ...]:
+    """Columns that may hold the prompt of a source's rows; of those that a row has, the first does."""
+    return ("prompt", source.prompt_key, *QUESTION_COLUMNS, *CONVERSATION_COLUMNS)
+
+
+def _folder_of(source: Source, base: Path | None) -> Path | None:
+    """The folder that relative paths of images are tried from first: that of the data file, or of the recipe."""
+    return base if source.path is None else find_files(source.path, base)[0].parent
 
 
 def _supported_records(located: Iterator[LocatedRecord]) -> Iterator[LocatedRecord]:
@@ -163,7 +176,7 @@ def _conversation_row(record: Record, where: str, source: Source, identity: str,
         raise UserError(f"{where}: {key} has only turns of the assistant, so there is nothing to answer")
     prompt = full_prompt(record, key, messages[: last + 1], where)
     rest = {k: v for k, v in record.items() if k not in (key, "data_source")}
-    said = "\n".join(message["content"] for message in messages[last + 1 :])
+    said = "\n".join(content_text(message["content"]) for message in messages[last + 1 :])
     answer = rest.get(source.answer_key)
     return Row(identity, prompt, data_source, said or None if answer is None else answer, rest, where=where)
 
@@ -220,11 +233,11 @@ def _verl_reward(record: Record, where: str) -> tuple[str | None, Any]:
 
 def refuse_unsupported_columns(record: Mapping[str, Any], where: str) -> None:
     """Raise a UserError for a column that changes what the model should read and that burnish does not use."""
-    for key in MEDIA_COLUMNS:
+    for key in AUDIO_COLUMNS:
         if _is_given(record.get(key)):
             raise UserError(
-                f"{where}: column {key!r} has a value, but burnish trains on text only: the model would read the placeholder "
-                f"(such as <image>) as text. Leave such rows out of the file, or remove the column if the text is enough"
+                f"{where}: column {key!r} has a value, but burnish reads text, images and videos only: the model would read the "
+                f"placeholder (such as <audio>) as text. Leave such rows out of the file, or remove the column if the text is enough"
             )
     for key in TEMPLATE_ARGUMENTS:
         if record.get(key) is not None and record[key] != {}:
@@ -259,8 +272,14 @@ def question_column(record: Mapping[str, Any], where: str, wanted: str) -> str |
 def full_prompt(record: Mapping[str, Any], key: str, value: TextOrMessages, where: str) -> TextOrMessages:
     """The prompt with what other columns add: Alpaca's `input` after an `instruction`, and a `system` message before it."""
     about = record.get("input")
-    if key == "instruction" and isinstance(value, str) and isinstance(about, str) and about.strip():
-        value = f"{value}\n{about}"
+    if key == "instruction" and isinstance(about, str) and about.strip():
+        # An instruction with images is a message.
+        text = f"\n{about}"
+        value = (
+            value + text
+            if isinstance(value, str)
+            else [{**value[0], "content": with_text(value[0]["content"], text)}, *value[1:]]
+        )
     system = record.get("system")
     if not _is_given(system):
         return value

@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
+from burnish.core.pictures import PictureSpan, shifted
 from burnish.core.random_keys import permutation
 from burnish.data.row import Message, Row
 from burnish.data.row_formats import read_supervised_rows, refuse_weights, source_name, supervised_row
@@ -21,6 +22,10 @@ from burnish.data.tasks.registry import make_demonstrations
 from burnish.data.template import (
     PROMPT_PLACEHOLDER,
     as_messages,
+    check_all_placed,
+    literal_content,
+    media_for,
+    place_pictures,
     plain_text,
     prerendered_text,
     template_kind,
@@ -29,16 +34,24 @@ from burnish.data.template import (
 from burnish.models.tokenizer import Tokenizer
 
 SUPERVISED_COLUMNS = "supervised rows, whose columns have fixed names (docs/data.md)"
-Encoded = tuple[list[int], list[bool]]
+
+
+class Encoded(NamedTuple):
+    """The tokens of a supervised row, which of them to train on, and the images among them."""
+
+    tokens: list[int]
+    mask: list[bool]
+    pictures: tuple[PictureSpan, ...] = ()
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence; `mask` marks the tokens to train on."""
+    """One sequence; `mask` marks the tokens to train on, and `pictures` are the images among them."""
 
     id: str
     tokens: list[int]
     mask: list[bool]
+    pictures: tuple[PictureSpan, ...] = ()
 
 
 def load_examples(
@@ -57,16 +70,16 @@ def load_examples(
     num_filtered = 0
     for where, row in itertools.chain.from_iterable(_rows(source, base, seed) for source in sources):
         try:
-            tokens, mask = encode_example(row, tokenizer, template)
+            encoded = encode_example(row, tokenizer, template)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        if len(tokens) <= max_tokens:
-            examples.append(Example(row.id, tokens, mask))
+        if len(encoded.tokens) <= max_tokens:
+            examples.append(Example(row.id, *encoded))
         elif overlong == "filter":
             num_filtered += 1
         else:
             raise UserError(
-                f"{where}: {len(tokens)} tokens, more than max_tokens={max_tokens}; raise it, or set overlong=filter"
+                f"{where}: {len(encoded.tokens)} tokens, more than max_tokens={max_tokens}; raise it, or set overlong=filter"
             )
     if not examples:
         names = ", ".join(source_name(source) for source in sources)
@@ -135,9 +148,11 @@ def _encode_text(row: Row, text: str, tokenizer: Tokenizer, template: Template) 
     tokens = tokenizer.encode_prerendered(text) if template.prerendered else tokenizer.encode(text, special=True)
     if row.completion is None:
         tokens = _with_end_token(tokens, tokenizer)
-        return tokens, [False] + [True] * (len(tokens) - 1)  # the first token has no context to be predicted from
+        return Encoded(
+            tokens, [False] + [True] * (len(tokens) - 1)
+        )  # the first token has no context to be predicted from
     answer_tokens = _with_end_token(tokenizer.encode(completion), tokenizer)
-    return tokens + answer_tokens, [False] * len(tokens) + [True] * len(answer_tokens)
+    return Encoded(tokens + answer_tokens, [False] * len(tokens) + [True] * len(answer_tokens))
 
 
 def _encode_prerendered(row: Row, tokenizer: Tokenizer) -> Encoded:
@@ -146,7 +161,7 @@ def _encode_prerendered(row: Row, tokenizer: Tokenizer) -> Encoded:
         raise UserError("template.kind=prerendered needs rows of prompt and completion, both texts")
     context = tokenizer.encode_prerendered(prerendered_text(row.prompt, "prompt"))
     answer_tokens = _with_end_token(tokenizer.encode(prerendered_text(row.completion, "completion")), tokenizer)
-    return context + answer_tokens, [False] * len(context) + [True] * len(answer_tokens)
+    return Encoded(context + answer_tokens, [False] * len(context) + [True] * len(answer_tokens))
 
 
 def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template: Template) -> Encoded:
@@ -154,19 +169,26 @@ def _encode_plain(row: Row, turns: list[Message], tokenizer: Tokenizer, template
 
     Each text is tokenised by itself, as environments do. Text after the last assistant turn is left out.
     """
+    media = media_for(as_messages(row.prompt, "user"), tokenizer)
     tokens = tokenizer.encode(plain_text(row.prompt, template, tokenizer), special=True)
+    waiting = iter(media)
+    tokens, pictures = place_pictures(tokens, waiting, tokenizer)
+    check_all_placed(waiting, len(media))
     mask = [False] * len(tokens)
     last = max((i for i, message in enumerate(turns) if message["role"] == "assistant"), default=None)
     if last is None:
         raise UserError(f"row {row.id}: no assistant turn to learn from")
     for message in turns[: last + 1]:
         is_assistant = message["role"] == "assistant"
-        part = tokenizer.encode(tokenizer.literal(message["content"])) + (
-            [_end_token(tokenizer)] if is_assistant else []
+        waiting = iter(media_for([message], tokenizer))
+        part, more = place_pictures(
+            tokenizer.encode(literal_content(message["content"], tokenizer)), waiting, tokenizer
         )
+        part = part + ([_end_token(tokenizer)] if is_assistant else [])
+        pictures += shifted(more, len(tokens))
         tokens += part
         mask += [is_assistant] * len(part)
-    return tokens, mask
+    return Encoded(tokens, mask, pictures)
 
 
 def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokenizer, template: Template) -> Encoded:
@@ -179,10 +201,13 @@ def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokeniz
     first = start + len(messages) - len(turns)
     tokens: list[int] = []
     mask: list[bool] = []
+    pictures: list[PictureSpan] = []
     rendered = ""
     trained_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not trained_turns:
         raise UserError(f"row {row.id}: no assistant turn to learn from")
+    media = media_for(messages[: trained_turns[-1] + 1], tokenizer)
+    waiting = iter(media)
     for i in trained_turns:
         with_prompt = tokenizer.chat_text(messages[:i], **template.kwargs)
         with_answer = tokenizer.chat_text(messages[: i + 1], add_generation_prompt=False, **template.kwargs)
@@ -191,7 +216,8 @@ def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokeniz
                 f"row {row.id}: the chat template rewrites earlier text when turn {i + 1} is added, so the assistant's "
                 "text cannot be told from the rest; give each turn as a row of its own with prompt and completion"
             )
-        context = tokenizer.encode(with_prompt[len(rendered) :])
+        context, more = place_pictures(tokenizer.encode(with_prompt[len(rendered) :]), waiting, tokenizer)
+        pictures += shifted(more, len(tokens))
         answer_tokens = tokenizer.encode(with_answer[len(with_prompt) :])
         num_trained = _up_to_end_of_turn(answer_tokens, tokenizer)
         if num_trained == 0:
@@ -201,7 +227,8 @@ def _encode_turns(row: Row, turns: list[Message], start: int, tokenizer: Tokeniz
         tokens += context + answer_tokens
         mask += [False] * len(context) + [True] * num_trained + [False] * (len(answer_tokens) - num_trained)
         rendered = with_answer
-    return tokens, mask
+    check_all_placed(waiting, len(media))
+    return Encoded(tokens, mask, tuple(pictures))
 
 
 def _up_to_end_of_turn(answer_tokens: list[int], tokenizer: Tokenizer) -> int:

@@ -1,14 +1,18 @@
 """Renders a row's prompt to text and tokens: with the tokenizer's chat template, or with a plain template for base models.
 
 Only the chat template writes control tokens. Text of rows, users and models stays text, even if it contains the name of a control token
-(`models/tokenizer.py`), unless `template.kind=prerendered` says that the prompt is rendered already.
+(`models/tokenizer.py`), unless `template.kind=prerendered` says that the prompt is rendered already. The template writes one mark for
+each image of a message, and `place_pictures` replaces it by the image's placeholder tokens. Nothing expands them again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from burnish.config.errors import UserError, did_you_mean
+from burnish.core.pictures import PictureSpan, shifted
+from burnish.data.images import Media, VideoInput, content_text, media_of, with_text
 from burnish.data.row import Message, Row
 
 if TYPE_CHECKING:
@@ -28,10 +32,30 @@ NAMED_TEMPLATES = {
 }
 
 
-def render(row: Row, tokenizer: Tokenizer, template: Template) -> list[int]:
-    """The prompt tokens of a row."""
+class RenderedPrompt(NamedTuple):
+    """The prompt of a row as a model reads it."""
+
+    text: str
+    """For people: as the template wrote it, with one mark for each image."""
+    tokens: list[int]
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images among the tokens, in order."""
+
+    def text_tokens(self, reader: str) -> list[int]:
+        """The tokens for a reader that takes no images. A prompt with images is an error that names the reader."""
+        if self.pictures:
+            raise UserError(f"the prompt has images, and {reader} reads text only: leave such rows out, or turn it off")
+        return self.tokens
+
+
+def render(row: Row, tokenizer: Tokenizer, template: Template) -> RenderedPrompt:
+    """Render the prompt of a row. Each image has its placeholder tokens in `tokens`."""
+    media = media_for(as_messages(row.prompt, "user"), tokenizer)
     text = render_text(row, tokenizer, template)
-    return tokenize_rendered(text, tokenizer, template)
+    waiting = iter(media)
+    tokens, pictures = place_pictures(tokenize_rendered(text, tokenizer, template), waiting, tokenizer)
+    check_all_placed(waiting, len(media))
+    return RenderedPrompt(tokenizer.unmarked(text), tokens, pictures)
 
 
 def render_text(row: Row, tokenizer: Tokenizer, template: Template) -> str:
@@ -50,11 +74,68 @@ def tokenize_rendered(text: str, tokenizer: Tokenizer, template: Template) -> li
     return tokenizer.encode(text, special=template_kind(tokenizer, template) == "plain")
 
 
+def place_pictures(
+    tokens: list[int], media: Iterator[Media], tokenizer: Tokenizer
+) -> tuple[list[int], tuple[PictureSpan, ...]]:
+    """Replace the marks of images and videos by their placeholder tokens, once. Each mark takes the next of `media`.
+
+    Text that only contains the name of a mark has no such token. `check_all_placed` looks for media without a mark.
+    """
+    processor = tokenizer.image_processor
+    if processor is None:
+        return tokens, ()
+    marks = {processor.image_mark, processor.video_mark}
+    if marks.isdisjoint(tokens):
+        return tokens, ()
+    found: list[int] = []
+    pictures: list[PictureSpan] = []
+    for token in tokens:
+        if token not in marks:
+            found.append(token)
+            continue
+        item = next(media, None)
+        if item is None or (token == processor.video_mark) != isinstance(item, VideoInput):
+            kind = "nothing" if item is None else "a video" if isinstance(item, VideoInput) else "an image"
+            raise UserError(
+                f"the rendered prompt has a mark {tokenizer.decode([token], skip_special=False)!r} that stands for {kind}; the chat "
+                "template should write one mark for each image and each video, in their order"
+            )
+        if isinstance(item, VideoInput):
+            expansion = processor.video(item.load(), item.frames_per_second)
+        else:
+            expansion = processor.image(item.load())
+        pictures += shifted(expansion.pictures, len(found))
+        found += expansion.tokens
+    return found, tuple(pictures)
+
+
+def media_for(messages: list[Message], tokenizer: Tokenizer) -> list[Media]:
+    """The images and videos of messages, for a model that can see them."""
+    media = media_of(messages)
+    if media and tokenizer.image_processor is None:
+        is_given = "an image is" if len(media) == 1 else f"{len(media)} images are"
+        raise UserError(
+            f"{is_given} given, but this model reads text only: use a vision-language model, or leave such rows out"
+        )
+    return media
+
+
+def check_all_placed(media: Iterator[Media], num_media: int) -> None:
+    """Raise a UserError if images or videos of a prompt are left, because the template wrote no mark for them."""
+    num_left = sum(1 for _ in media)
+    if num_left:
+        raise UserError(
+            f"the chat template of this model wrote {num_media - num_left} marks for {num_media} images and videos: it has no place for "
+            "images in such messages, or reads no videos"
+        )
+
+
 def prerendered_text(value: str | list[Message], what: str) -> str:
     """Check that a prerendered prompt or completion is text."""
     if not isinstance(value, str):
         raise UserError(
-            f"template.kind=prerendered needs texts that are rendered already, but the {what} is a list of messages"
+            f"template.kind=prerendered needs texts that are rendered already, but the {what} is a list of messages (a row with images "
+            "always is)"
         )
     return value
 
@@ -93,12 +174,28 @@ def plain_text(prompt: str | list[Message], template: Template, tokenizer: Token
             f"template.text {template.text!r} contains no {PROMPT_PLACEHOLDER} and is not a known template name"
             f"{did_you_mean(template.text, NAMED_TEMPLATES)} (known: {', '.join(NAMED_TEMPLATES)})"
         )
-    return text.replace(PROMPT_PLACEHOLDER, tokenizer.literal(prompt_as_text(prompt)))
+    return text.replace(PROMPT_PLACEHOLDER, _literal_prompt(prompt, tokenizer))
+
+
+def _literal_prompt(prompt: str | list[Message], tokenizer: Tokenizer) -> str:
+    """A prompt as `prompt_as_text` has it, for `encode`: only what stands for an image is a control token."""
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return "\n".join(literal_content(content, tokenizer) for content in contents)
+
+
+def literal_content(content: str | list[Message], tokenizer: Tokenizer) -> str:
+    """The content of a message for a text without a chat template. A block of an image becomes the model's own mark."""
+    if isinstance(content, str):
+        return tokenizer.literal(content)
+    return "".join(
+        tokenizer.literal(block["text"]) if block["type"] == "text" else tokenizer.media_mark(block["type"])
+        for block in content
+    )
 
 
 def prompt_as_text(prompt: str | list[Message]) -> str:
-    """A prompt as one text; the contents of messages are joined by line breaks."""
-    return prompt if isinstance(prompt, str) else "\n".join(str(m["content"]) for m in prompt)
+    """A prompt as one text; the contents of messages are joined by line breaks, and `<image>` stands for an image."""
+    return prompt if isinstance(prompt, str) else "\n".join(content_text(m["content"]) for m in prompt)
 
 
 def with_suffix(prompt: str | list[Message], suffix: str, where: str) -> str | list[Message]:
@@ -108,7 +205,7 @@ def with_suffix(prompt: str | list[Message], suffix: str, where: str) -> str | l
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
     if last is None:
         raise UserError(f"{where}: no message has the role user, so {suffix!r} cannot be appended to one")
-    asked = {**prompt[last], "content": prompt[last]["content"] + suffix}
+    asked = {**prompt[last], "content": with_text(prompt[last]["content"], suffix)}
     return [*prompt[:last], asked, *prompt[last + 1 :]]
 
 

@@ -99,7 +99,9 @@ def request_of(message: Message, policy: PolicyModel) -> Request:
 
     The random key depends on the question and its seed only. The answer is limited to the positions that the question leaves.
     """
-    tokens = render(Row("judge", message["messages"], "judge", None), policy.tokenizer, Template())
+    tokens = render(Row("judge", message["messages"], "judge", None), policy.tokenizer, Template()).text_tokens(
+        "the judge"
+    )
     room = message["max_tokens"]
     if policy.max_positions is not None:
         room = min(room, policy.max_positions - len(tokens))

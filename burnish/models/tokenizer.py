@@ -1,17 +1,7 @@
 """The tokenizer: a wrapper of a `transformers` tokenizer, from a directory or from an alphabet for the built-in tasks.
 
-It also keeps `<|im_end|>` in a user's message from becoming the token that ends a turn. A tokenizer finds its control
-tokens anywhere in a text, also where a data row, a judged answer or a client wrote their names. So `literal` inserts a
-mark after the first character of every such name in text from outside, before the template is rendered. The template's own
-control tokens have no mark. `encode` passes a marked text to a copy of the tokenizer that looks for control tokens first
-and removes the marks afterwards, in its normalizer. The marked name is then split like other text and decodes to exactly
-what was written. A text without such a name is unchanged.
-
-Control tokens are added tokens that are `special`, the end tokens, and other added tokens in angle or square brackets that
-are in the chat template (such as `<｜User｜>`). Plain tags such as `<think>` or `</tool_call>` that are not special are not
-control tokens: models read and write them inside messages.
-
-`transformers` is imported on first use only, so that importing this module stays cheap.
+Names of control tokens in text from outside stay text (`control_tokens.py`). The tokenizer of a vision-language model has the model's
+image processor. `transformers` is imported on first use only, so that importing this module stays cheap.
 """
 
 from __future__ import annotations
@@ -22,17 +12,24 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import read_json_object
 from burnish.models import chat_template
+from burnish.models.control_tokens import ControlTokens, is_marked, unmarked
 from burnish.models.model_families import FAMILIES
 from burnish.run.checkpoint.snapshot import BytesFile, Content, write_contents
+
+if TYPE_CHECKING:
+    from burnish.models.vision.interfaces import ImageProcessor
 
 PAD, EOS = "<pad>", "<eos>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 GENERATION_CONFIG = "generation_config.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files that describe how a model's images are resized."""
+VISION_FRAME = ("<|vision_start|>", "<|vision_end|>")
 REPLACEMENT_CHARACTER = "\ufffd"
 """What a decoder writes for bytes that are not yet a whole character."""
 MAX_CHARACTER_BYTES = 4
@@ -40,122 +37,20 @@ MAX_CHARACTER_BYTES = 4
 MAX_PENDING_TOKENS = 16
 """Tokens that may wait for the end of a character. More are not text, and decoding all of them for each new token would become slow."""
 
-# Unicode noncharacters, reserved for use inside a program. A text that contains them anyway is preserved: its own ESCAPE is
-# written as ESCAPE OWN.
-ESCAPE, HIDDEN, OWN = "\ufdd0", "\ufdd1", "\ufdd2"
-MARK = ESCAPE + HIDDEN
-MARKUP, TAG = re.compile(r"<\S+>|\[\S+\]"), re.compile(r"</?[A-Za-z][\w-]*>")
-CONTROL_TOKEN_SCORE = -1e6
-"""Score of a control token as a piece of text in a unigram model: too low to be chosen."""
-
-
-class ControlTokens:
-    """The control tokens of a transformers tokenizer; marks and encodes texts that contain their names."""
-
-    def __init__(self, inner: Any, end_ids: Iterable[int]) -> None:
-        self._inner = inner
-        template = json.dumps(inner.chat_template or "", ensure_ascii=False)
-        added = inner.added_tokens_decoder
-        ids = {i for i, token in added.items() if token.special or i in set(end_ids)} | set(inner.all_special_ids)
-        markup = {
-            i: t.content for i, t in added.items() if MARKUP.fullmatch(t.content) and not TAG.fullmatch(t.content)
-        }
-        ids |= {i for i, name in markup.items() if _json_escaped(name) in template}
-        names = {i: added[i].content if i in added else inner.convert_ids_to_tokens(i) for i in ids}
-        # A name of one character cannot be split by a mark.
-        self.ids = {i for i, name in names.items() if len(name) > 1}
-        self.names = sorted((names[i] for i in self.ids), key=lambda name: (-len(name), name))
-        self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
-
-    def literal(self, text: str) -> str:
-        """Mark every name of a control token in a text; returns the same object if there is none."""
-        if ESCAPE in text:
-            text = text.replace(ESCAPE, ESCAPE + OWN)
-        while self._pattern.search(text):  # names may overlap: marking one can leave another
-            text = self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
-        return text
-
-    def find(self, text: str) -> int | None:
-        """The position of the first unmarked name in a text."""
-        found = self._pattern.search(text)
-        return None if found is None else found.start()
-
-    def literal_values(self, value: Any) -> Any:
-        """Apply `literal` to all texts in a tree of plain values, keys included.
-
-        Any other object becomes the name of its type, because a template must not call methods of an image or a file.
-        """
-        if isinstance(value, str):
-            return self.literal(str.__str__(value))
-        if isinstance(value, dict):
-            return {self.literal_values(key): self.literal_values(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.literal_values(item) for item in value]
-        return value if value is None or isinstance(value, bool | int | float) else f"<{type(value).__name__}>"
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a marked text: only unmarked names become control tokens."""
-        tokens: list[int] = self.unmarking.encode(text, add_special_tokens=False).ids
-        if sum(token in self.ids for token in tokens) != len(self._pattern.findall(text)):
-            found = self._pattern.search(unmarked(text))
-            raise UserError(
-                f"the text holds {found[0] if found else 'a name'!r}, a control token of this tokenizer, which cannot write it as plain "
-                "text; remove it from the text"
-            )
-        return tokens
-
-    @cached_property
-    def unmarking(self) -> Any:
-        """A copy of the tokenizer that removes marks after it has looked for control tokens."""
-        from tokenizers import Tokenizer
-
-        backend = getattr(self._inner, "backend_tokenizer", None)
-        if backend is None:
-            raise UserError(
-                f"the text holds the name of a control token, which a {type(self._inner).__name__} cannot write as plain text; remove "
-                "it from the text, or save the tokenizer with a tokenizer.json"
-            )
-        state = json.loads(backend.to_str())
-        names = set(self.names)
-        for token in state["added_tokens"]:
-            if token["content"] in names:
-                token["normalized"] = False  # otherwise it would also be matched after the normalizer
-        if state["model"].get("type") == "Unigram":
-            pieces = state["model"]["vocab"]
-            state["model"]["vocab"] = [
-                [text, CONTROL_TOKEN_SCORE if text in names else score] for text, score in pieces
-            ]
-        steps = [_replace(MARK, ""), _replace(ESCAPE + OWN, ESCAPE)]
-        steps += [state["normalizer"]] if state["normalizer"] else []
-        state["normalizer"] = {"type": "Sequence", "normalizers": steps}
-        state["truncation"] = state["padding"] = None
-        return Tokenizer.from_str(json.dumps(state))
-
-
-def is_marked(text: str) -> bool:
-    """Whether a text has marks or escapes of `literal`."""
-    return ESCAPE in text
-
-
-def unmarked(text: str) -> str:
-    """A marked text as it was before `literal`."""
-    return text.replace(MARK, "").replace(ESCAPE + OWN, ESCAPE) if ESCAPE in text else text
-
-
-def _replace(old: str, new: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
-
-
-def _json_escaped(text: str) -> str:
-    """A text as it appears inside a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
 
 class Tokenizer:
     """Encodes, decodes and renders chats. Token ids are plain lists."""
 
-    def __init__(self, inner: Any, generation_config: dict[str, Any] | None = None, needs_bos: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        generation_config: dict[str, Any] | None = None,
+        needs_bos: bool = False,
+        image_processor: ImageProcessor | None = None,
+    ) -> None:
         self._inner = inner
+        self.image_processor = image_processor
+        """Resizes images and writes their placeholder tokens; None for a model that reads text only."""
         self._generation_config = generation_config or {}
         # These classes add nothing to the decoding of `tokenizers` but checks of each token, which take most of its time.
         is_plain = type(inner).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -179,11 +74,21 @@ class Tokenizer:
 
     @cached_property
     def _control(self) -> ControlTokens:
-        return ControlTokens(self._inner, self.eos_ids)
+        marks = () if self.image_processor is None else self._media_marks(self.image_processor)
+        return ControlTokens(self._inner, (*self.eos_ids, *marks))
+
+    @staticmethod
+    def _media_marks(processor: ImageProcessor) -> set[int]:
+        """Tokens that stand for images: their names in a text are text, also if the tokenizer has them as plain tags (`<image>`)."""
+        marks = {processor.image_mark, processor.video_mark, *processor.placeholder_tokens}
+        return {token for token in marks if token is not None}
 
     @classmethod
-    def load(cls, directory: str | Path) -> Tokenizer:
-        """Load the tokenizer of a Hugging Face directory; nothing is fetched from the network."""
+    def load(cls, directory: str | Path, image_pixels: Sequence[int] | None = None) -> Tokenizer:
+        """Load the tokenizer of a Hugging Face directory; nothing is fetched from the network.
+
+        `image_pixels` are the fewest and most pixels of a resized image; None has the limits of the directory's processor.
+        """
         directory = Path(directory)
         if not directory.is_dir():
             raise UserError(f"no tokenizer at {directory}: it is not a directory")
@@ -209,7 +114,11 @@ class Tokenizer:
             raise UserError(f"the tokenizer in {directory} does not load: {_one_line(error)}") from error
         for word in ("fix_mistral_regex", "trust_remote_code"):  # options of the loader that must not be saved
             inner.init_kwargs.pop(word, None)
-        return cls(inner, _read_generation_config(directory / GENERATION_CONFIG), _needs_bos(directory / "config.json"))
+        processor = _load_processor(directory, image_pixels)
+        if processor is not None and inner.chat_template is None:
+            inner.chat_template = _processor_template(directory)
+        generation_config = _read_generation_config(directory / GENERATION_CONFIG)
+        return cls(inner, generation_config, _needs_bos(directory / "config.json"), processor)
 
     @classmethod
     def from_characters(cls, alphabet: str) -> Tokenizer:
@@ -423,7 +332,36 @@ class Tokenizer:
             raise UserError("the chat template needs at least one message, got none")
         given = {**self._inner.special_tokens_map, **self._control.literal_values(kwargs)}
         given["add_generation_prompt"] = add_generation_prompt
+        if self._needs_blocks:
+            messages = [_as_blocks(message) for message in messages]
         return chat_template.render(source, self._control.literal_values(messages), given)
+
+    @cached_property
+    def _needs_blocks(self) -> bool:
+        """Whether the chat template reads contents as lists of blocks only. Such a template (SmolVLM's) drops a plain text."""
+        if self.image_processor is None:
+            return False
+        source, word = self.chat_template_source(), "needle"
+
+        def is_written(content: Any) -> bool:
+            try:
+                given = {**self._inner.special_tokens_map, "add_generation_prompt": True}
+                return word in chat_template.render(source, [{"role": "user", "content": content}], given)
+            except UserError:
+                return False
+
+        return not is_written(word) and is_written([{"type": "text", "text": word}])
+
+    def media_mark(self, kind: str) -> str:
+        """What stands for an image or a video in a text that no chat template renders. Qwen's models have it between two tokens."""
+        assert self.image_processor is not None
+        mark = self.image_processor.image_mark if kind == "image" else self.image_processor.video_mark
+        if mark is None:
+            raise UserError("this model reads images, but no videos")
+        name = str(self._inner.convert_ids_to_tokens(mark))
+        vocabulary = self._inner.get_vocab()
+        is_framed = all(frame in vocabulary for frame in VISION_FRAME)
+        return f"{VISION_FRAME[0]}{name}{VISION_FRAME[1]}" if is_framed else name
 
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of messages up to the start of the assistant's turn."""
@@ -533,6 +471,28 @@ def _needs_bos(config: Path) -> bool:
     """Whether the model of a directory belongs to a family whose texts always begin with BOS."""
     family = FAMILIES.get(read_json_object(config).get("model_type", "")) if config.is_file() else None
     return family is not None and family.needs_bos
+
+
+def _load_processor(directory: Path, image_pixels: Sequence[int] | None) -> ImageProcessor | None:
+    """The image processor of a directory; None for a text model, without importing any of it."""
+    config = read_json_object(directory / "config.json") if (directory / "config.json").is_file() else {}
+    if "vision_config" not in config and not any((directory / name).is_file() for name in PROCESSOR_FILES):
+        return None
+    from burnish.models.vision.processors import MODEL_LIMITS, PixelLimits, load_processor
+
+    return load_processor(directory, MODEL_LIMITS if image_pixels is None else PixelLimits(*image_pixels))
+
+
+def _processor_template(directory: Path) -> str | None:
+    """The chat template of older vision-language directories, which is not among the tokenizer's files."""
+    path = directory / "chat_template.json"
+    found = read_json_object(path).get("chat_template") if path.is_file() else None
+    return found if isinstance(found, str) else None
+
+
+def _as_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _read_generation_config(path: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from burnish.core.trajectory import (
     chain_nodes,
 )
 from burnish.data.demonstrations import DemonstrationTokens, PromptDemonstrations
+from burnish.data.images import without_pixels
 from burnish.data.prompt_stream import PromptSample
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import Score, ScoreRequest
@@ -296,7 +297,7 @@ def score_request(trajectory: Trajectory, draw: PromptSample) -> ScoreRequest:
     written = [np.full(len(node.tokens), node.is_sampled) for node in nodes]
     return ScoreRequest(
         id=trajectory.id,
-        prompt=row.prompt,
+        prompt=row.prompt if isinstance(row.prompt, str) else without_pixels(row.prompt),
         completion=trajectory.metadata.get(SCORED_TEXT, trajectory.completion),
         data_source=row.data_source,
         answer=row.answer,

@@ -102,7 +102,7 @@ class AlignedAnswers:
     def _render(self, prompt: Prompt, text: str | None) -> list[int]:
         if self.contexts is not None and text is not None:
             return self.contexts.render(prompt.row, text)
-        return render(prompt.row, self.teacher.tokenizer, self.template)
+        return render(prompt.row, self.teacher.tokenizer, self.template).text_tokens("the teacher of loss gold")
 
 
 def teacher_template(template: Template, teacher: Tokenizer) -> Template:

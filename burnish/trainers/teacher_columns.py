@@ -28,7 +28,7 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.core.trajectory import LAST_WORDS, Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
-from burnish.data.template import as_messages, prompt_as_text, render, template_kind
+from burnish.data.template import as_messages, prompt_as_text, render, template_kind, with_suffix
 from burnish.models.tokenizer import Tokenizer
 
 Prompts = Mapping[tuple[str, int], Prompt]
@@ -178,24 +178,17 @@ class TeacherPrompts:
         template, prompt = self.template, row.prompt
         if template_kind(self.tokenizer, template) == "plain":
             whole = prompt_as_text(prompt)
-            return render(
-                replace(row, prompt=text + whole if self.context.place == "system" else whole + text),
-                self.tokenizer,
-                template,
-            )
-        messages = as_messages(prompt, "user")
-        if self.context.place == "user":
-            last = max(k for k, message in enumerate(messages) if message["role"] == "user")
-            asked = {**messages[last], "content": messages[last]["content"] + text}
-            return render(
-                replace(row, prompt=[*messages[:last], asked, *messages[last + 1 :]]), self.tokenizer, template
-            )
-        system = template.system
-        if messages[0]["role"] == "system":
-            system, messages = messages[0]["content"], messages[1:]
-        lead = {"role": "system", "content": text if system is None else f"{system}\n\n{text}"}
-        bare = template.model_copy(update={"system": None})
-        return render(replace(row, prompt=[lead, *messages]), self.tokenizer, bare)
+            shown_row = replace(row, prompt=text + whole if self.context.place == "system" else whole + text)
+        elif self.context.place == "user":
+            shown_row = replace(row, prompt=with_suffix(as_messages(prompt, "user"), text, row.place))
+        else:
+            messages, system = as_messages(prompt, "user"), template.system
+            if messages[0]["role"] == "system":
+                system, messages = messages[0]["content"], messages[1:]
+            lead = {"role": "system", "content": text if system is None else f"{system}\n\n{text}"}
+            template = template.model_copy(update={"system": None})
+            shown_row = replace(row, prompt=[lead, *messages])
+        return render(shown_row, self.tokenizer, template).text_tokens("the teacher of algorithm.kl.context")
 
 
 def prompt_length(trajectory: Trajectory, prompt: Prompt, what: str) -> int:

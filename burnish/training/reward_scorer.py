@@ -86,7 +86,7 @@ class ModelScorer:
         else:
             row = Row(request.id, request.prompt, request.data_source, None, {}, completion=request.completion)
             try:
-                tokens, mask = encode_example(row, self.tokenizer, Template())
+                tokens, mask, _ = encode_example(row, self.tokenizer, Template())  # prompts of rewards have no pixels
             except UserError as error:
                 return ScoringFailure(f"the reward model cannot read the answer: {error}")
             if request.truncated:  # remove the end of turn that the template writes and the answer never reached

@@ -47,7 +47,7 @@ def test_a_dry_run_names_what_the_run_would_stop_at(capsys: pytest.CaptureFixtur
             "task reasoning-gym/sum needs reasoning_gym, which is not installed: pip install 'burnish[tasks]'",
         ),
         (("data.train.path=none.jsonl",), "none.jsonl:1: the row has no answer, and reward.parts[0] (number)"),
-        (("data.train.path=picture.jsonl",), "picture.jsonl:1: column 'images' has a value"),
+        (("data.train.path=picture.jsonl",), "an image is given, but this model reads text only"),
         (
             ("model.path=org/name",),
             "`hf download org/name --local-dir models/name`; copy models/name here and give that path",
@@ -79,6 +79,7 @@ def test_a_dry_run_fails_where_the_run_would(
     monkeypatch.setattr("burnish.memory_plan.from_config._host_bytes", lambda: 2**29)
     (here / "none.jsonl").write_text('{"question": "1+1="}\n')
     (here / "picture.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "images": ["a.png"]}\n')
+    (here / "a.png").write_bytes(b"")
     (model / "untokenized").mkdir()
     (model / "untokenized/config.json").write_bytes((model / "config.json").read_bytes())
     RunDirectory.create(Path("runs"), "old", dump(load(TrainConfig, here / "files.yaml").config)).close()

@@ -137,7 +137,7 @@ def test_what_is_too_long_or_prefers_nothing_is_left_out_and_counted(tmp_path: P
         ({"prompt": "a", "chosen": "b"}, "no column 'rejected'; a pair has prompt, chosen and rejected"),
         ({"chosen": "a b", "rejected": "c d"}, "do not begin with the same words"),
         ({"chosen": "a b", "rejected": [FIVE]}, "one of chosen and rejected is a text"),
-        ({"prompt": "x", "chosen": "4", "rejected": "5", "images": ["a.png"]}, "column 'images' has a value"),
+        ({"prompt": "x", "chosen": "4", "rejected": "5", "audios": ["a.wav"]}, "column 'audios' has a value"),
         ({"prompt": "x", "chosen": "4", "rejected": "5", "tools": ["f"]}, "column 'tools' asks for tools"),
         ({"chosen": [FOUR], "rejected": [FIVE]}, "no first message in common"),
         ({"prompt": "x", "chosen": [ASK, FOUR], "rejected": "5"}, "does not repeat the prompt"),

@@ -191,7 +191,7 @@ BLOCKS = [{"type": "text", "text": "1+1", "image": None}, {"type": "text", "text
         ({"text": "1+1?"}, {"prompt_key": "text"}, "1+1?", None, {}),
         ({"prompt": [{"role": "user", "content": BLOCKS}]}, {}, [{"role": "user", "content": "1+1?"}], None, {}),
         ({"question": "x", "system": "be kind"}, {}, [SYSTEM, MESSAGE], None, {"system": "be kind"}),
-        ({"prompt": "x", "images": [], "tools": None}, {}, "x", None, {"images": [], "tools": None}),
+        ({"prompt": "x", "images": [], "tools": None}, {}, "x", None, {"tools": None}),
     ],
 )
 def test_rows_of_other_systems_are_read(
@@ -222,15 +222,26 @@ def test_a_row_that_a_model_scores_may_have_no_answer(tmp_path: Path) -> None:
         ({"prompt": [MESSAGE], "system": 3}, "column 'system' should be text"),
         ({"prompt": [SYSTEM, MESSAGE], "system": "s"}, "are both system messages"),
         (
-            {"prompt": "<image> x", "images": [{"bytes": "iVBO"}]},
-            "column 'images' has a value, but burnish trains on text",
+            {"prompt": "<image> x", "images": [{"bytes": "iVBO"}, {"bytes": "iVBO"}]},
+            "prompt has 1 image marks .* and column 'images' has 2 images",
         ),
-        ({"prompt": "<video> x", "videos": ["a.mp4"]}, "column 'videos' has a value"),
+        ({"prompt": "<image> x", "images": None}, "prompt has 1 image marks .* and column 'images' has 0 images"),
+        ({"prompt": "<image> x", "images": ["a.png"]}, r"images\[0\]: no such file: .*a\.png"),
+        (
+            {"prompt": "<image> x", "image": "https://a.org/b.png"},
+            r"image\[0\]: burnish does not fetch 'https://a\.org",
+        ),
+        (
+            {"prompt": "<image> x", "images": [{"image": "a.png", "max_pixels": 9}]},
+            "'max_pixels' of an image is not used",
+        ),
+        ({"prompt": "<video> x", "videos": ["a.mp4"]}, r"videos\[0\]: no such file: .*a\.mp4"),
+        ({"prompt": "<audio> x", "audios": ["a.wav"]}, "column 'audios' has a value"),
         ({"prompt": "x", "chat_template_kwargs": {"enable_thinking": False}}, "set template.kwargs"),
         ({"prompt": "x", "enable_thinking": False}, "column 'enable_thinking' has chat template arguments"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]},
-            r"prompt\[0\]\.content\[0\] is a block of type 'image'",
+            r"prompt\[0\]\.content\[0\] is a block of type 'image' without content",
         ),
         ({"prompt": [{"from": "robot", "value": "x"}]}, r"prompt\[0\]\.from is 'robot'; expected one of human"),
         ({"question": "  ", "answer": "y"}, "question is empty"),
@@ -286,7 +297,7 @@ def test_a_bad_parquet_row_names_file_and_row(tmp_path: Path) -> None:
             {"messages": [MESSAGE, {**SAID, "weight": 0}]},
             r"messages\[1\]\.weight excludes this turn from training",
         ),
-        ({"prompt": "x", "completion": "y", "images": ["a.png"]}, "column 'images' has a value"),
+        ({"prompt": "x", "completion": "y", "audio": "a.wav"}, "column 'audio' has a value"),
     ],
 )
 def test_a_bad_supervised_row_names_file_and_line(tmp_path: Path, record: dict[str, Any], message: str) -> None:

@@ -42,7 +42,7 @@ def qwen() -> Tokenizer:
 
 def learnt(tokenizer: Tokenizer, row: Row, **template: Any) -> tuple[str, list[str]]:
     """The whole text, and each contiguous run of trained text."""
-    tokens, mask = encode_example(row, tokenizer, Template(**template))
+    tokens, mask, _ = encode_example(row, tokenizer, Template(**template))
     assert len(tokens) == len(mask)
     runs: list[list[int]] = []
     for i, token in enumerate(tokens):
@@ -87,8 +87,8 @@ def test_a_chat_completion_follows_the_very_tokens_of_the_rollout_prompt() -> No
     tokenizer = qwen()
     for prompt in ("1+1?", [TURNS[0]], TURNS[:3]):
         row = pair(prompt, "4! ")
-        tokens, mask = encode_example(row, tokenizer, Template(system="be brief"))
-        rendered = render(row, tokenizer, Template(system="be brief"))
+        tokens, mask, _ = encode_example(row, tokenizer, Template(system="be brief"))
+        rendered = render(row, tokenizer, Template(system="be brief")).tokens
         assert tokens[: len(rendered)] == rendered
         assert mask.index(True) == len(rendered)
         assert learnt(tokenizer, row, system="be brief")[1] == ["4! <|im_end|>"]

@@ -31,7 +31,7 @@ CHAT = (
 def prompt_of(row: Row, tokenizer: Tokenizer, **template: Any) -> Prompt:
     made = Template(**template)
     is_chat = template_kind(tokenizer, made) == "chat"
-    return Prompt(row, render_text(row, tokenizer, made), render(row, tokenizer, made), is_chat=is_chat)
+    return Prompt(row, render_text(row, tokenizer, made), render(row, tokenizer, made).tokens, is_chat=is_chat)
 
 
 def game(
@@ -110,7 +110,7 @@ def test_demonstrations_are_games_that_the_environment_would_play(
         said = record["completion"]
         assert [m["role"] for m in said] == ["assistant", "user"] * (len(said) // 2) + ["assistant"]
         assert len(said) <= 5
-        tokens, mask = encode_example(Row(str(k), record["prompt"], "d", None, completion=said), digits, Template())
+        tokens, mask, _ = encode_example(Row(str(k), record["prompt"], "d", None, completion=said), digits, Template())
         low, high = (int(part) for part in record["prompt"].strip("?").split("-"))
         secrets = [
             secret

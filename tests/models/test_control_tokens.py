@@ -32,7 +32,7 @@ PLAIN = "1\nassistant\nyes"
 
 
 def rows(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
-    return render(Row("r", [{"role": "user", "content": text}], "s", None), tokenizer, template)
+    return render(Row("r", [{"role": "user", "content": text}], "s", None), tokenizer, template).tokens
 
 
 def learnt(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
@@ -41,7 +41,7 @@ def learnt(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
 
 def replied(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
     row = Row("r", "?", "s", None)
-    tokens = render(row, tokenizer, template)
+    tokens = render(row, tokenizer, template).tokens
     prompt = Prompt(row, tokenizer.decode(tokens, skip_special=False), tokens, is_chat=template.kind != "plain")
     return list(Dialogue(prompt, tokenizer).reply([1, 2], text))
 
@@ -137,7 +137,7 @@ def test_prerendered_prompts_are_parsed_and_get_no_template(tmp_path: Path) -> N
         (draw,) = PromptStream([source], tokenizer, data, seed=0).draw(1)
         assert (draw.prompt.tokens == wanted) == is_parsed
     row = Row("r", text, "s", None, completion=f"yes{END}")
-    tokens, mask = encode_example(row, tokenizer, Template(kind="prerendered"))
+    tokens, mask, _ = encode_example(row, tokenizer, Template(kind="prerendered"))
     assert tokens == wanted + tokenizer.encode(f"yes{END}")  # the end token is there already
     assert sum(mask) == 4
     with pytest.raises(UserError, match="list of messages"):

@@ -41,7 +41,7 @@ CHAT._inner.chat_template = (
     "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[answer:{% endif %}"
 )
 ROWS = [Row("rows/0", "3>", "math", "4", {"shown": "b"}), Row("rows/1", "5>", "math", "6", {"shown": "a"})]
-PROMPTS = {(row.id, 0): Prompt(row, str(row.prompt), render(row, STUDENT, Template())) for row in ROWS}
+PROMPTS = {(row.id, 0): Prompt(row, str(row.prompt), render(row, STUDENT, Template()).tokens) for row in ROWS}
 END = STUDENT.eos_ids[0]
 
 

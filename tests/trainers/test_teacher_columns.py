@@ -37,7 +37,7 @@ def make_model() -> Decoder:
 
 
 def prompt_of(row: Row) -> Prompt:
-    return Prompt(row, str(row.prompt), render(row, TOKENIZER, Template()))
+    return Prompt(row, str(row.prompt), render(row, TOKENIZER, Template()).tokens)
 
 
 PROMPTS = {(row.id, 0): prompt_of(row) for row in (ROW, OTHER)}
