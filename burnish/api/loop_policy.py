@@ -45,9 +45,9 @@ from burnish.data.row_formats import prompt_row
 from burnish.data.template import render, template_kind
 from burnish.distributed.roles import build_engine
 from burnish.evaluation.evaluate import make_driver
-from burnish.evaluation.model_source import compute_dtype, find_model
+from burnish.evaluation.model_source import find_model, sampling_model
 from burnish.evaluation.settings import TASK_PREFIX
-from burnish.models.policy import PolicyModel, load_policy, resolve_device
+from burnish.models.policy import PolicyModel, load_policy
 from burnish.rollout.runner import RolloutRunner
 from burnish.trainers.minibatches import build_policy_loss, with_answer_ids, with_second_moment_mask
 from burnish.training.learner import Learner
@@ -119,9 +119,9 @@ class Policy:
         given = load_tree(PolicyOptions, {k: dict(v) for k, v in sections.items()}, None).config
         if named := [key for key in ("path", "new", "adapter") if getattr(given.model, key) is not None]:
             raise UserError(f"the first argument is the model: {named[0]} has no effect here")
-        on_gpu = resolve_device(given.model.device).type == "cuda"
-        dtype = model.get("dtype") or compute_dtype(source, on_gpu)
-        config = given.model.model_copy(update={"dtype": dtype})
+        of_run = sampling_model(source, model.get("dtype"), given.model.device)
+        pixels = given.model.image_pixels or of_run.image_pixels
+        config = given.model.model_copy(update={"dtype": of_run.dtype, "image_pixels": pixels})
         policy = load_policy(config, source.path, None, seed)
         return cls(policy, given.optimizer, given.template, seed, temperature, total_updates, token_budget, max_rows)
 

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     text = read_prompt(prompt)
     policy = loaded_policy(args, subject)
     asked = requests(args, policy, sampling, text)
-    check_policy(policy, asked[0].tokens)
+    check_policy(policy, asked[0].tokens if not asked[0].pictures else ())
     stream(policy, asked)
     return 0
 
@@ -132,14 +132,12 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def loaded_policy(args: argparse.Namespace, subject: ModelSource) -> PolicyModel:
     """The model of the command."""
-    from burnish.config.model import Model
-    from burnish.evaluation.model_source import compute_dtype
-    from burnish.models.policy import load_policy, resolve_device
+    from burnish.evaluation.model_source import sampling_model
+    from burnish.models.policy import load_policy
 
     if subject.note is not None:
         print_note(subject.note)
-    dtype = args.dtype or compute_dtype(subject, resolve_device(args.device).type == "cuda")
-    return load_policy(Model(dtype=dtype, device=args.device), subject.path, None, args.seed)
+    return load_policy(sampling_model(subject, args.dtype, args.device), subject.path, None, args.seed)
 
 
 def check_policy(policy: PolicyModel, tokens: Sequence[int]) -> None:
@@ -171,7 +169,7 @@ def run_episodes(
     policy = loaded_policy(args, subject)
     text = None if prompt is None else with_images(read_prompt(prompt), args.image)
     prompts = episode_prompts(settings, policy.tokenizer, subject.config, text, args.data, first, num, args.seed)
-    check_policy(policy, prompts[0].tokens)
+    check_policy(policy, prompts[0].tokens if not prompts[0].pictures else ())
     of_run = subject.config.get("reward")
     reward = Reward.model_validate(of_run) if of_run and prompt is None else None  # a typed prompt has no answer
     play(policy, settings, prompts, args.n, args.seed, Path.cwd(), reward)

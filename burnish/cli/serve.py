@@ -153,14 +153,13 @@ def engine_host(
 
 def load_engine(args: argparse.Namespace, source: ModelSource) -> LoadedEngine:
     """Load the policy and prepare its engine."""
-    from burnish.config.model import Model
-    from burnish.evaluation.model_source import compute_dtype
-    from burnish.models.policy import check_finite, load_policy, resolve_device
+    from burnish.evaluation.model_source import sampling_model
+    from burnish.models.policy import check_finite, load_policy
 
-    dtype = args.dtype or compute_dtype(source, resolve_device(args.device).type == "cuda")
-    policy = load_policy(Model(dtype=dtype, device=args.device), source.path, None, seed=0)
+    model = sampling_model(source, args.dtype, args.device)
+    policy = load_policy(model, source.path, None, seed=0)
     check_finite(policy)
-    return policy_engine(args, policy, f"{policy.note}, {dtype}")
+    return policy_engine(args, policy, f"{policy.note}, {model.dtype}")
 
 
 def policy_engine(args: argparse.Namespace, policy: PolicyModel, note: str) -> LoadedEngine:

@@ -91,9 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
 def load_service(args: argparse.Namespace, is_local: bool) -> tuple[TinkerService, str]:
     """The base model with its worker, and a note about it."""
-    from burnish.config.model import Model
     from burnish.config.rollout import Rollout
-    from burnish.evaluation.model_source import compute_dtype, find_model
+    from burnish.evaluation.model_source import find_model, sampling_model
     from burnish.models.policy import check_finite, load_policy, resolve_device
     from burnish.serve.tinker.checkpoints import CheckpointStore
     from burnish.serve.tinker.sampler import SamplerPool
@@ -104,8 +103,8 @@ def load_service(args: argparse.Namespace, is_local: bool) -> tuple[TinkerServic
     if source.note is not None:
         print_note(source.note)
     device = resolve_device(args.device)
-    dtype = args.dtype or compute_dtype(source, device.type == "cuda")
-    base = load_policy(Model(dtype=dtype, device=args.device), source.path, None, seed=0)
+    model = sampling_model(source, args.dtype, args.device)
+    base = load_policy(model, source.path, None, seed=0)
     check_base(base, source.path)
     check_finite(base)
     base.module.requires_grad_(False)
@@ -123,7 +122,7 @@ def load_service(args: argparse.Namespace, is_local: bool) -> tuple[TinkerServic
         aliases=frozenset({str(args.model), str(directory), directory.name}),
         session_timeout_s=args.session_timeout,
     )
-    return service, f"{base.note}, {dtype}, checkpoints in {args.checkpoints}"
+    return service, f"{base.note}, {model.dtype}, checkpoints in {args.checkpoints}"
 
 
 def check_base(base: PolicyModel, path: Path) -> None:

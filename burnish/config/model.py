@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.records import Record
 
@@ -17,6 +17,7 @@ ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 PROJECTIONS = ALL_PROJECTIONS[4:]
 """The linear layers of a decoder layer by their Hugging Face names, in the order of the forward pass."""
 LoraBase = Literal["dtype", "nf4", "nf4-double"]
+Vision = Literal["frozen", "projector", "trained"]
 DEFAULT_WSD_DECAY = 0.2
 """Default of `Optimizer.decay`, which only the wsd schedule reads."""
 
@@ -54,6 +55,11 @@ class Lora(Record):
         if self.targets != "all-linear" and len(set(self.targets)) < len(self.targets):
             raise ValueError(f"targets names a projection twice: {', '.join(self.targets)}")
         return self
+
+
+def _as_pair(value: Any) -> Any:
+    """A list of YAML as a tuple, which strict types take."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class NewModel(Record):
@@ -101,6 +107,20 @@ class Model(Record):
     """New low-rank adapters. Only the adapters are trained and saved. The critic has its own adapters on the same frozen weights."""
     adapter: str | None = None
     """A PEFT adapter directory to start from instead, with its own rank and targets. Without model.path, the base model that it names is loaded."""
+    vision: Vision | None = None
+    """What of a vision tower is trained: nothing, only its projector to the decoder, or all of it. null: nothing of a model from a directory, all
+    of a new one. While it is frozen, the features of an image are computed once for sampling and training."""
+    image_pixels: Annotated[tuple[int, int], BeforeValidator(_as_pair)] | None = None
+    """Fewest and most pixels of an image after it is resized, as two numbers. Most bounds its tokens: an image of Qwen2.5-VL has one token for
+    28 x 28 pixels. null: the limits of the model's own image processor."""
+
+    @model_validator(mode="after")
+    def _check_pixels(self) -> Model:
+        if self.image_pixels is not None and not 1 <= self.image_pixels[0] <= self.image_pixels[1]:
+            raise ValueError(
+                f"model.image_pixels={list(self.image_pixels)} should be the fewest and the most pixels, such as [3136, 501760]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_one_source(self) -> Model:

@@ -14,7 +14,7 @@ from burnish.config.records import Record, Slot, choice
 if TYPE_CHECKING:
     from burnish.config.schema import TrainConfig
 
-LOCAL_ENGINE_KEYS = ("dtype", "max_model_len", "enforce_eager")
+LOCAL_ENGINE_KEYS = ("engine",)
 """Keys of `rollout.vllm` that apply to an engine in this process only."""
 SERVER_KEYS = ("weights_dir", "timeout_s")
 """Keys of `rollout.vllm` that apply to a server only."""
@@ -127,12 +127,9 @@ class Vllm(Record):
     """Folder for new weights, which this process writes and the server reads. null: a temporary folder."""
     timeout_s: float = Field(1800.0, gt=0)
     """Time limit of one completion and of one weight update by a server."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the engine's weights and arithmetic; auto is model.dtype."""
-    max_model_len: int | None = Field(None, ge=2)
-    """Maximum number of tokens of a prompt and its completion. null: the model's own limit, or less if the cache is too small for it."""
-    enforce_eager: bool = False
-    """Skip compilation and CUDA graphs: faster start, slower sampling."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of vLLM's own (`EngineArgs`) for an engine in this process, such as dtype (default: model.dtype), max_model_len (default: the
+    model's own limit) and enforce_eager (no compilation and no CUDA graphs: faster start, slower sampling)."""
 
     @model_validator(mode="after")
     def _check_effect(self) -> Vllm:
@@ -145,7 +142,8 @@ class Vllm(Record):
 
     def given(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys that do not have their default."""
-        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
 
 def check_engine_fits(rollout: Rollout) -> None:

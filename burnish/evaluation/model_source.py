@@ -64,15 +64,29 @@ def compute_dtype(source: ModelSource, on_gpu: bool) -> str:
     Without a run, a GPU samples in the half precision that the weights are stored in, else in bfloat16. A CPU samples in
     float32, because half precision saves no time there, or in float64 if the run did.
     """
-    run_config = source.path.parent.parent / "config.yaml" if source.path.parent.name == "checkpoints" else None
-    config = source.config
-    if not config and run_config is not None and run_config.is_file():  # the command named a checkpoint
-        config = parse_yaml(run_config.read_text(encoding="utf-8"), str(run_config)) or {}
+    config = _run_config(source)
     ran_in = (config.get("model") or {}).get("dtype", Model().dtype) if config else None
     if not on_gpu:
         return "float64" if ran_in == "float64" else "float32"
     stored = stored_dtype(source.path)
     return ran_in or (stored if stored in ("bfloat16", "float16") else "bfloat16")
+
+
+def sampling_model(source: ModelSource, dtype: str | None, device: str) -> Model:
+    """Return the model section of a command that samples: with the limits of image sizes that the run trained with."""
+    from burnish.models.policy import resolve_device
+
+    dtype = dtype or compute_dtype(source, resolve_device(device).type == "cuda")
+    image_pixels = (_run_config(source).get("model") or {}).get("image_pixels")
+    return Model.model_validate({"dtype": dtype, "device": device, "image_pixels": image_pixels})
+
+
+def _run_config(source: ModelSource) -> dict[str, Any]:
+    """Return the config of the run that a model comes from, also if the command named a checkpoint of it; else nothing."""
+    if source.config or source.path.parent.name != "checkpoints":
+        return source.config
+    path = source.path.parent.parent / "config.yaml"
+    return (parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}) if path.is_file() else {}
 
 
 def _best_of_run(run: RunDirectory) -> ModelSource:

@@ -181,8 +181,9 @@ def _from_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict
     template = run.get("template") or run.get("data", {}).get("template")
     if template:
         found["data.template"] = template
-    if "dtype" in run.get("model", {}):
-        found["model.dtype"] = run["model"]["dtype"]
+    for key in ("dtype", "image_pixels"):
+        if run.get("model", {}).get(key) is not None:
+            found[f"model.{key}"] = run["model"][key]
     if is_benchmark:
         return found
     if "seed" in run:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.model import Lora, Model
+from burnish.config.model import Lora, Model, Vision
 from burnish.config.model_ids import model_directory
 from burnish.core.sharded_tensors import full_tensor
 from burnish.models.architecture import (
@@ -208,9 +208,9 @@ def outline_policy(
         if config.lora is not None or adapter is not None:
             raise UserError(f"adapters need the native decoder, and {path} runs through transformers ({why})")
         positions = hf_config.get("text_config", hf_config).get("max_position_embeddings")
-        return PolicyOutline(Tokenizer.load(path), positions, None, path, None, why)
+        return PolicyOutline(_load_tokenizer(config, path), positions, None, path, None, why)
     arch = architecture_from_hf(hf_config, str(path / "config.json"))
-    tokenizer = Tokenizer.load(path)
+    tokenizer = _load_tokenizer(config, path)
     _check_embeddings(tokenizer, arch.vocab_size, path)
     return PolicyOutline(tokenizer, arch.max_positions, arch, path, adapter)
 
@@ -236,6 +236,7 @@ def load_policy(
         module = Decoder(outline.arch)
         initialise(module, seed)
         module.to(device=device, dtype=dtype)
+        choose_trained_vision(module, config.vision or "trained")
         note = f"new {outline.arch.family} decoder, {outline.arch.num_parameters:,} parameters"
         return PolicyModel(module, tokenizer, None, note)
     if outline.arch is None:
@@ -249,6 +250,7 @@ def load_policy(
     note = (
         f"native decoder, {module.arch.num_parameters:,} parameters{_add_adapters(module, lora, outline.adapter, seed)}"
     )
+    choose_trained_vision(module, config.vision or "frozen")
     return PolicyModel(module, tokenizer, source, note)
 
 
@@ -263,6 +265,24 @@ def _add_adapters(module: Decoder, lora: Lora | None, adapter: Path | None, seed
         add_lora(module, lora, seed)
     source_text = f" from {adapter}" if adapter is not None else ""
     return f", {describe_lora(lora)}{source_text} ({num_lora_parameters(module.arch, lora):,} parameters)"
+
+
+def _load_tokenizer(config: Model, path: Path) -> Tokenizer:
+    """The tokenizer of a directory, with the image processor of a model that sees."""
+    tokenizer = Tokenizer.load(path, config.image_pixels)
+    unused = [key for key in ("vision", "image_pixels") if getattr(config, key) is not None]
+    if tokenizer.image_processor is None and unused:
+        raise UserError(f"model.{unused[0]} has no effect: {path} is a model that reads text only")
+    return tokenizer
+
+
+def choose_trained_vision(module: Decoder | TransformersPolicy, vision: Vision) -> None:
+    """Freeze the vision tower, train only its projector, or train all of it; the decoder stays as it is."""
+    tower = module.vision if isinstance(module, Decoder) else None
+    if tower is None:
+        return
+    tower.requires_grad_(vision == "trained")
+    tower.projector.requires_grad_(vision != "frozen")
 
 
 def _check_embeddings(tokenizer: Tokenizer, num_embeddings: int, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""LoRA keys: their meaning, and combinations that are refused."""
+"""Keys of the model: their meaning, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
     ("overrides", "words"),
     [
         (["model.lora.rank=0"], "model.lora.rank: got 0"),
+        (["model.image_pixels=[9, 4]"], "model.image_pixels=[9, 4] should be the fewest and the most pixels"),
+        (["model.image_pixels=9"], "model.image_pixels"),
+        (["model.vision=melted"], "model.vision"),
         (["model.lora.targets=[q_proy]"], "q_proy"),
         (["model.lora.targets=[]"], "model.lora.targets"),
         (["model.lora.targets=[q_proj, q_proj]"], "targets names a projection twice: q_proj, q_proj"),

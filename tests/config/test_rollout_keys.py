@@ -128,8 +128,8 @@ BASE = ["model.path=somewhere", "data.train.task=sort_digits", "rollout.engine=v
 
 
 def test_a_section_given_in_part_keeps_its_defaults() -> None:
-    rollout = load(TrainConfig, None, [*BASE, "rollout.vllm.enforce_eager=true"]).config.rollout
-    assert rollout.vllm == Vllm(enforce_eager=True)
+    rollout = load(TrainConfig, None, [*BASE, "rollout.vllm.engine.enforce_eager=true"]).config.rollout
+    assert rollout.vllm == Vllm(engine={"enforce_eager": True})
     rollout = load(TrainConfig, None, [*BASE, "rollout.cache_gib=2"]).config.rollout
     assert (rollout.vllm, rollout.cache_gib) == (None, 2)
     rollout = load(TrainConfig, None, [*BASE, "rollout.vllm={url: http://there, weights_dir: /shared}"]).config.rollout
@@ -151,18 +151,12 @@ def test_a_section_given_in_part_keeps_its_defaults() -> None:
         ),
         (["rollout.cache_dtype=fp8"], "rollout.cache_dtype=fp8 applies to the native engine"),
         (["rollout.cache_gib=1", "rollout.vllm.url=http://there"], "rollout.cache_gib has no effect on a server"),
-        (["rollout.vllm={url: http://there, dtype: float32}"], "rollout.vllm.dtype has no effect on a server"),
         (
-            ["rollout.vllm={url: http://there, max_model_len: 9}"],
-            "rollout.vllm.max_model_len has no effect on a server",
-        ),
-        (
-            ["rollout.vllm={url: http://there, enforce_eager: true}"],
-            "rollout.vllm.enforce_eager has no effect on a server",
+            ["rollout.vllm={url: http://there, engine: {max_model_len: 9}}"],
+            "rollout.vllm.engine has no effect on a server",
         ),
         (["rollout.vllm.weights_dir=/shared"], "rollout.vllm.weights_dir applies to a server"),
         (["rollout.vllm.timeout_s=3"], "rollout.vllm.timeout_s applies to a server"),
-        (["rollout.vllm.dtype=float64"], "rollout.vllm.dtype"),
         (["rollout.vllm.uri=http://there"], "uri"),
     ],
 )

@@ -104,7 +104,7 @@ SERVE_HTTP = f"{sys.executable} -m http.server {{port}} --bind 127.0.0.1 --direc
         (["placement.server=serve", "rollout.engine=vllm"], r"placement.server='serve' has no \{port\}"),
         (["placement.server=serve", "rollout.engine=vllm", "rollout.vllm.url=http://a:1"], "remove one of them"),
         (
-            ["placement.server=serve", "rollout.engine=vllm", "rollout.vllm.dtype=float16"],
+            ["placement.server=serve", "rollout.engine=vllm", "rollout.vllm.engine.dtype=float16"],
             "write it into placement.server",
         ),
         (

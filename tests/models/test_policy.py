@@ -16,13 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.errors import UserError
-from burnish.config.model import Lora, Model, NewModel, Optimizer
+from burnish.config.model import Lora, Model, NewModel, Optimizer, Vision
 from burnish.core.batch import Batch
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights, add_lora
-from burnish.models.policy import PolicyModel, full_hf_tensors, load_policy, resolve_device, save_merged
+from burnish.models.policy import (
+    PolicyModel,
+    choose_trained_vision,
+    full_hf_tensors,
+    load_policy,
+    resolve_device,
+    save_merged,
+)
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.vision.interfaces import ImageFeatures, VisionTower
 from burnish.models.weight_files import load_decoder, stored_tensors
 from burnish.run.checkpoint.saver import HostCopy
 from burnish.training.learner import Learner
@@ -268,3 +276,38 @@ def test_adapters_are_added_in(tiny_model: TinyModelMaker, tmp_path: Path) -> No
     name = "model.layers.0.self_attn.q_proj.weight"
     (plain,) = [tensor.whole() for known, tensor in stored_tensors(folder) if known == name]
     assert not torch.equal(dict(full_hf_tensors(policy))[name], plain)
+
+
+class LinearTower(VisionTower):
+    """A tower of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.merger = nn.Linear(3, 4), nn.Linear(4, 8)
+
+    def forward(self, pictures: Any) -> ImageFeatures:
+        raise NotImplementedError
+
+    @property
+    def projector(self) -> nn.ModuleList:
+        return nn.ModuleList([self.merger])
+
+
+@pytest.mark.parametrize(
+    ("vision", "trained"), [("frozen", []), ("projector", ["merger"]), ("trained", ["encoder", "merger"])]
+)
+def test_what_of_the_tower_is_trained_can_be_chosen(vision: Vision, trained: list[str]) -> None:
+    policy = load_policy(Model(new=NewModel(num_layers=1)), None, "01", 0)
+    assert isinstance(policy.module, Decoder)
+    decoder = [name for name, _ in policy.module.named_parameters()]
+    policy.module.vision = LinearTower()
+    choose_trained_vision(policy.module, vision)
+    learner = Learner(policy.module, Optimizer(), 1, token_budget=64)
+    expected = [f"vision.{name}.{part}" for name in trained for part in ("weight", "bias")]
+    assert list(learner.names) == [*decoder, *expected]
+
+
+@pytest.mark.parametrize(("key", "value"), [("vision", "projector"), ("image_pixels", (64, 4096))])
+def test_keys_of_vision_are_refused_for_a_text_model(directory: Path, key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"model\.{key} has no effect: .* reads text only"):
+        load_policy(Model(**{key: value}), directory, None, 0)

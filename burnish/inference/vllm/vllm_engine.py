@@ -163,9 +163,11 @@ def engine_arguments(
     bits). Any other policy starts from its config.json, written to `folder`, without weights.
     """
     first = next(policy.module.parameters())
-    dtype = str(first.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
+    dtype = options.engine.get("dtype", str(first.dtype).removeprefix("torch."))
     if dtype == "float64":
-        raise UserError("vLLM does not compute in float64: set model.dtype=float32, or rollout.vllm.dtype=float32")
+        raise UserError(
+            "vLLM does not compute in float64: set model.dtype=float32, or rollout.vllm.engine.dtype=float32"
+        )
     if first.device.index not in (None, 0):
         raise UserError(
             f"model.device={first.device}, and vLLM in this process takes the first GPU: set model.device=cuda and "
@@ -183,22 +185,22 @@ def engine_arguments(
         source["lora_target_modules"] = list(
             policy.lora.projections
         )  # with an output head among them it scores no prompts
-    return source | {
+    own = source | {
         "skip_tokenizer_init": True,
-        "dtype": dtype,
         "seed": 0,
-        "max_model_len": options.max_model_len,
         "max_num_seqs": max_rows,
         "kv_cache_memory_bytes": int((DEFAULT_CACHE_GIB if cache_gib is None else cache_gib) * GIB),
         "gpu_memory_utilization": MIN_FREE_SHARE,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
-        "enforce_eager": options.enforce_eager,
         "generation_config": "vllm",  # ignore the model's own temperature and penalties
         "disable_log_stats": True,
         "enable_sleep_mode": can_sleep,
     }
+    if taken := [name for name in options.engine if name in own]:
+        raise UserError(f"rollout.vllm.engine.{taken[0]} is set by burnish ({own[taken[0]]!r}): remove it")
+    return own | {"max_model_len": None, "enforce_eager": False} | options.engine | {"dtype": dtype}
 
 
 def start_vllm(library: VllmLibrary, given: dict[str, Any]) -> Any:
@@ -210,9 +212,9 @@ def start_vllm(library: VllmLibrary, given: dict[str, Any]) -> Any:
     set_num_threads = torch.set_num_threads
     try:
         return library.LLMEngine.from_engine_args(library.EngineArgs(**given))
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # a TypeError names an unknown argument
         raise UserError(
-            f"vLLM {library.version} does not start: {error} (its cache is rollout.cache_gib, its longest sequence rollout.vllm.max_model_len)"
+            f"vLLM {library.version} does not start: {error} (its cache is rollout.cache_gib, its longest sequence rollout.vllm.engine.max_model_len)"
         ) from error
     finally:
         torch.set_num_threads = set_num_threads

@@ -22,7 +22,7 @@ ROWS = 4
 
 @pytest.fixture(scope="module")
 def engine(make_policy: Any) -> VllmEngine:
-    return VllmEngine(make_policy(), Vllm(enforce_eager=True), ROWS, cache_gib=0.05)
+    return VllmEngine(make_policy(), Vllm(engine={"enforce_eager": True}), ROWS, cache_gib=0.05)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.inference.engine_contract import Subject, agree
 
 pytestmark = pytest.mark.vllm
 ROWS = 4
-EAGER = Vllm(enforce_eager=True)
+EAGER = Vllm(engine={"enforce_eager": True})
 WANTED = [
     Request(f"r{k}", (4, 5, 6, 7) * 40, SamplingOptions(max_tokens=10, temperature=0.9, raw_logprobs=True), k)
     for k in range(6)
@@ -132,7 +132,7 @@ def test_an_architecture_that_only_transformers_knows(tools: Any, make_policy: A
 
 def test_a_shorter_limit_and_another_type(tools: Any, make_policy: Any, subject_of: Callable[..., Subject]) -> None:
     policy = make_policy()
-    engine = engine_of(policy, Vllm(enforce_eager=True, max_model_len=64, dtype="bfloat16"))
+    engine = engine_of(policy, Vllm(engine={"enforce_eager": True, "max_model_len": 64, "dtype": "bfloat16"}))
     with pytest.raises(UserError, match="60 prompt tokens \\+ 5 new ones = 65, but vLLM is made for 64 positions"):
         engine.submit([Request("r", (3,) * 60, SamplingOptions(max_tokens=5), 0)])
     wanted = [Request(f"r{k}", (4, 5, 6), SamplingOptions(max_tokens=10), k) for k in range(6)]

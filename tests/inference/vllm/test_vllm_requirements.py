@@ -89,7 +89,7 @@ def test_the_options_reach_vllm(make_policy: Any, tmp_path: Path) -> None:
     assert (given["model"], given["load_format"], given["dtype"]) == (str(tmp_path), "dummy", "float32")
     assert (given["max_model_len"], given["max_num_seqs"], given["kv_cache_memory_bytes"]) == (None, 256, 4 << 30)
     assert (given["enforce_eager"], given["enable_sleep_mode"], given.get("enable_lora")) == (False, True, None)
-    other = Vllm(dtype="bfloat16", max_model_len=99, enforce_eager=True)
+    other = Vllm(engine={"dtype": "bfloat16", "max_model_len": 99, "enforce_eager": True})
     given = engine_arguments(policy, other, 8, 0.5, tmp_path, can_sleep=False)
     assert (given["dtype"], given["max_model_len"], given["max_num_seqs"]) == ("bfloat16", 99, 8)
     assert (given["kv_cache_memory_bytes"], given["enforce_eager"], given["enable_sleep_mode"]) == (

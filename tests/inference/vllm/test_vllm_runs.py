@@ -17,7 +17,7 @@ from tests.trainers.tiny import WARM, run_of
 pytestmark = pytest.mark.vllm
 RECIPE = """
 data: {train: {task: sort_digits, limit: 24, options: {min_digits: 2, max_digits: 3}}, max_prompt_tokens: 16}
-rollout: {prompts: 8, n: 4, max_tokens: 4, engine: vllm, vllm: {enforce_eager: true}, cache_gib: 0.05}
+rollout: {prompts: 8, n: 4, max_tokens: 4, engine: vllm, vllm: {engine: {enforce_eager: true}}, cache_gib: 0.05}
 training: {steps: 6, optimizer: {lr: 1.0e-3}}
 algorithm: {kl: {loss: {coef: 0}, reference: none}}
 run: {samples_every: 100, save_every: 2}
