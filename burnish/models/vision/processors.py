@@ -10,6 +10,8 @@ from burnish.config.yaml_text import read_json_object
 from burnish.models.vision.interfaces import ImageProcessor, PixelLimits
 from burnish.models.vision.qwen_processor import QwenProcessor
 from burnish.models.vision.qwen_shape import qwen3_vision, qwen25_vision
+from burnish.models.vision.siglip_processors import Gemma3Processor, Idefics3Processor
+from burnish.models.vision.siglip_shape import gemma3_shape, idefics3_shape
 
 MODEL_LIMITS = PixelLimits()
 CONFIG_FILE = "preprocessor_config.json"
@@ -24,6 +26,11 @@ def load_processor(directory: Path, limits: PixelLimits = MODEL_LIMITS) -> Image
     if model.get("model_type") in ("qwen2_5_vl", "qwen3_vl"):
         read = qwen25_vision if model["model_type"] == "qwen2_5_vl" else qwen3_vision
         return QwenProcessor(config, video_config(directory), read(model)["vision"], _encoder(directory), limits, where)
+    if model.get("model_type") in ("idefics3", "smolvlm"):
+        return Idefics3Processor(config, idefics3_shape(model), _encoder(directory), limits, where)
+    if model.get("model_type") == "gemma3":
+        marks = model.get("boi_token_index", 255_999), model.get("eoi_token_index", 256_000)
+        return Gemma3Processor(config, gemma3_shape(model, 1), marks, limits, where)
     return None
 
 
