@@ -92,6 +92,11 @@ class Architecture:
             return self.window
         return tuple(self.window if is_local else None for is_local in self.local_layers)
 
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether the tokens of a picture attend to each other in both directions."""
+        return self.vision is not None and self.vision.attends_both_ways
+
     def is_local(self, layer: int) -> bool:
         """Whether a layer is a windowed layer of a model that has both kinds."""
         return self.local_layers is not None and self.local_layers[layer]

@@ -33,6 +33,7 @@ from burnish.models.kernels.elementwise import (
     swiglu,
 )
 from burnish.models.kernels.logprob import Distribution, Distributions, head_logprob, head_statistics, softcapped
+from burnish.models.kernels.picture_attention import both_ways, packed_blocks
 from burnish.models.kernels.shared_prefix import (
     Attend,
     RowShard,
@@ -344,11 +345,14 @@ class Decoder(nn.Module):
         shard = UnshardedRows(at) if self.shard_rows is None else self.shard_rows(attend.lengths, rows, at)
         if self.routing is not None:
             self.routing.begin(offsets, rows, shard, self.exact is not None)
-        pictures = self.pictures
+        pictures, attend_rows = self.pictures, cast(Attend, attend)
         if pictures is not None:
+            if self.arch.attends_both_ways:
+                blocks = packed_blocks(pictures.index.cpu().numpy(), offsets.cpu().numpy(), rows)
+                attend_rows = both_ways(attend, blocks, self.arch.windows, tokens.device)
             pictures = pictures.select(lambda column: shard.rows(column if rows is None else column[rows.own]))
         with self.with_pictures(pictures):
-            hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend), int(lengths.max()))
+            hidden = self(shard.rows(tokens), shard.rows(positions), shard.attention(attend_rows), int(lengths.max()))
         return hidden[shard.at], shard
 
     def logits(self, hidden: Tensor) -> Tensor:

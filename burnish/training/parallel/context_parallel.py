@@ -72,6 +72,11 @@ def apply_context_parallel(model: nn.Module, group: ProcessGroup, policy_kv_head
             f"parallel.context={group.size()} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
             "gathered keys has no soft-capped scores: use a divisor of them"
         )
+    if backbone.arch.attends_both_ways:
+        raise UserError(
+            f"parallel.context={group.size()} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
+            "gathered keys is causal, also for the tokens of a picture, which attend to each other in this model: use a divisor of them"
+        )
     windows = backbone.arch.windows
     backbone.shard_rows = lambda lengths, rows, wanted: ContextShard(group, lengths, rows, wanted, windows)
 
