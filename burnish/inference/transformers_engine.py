@@ -2,7 +2,8 @@
 
 It runs static batches and shares no prompts, so it is slower than the native engines. Tokens are drawn by the native sampler from
 the requests' keys, inside a logits processor that leaves `generate` a single choice. Randomness and log-probs therefore mean the
-same as in the other engines.
+same as in the other engines. Requests with pictures run together if the model's inputs have equal shapes; tokens that stand for pixels are
+never drawn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,13 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
+from burnish.core.pictures import Picture
 from burnish.core.random_keys import to_int64, uniforms
 from burnish.inference.engine_common import check_bias, copy_weights, empty_completion
 from burnish.inference.native.sampler import add_bias, sample
 from burnish.models.kernels.exact import log_softmax_at_temperature
 from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.vision.transformers_processor import Signature
 
 
 class TransformersEngine:
@@ -32,6 +36,7 @@ class TransformersEngine:
         self, model: TransformersPolicy, max_rows: int, decode: Callable[[list[int]], str], pad_id: int
     ) -> None:
         self.model, self.max_rows, self.decode, self.pad_id = model.inner, max_rows, decode, pad_id
+        self.pixel_inputs = model.pixel_inputs
         self.device = next(model.parameters()).device
         self.waiting: deque[Request] = deque()
         self.ready: deque[Completion] = deque()  # finished, not yielded by `stream` yet
@@ -47,6 +52,8 @@ class TransformersEngine:
             ids.add(request.id)
             longest = len(request.tokens) + request.sampling.max_tokens
             check_bias(request, self.model.get_input_embeddings().num_embeddings)
+            if request.pictures and self.pixel_inputs is None:
+                raise UserError(f"request {request.id} has images, but {type(self.model).__name__} reads text only")
             if not request.tokens:
                 raise UserError(f"request {request.id}: the prompt has no tokens")
             if limit is not None and longest > limit:
@@ -58,8 +65,9 @@ class TransformersEngine:
     def stream(self) -> Iterator[Completion]:
         while self.ready or (self.waiting and not self._interrupted):
             if not self.ready:
-                options = self.waiting[0].sampling
-                batch = [r for r in self.waiting if r.sampling == options][: self.max_rows]
+                options, shapes = self.waiting[0].sampling, self._input_shapes(self.waiting[0])
+                fitting = (r for r in self.waiting if r.sampling == options and self._input_shapes(r) == shapes)
+                batch = list(islice(fitting, self.max_rows))
                 chosen = {r.id for r in batch}
                 self.waiting = deque(r for r in self.waiting if r.id not in chosen)
                 self.ready.extend(self._generate(batch))
@@ -90,6 +98,10 @@ class TransformersEngine:
     def wake(self) -> None:
         """Nothing to do."""
 
+    def _input_shapes(self, request: Request) -> Signature:
+        """What the inputs of two requests' pictures must have in common to be one batch."""
+        return () if self.pixel_inputs is None else self.pixel_inputs.signature(pictures_of(request))
+
     @torch.no_grad()
     def _generate(self, batch: list[Request]) -> list[Completion]:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -101,7 +113,12 @@ class TransformersEngine:
         for i, request in enumerate(batch):
             prompts[i, width - len(request.tokens) :] = torch.tensor(request.tokens, device=self.device)
             real[i, width - len(request.tokens) :] = 1
-        draw = _SamplingProcessor(batch, width, self.device)
+        extra, never = dict[str, Tensor](), None
+        if self.pixel_inputs is not None:
+            never = torch.tensor(sorted(self.pixel_inputs.placeholder_tokens), device=self.device)
+            if batch[0].pictures:
+                extra = self.pixel_inputs.joined([pictures_of(request) for request in batch], prompts)
+        draw = _SamplingProcessor(batch, width, self.device, never)
         config = GenerationConfig(
             do_sample=False, max_new_tokens=options.max_tokens, pad_token_id=self.pad_id, use_cache=True
         )
@@ -109,11 +126,17 @@ class TransformersEngine:
             self.model.generate(
                 inputs=prompts,
                 attention_mask=real,
+                **extra,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
                 stopping_criteria=StoppingCriteriaList([_StopCriteria(batch, draw, self.decode)]),
             )
         return draw.completions(self.version)
+
+
+def pictures_of(request: Request) -> list[Picture]:
+    """The pictures of a request in order."""
+    return [span.picture for span in request.pictures]
 
 
 @contextmanager
@@ -130,8 +153,8 @@ def _only_this_config(model: Any, config: Any) -> Iterator[None]:
 class _SamplingProcessor:
     """Logits processor that draws the next token of each row and masks all others."""
 
-    def __init__(self, batch: list[Request], width: int, device: torch.device) -> None:
-        self.batch, self.width = batch, width
+    def __init__(self, batch: list[Request], width: int, device: torch.device, never: Tensor | None = None) -> None:
+        self.batch, self.width, self.never = batch, width, never
         self.keys = torch.tensor([to_int64(r.key) for r in batch], device=device)
         self.before = torch.tensor([r.generated for r in batch], device=device)
         self.biases = [r.sampling.logit_bias for r in batch]
@@ -155,7 +178,13 @@ class _SamplingProcessor:
         position = self.before + (input_ids.shape[1] - self.width)
         biased = add_bias(scores, self.biases) if any(self.biases) else scores
         tokens, logp = sample(
-            biased, uniforms(self.keys, position), self.temperature, self.top_k, self.top_p, self.min_p
+            biased,
+            uniforms(self.keys, position),
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            never=self.never,
         )
         self.tokens.append(tokens)
         self.logp.append(logp)

@@ -1,13 +1,15 @@
 """Models of unsupported architectures, whose forward pass runs in transformers: slower than the native decoder.
 
 Sequences are right-padded for the call, since transformers does not support packed batches for every architecture.
-Log-probs come from its logits, so the memory of [tokens, vocab] is needed.
+Log-probs come from its logits, so the memory of [tokens, vocab] is needed. Image-text models get the inputs that their own processor
+makes of the pictures (`vision/transformers_processor.py`). Sequences whose inputs have different shapes run one after another.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,22 +21,30 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.core.batch import from_padded, to_padded
+from burnish.core.pictures import Picture
+from burnish.core.segments import offsets_from_lengths
 from burnish.core.sharded_tensors import full_tensor, local_shard, local_tensor
+from burnish.models.architecture import read_config
 from burnish.models.kernels.shared_prefix import RowShard, UnshardedRows
 from burnish.models.tokenizer import check_remote_code
+from burnish.models.vision.transformers_processor import PixelInputs, Signature
 from burnish.models.weight_files import gathering_stage, weight_files
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Checksums, Content, file_checksum, writer_rank_of
 from burnish.run.checkpoint.tensor_file import TensorBytes
 
+Pictures = Sequence[Sequence[Picture]]
+"""The pictures of each sequence of a packing, in order."""
+
 
 def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
     """Load the transformers model of a directory with every weight checked; no code of it is run and no pickle is opened."""
-    from transformers import AutoModelForCausalLM  # type: ignore[attr-defined]  # mypy leaves out transformers.models
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # type: ignore[attr-defined]  # mypy leaves out transformers.models
 
     weight_files(directory)
+    reads_images = bool(read_config(directory).get("vision_config"))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM).from_pretrained(
             str(directory),
             dtype=dtype,
             use_safetensors=True,
@@ -59,14 +69,20 @@ def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
 class TransformersPolicy(nn.Module):
     """A causal language model of transformers with the interface of the native decoder."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, pixel_inputs: PixelInputs | None = None) -> None:
         super().__init__()
         self.inner = inner.eval()  # no dropout: the learner's log-probs must be those of the sampling distribution
+        self.pixel_inputs = pixel_inputs
+        """Makes the model's inputs of pictures; None for a text model."""
+        self.pictures: Pictures | None = None
+        """The pictures of the next passes; set by `with_pictures`."""
 
     @staticmethod
     def load(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersPolicy:
         """Load a model from a local directory."""
-        policy = TransformersPolicy(_load_pretrained(directory, dtype))
+        config = read_config(directory)
+        inputs = PixelInputs(directory, config) if config.get("vision_config") else None
+        policy = TransformersPolicy(_load_pretrained(directory, dtype), inputs)
         policy.to(device)
         return policy
 
@@ -92,6 +108,10 @@ class TransformersPolicy(nn.Module):
                     slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True)
                 )
                 local_tensor(tensor).copy_(read[name][block])
+
+    def with_pictures(self, pictures: Pictures | None) -> AbstractContextManager[None]:
+        """Set the pictures of the passes within, by sequence; None for text."""
+        return _with_pictures(self, pictures)
 
     def token_logprobs(
         self,
@@ -123,8 +143,7 @@ class TransformersPolicy(nn.Module):
 
     def _log_softmax(self, tokens: Tensor, offsets: Tensor, wanted: Tensor, temperature: float) -> Tensor:
         """Log-probs [M, vocab] of all tokens at the `wanted` positions, in float32 at least."""
-        logits = _padded_forward(self.inner, tokens, offsets).logits
-        logits = from_padded(logits, offsets.diff())[0][wanted - 1]
+        logits = _padded_forward(self, "logits", tokens, offsets)[wanted - 1]
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         return (logits / temperature).log_softmax(-1)
@@ -173,17 +192,62 @@ class TransformersBackbone(nn.Module):
                 f"{name} of transformers has no model below its output head, so no critic can be made of it"
             )
         self.inner = copy.deepcopy(base).eval()
+        self.pixel_inputs = policy.pixel_inputs
+        self.pictures: Pictures | None = None
+        """The pictures of the next passes; set by `with_pictures`."""
+
+    def with_pictures(self, pictures: Pictures | None) -> AbstractContextManager[None]:
+        """Set the pictures of the passes within, by sequence; None for text."""
+        return _with_pictures(self, pictures)
 
     def states(
         self, tokens: Tensor, offsets: Tensor, at: Tensor, shared_prefix: Tensor | None = None
     ) -> tuple[Tensor, RowShard]:
         """Final hidden states of the tokens `at` of packed sequences. `shared_prefix` is ignored, and rows are not sharded."""
-        hidden = from_padded(_padded_forward(self.inner, tokens, offsets).last_hidden_state, offsets.diff())[0]
+        hidden = _padded_forward(self, "last_hidden_state", tokens, offsets)
         return hidden[at], UnshardedRows(at)
 
 
-def _padded_forward(inner: Any, tokens: Tensor, offsets: Tensor) -> Any:
-    """Run a transformers model on packed sequences, right-padded."""
+@contextmanager
+def _with_pictures(model: TransformersPolicy | TransformersBackbone, pictures: Pictures | None) -> Iterator[None]:
+    before, model.pictures = model.pictures, pictures
+    try:
+        yield
+    finally:
+        model.pictures = before
+
+
+def _padded_forward(
+    model: TransformersPolicy | TransformersBackbone, output: str, tokens: Tensor, offsets: Tensor
+) -> Tensor:
+    """An output [N, ...] of a transformers model on packed sequences, right-padded, with the model's pictures."""
+    pictures = model.pictures
+    if pictures is None or not any(pictures):
+        found = _padded_output(model.inner, output, tokens, offsets, {})
+        return from_padded(found, offsets.diff())[0]
+    inputs = model.pixel_inputs
+    if inputs is None:
+        raise UserError(f"{type(model.inner).__name__} reads text only, but the batch has images")
+    groups: dict[Signature, list[int]] = {}
+    for index, own in enumerate(pictures):
+        groups.setdefault(inputs.signature(own), []).append(index)
+    lengths, parts, order = offsets.diff(), [], []
+    for members in groups.values():
+        chosen = lengths[torch.tensor(members, device=offsets.device)]
+        starts = offsets_from_lengths(chosen)
+        elements = torch.cat(
+            [torch.arange(int(offsets[i]), int(offsets[i + 1]), device=offsets.device) for i in members]
+        )
+        some = tokens[elements]
+        extra = inputs.joined([pictures[i] for i in members], to_padded(some, starts))
+        parts.append(from_padded(_padded_output(model.inner, output, some, starts, extra), chosen)[0])
+        order.append(elements)
+    return torch.cat(parts)[torch.cat(order).argsort()]
+
+
+def _padded_output(inner: Any, output: str, tokens: Tensor, offsets: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
+    """An output [S, longest, ...] of packed sequences, right-padded."""
     padded = to_padded(tokens, offsets)
     real = torch.arange(padded.shape[1], device=tokens.device) < offsets.diff()[:, None]
-    return inner(input_ids=padded, attention_mask=real.long(), use_cache=False)
+    found: Tensor = getattr(inner(input_ids=padded, attention_mask=real.long(), use_cache=False, **extra), output)
+    return found

@@ -12,6 +12,7 @@ from burnish.models.vision.qwen_processor import QwenProcessor
 from burnish.models.vision.qwen_shape import qwen3_vision, qwen25_vision
 from burnish.models.vision.siglip_processors import Gemma3Processor, Idefics3Processor
 from burnish.models.vision.siglip_shape import gemma3_shape, idefics3_shape
+from burnish.models.vision.transformers_processor import TransformersProcessor, load_pretrained_processor
 
 MODEL_LIMITS = PixelLimits()
 CONFIG_FILE = "preprocessor_config.json"
@@ -31,7 +32,7 @@ def load_processor(directory: Path, limits: PixelLimits = MODEL_LIMITS) -> Image
     if model.get("model_type") == "gemma3":
         marks = model.get("boi_token_index", 255_999), model.get("eoi_token_index", 256_000)
         return Gemma3Processor(config, gemma3_shape(model, 1), marks, limits, where)
-    return None
+    return TransformersProcessor(load_pretrained_processor(directory), model, limits, str(directory))
 
 
 def preprocessor_config(directory: Path) -> tuple[dict[str, Any], str]:
