@@ -355,11 +355,14 @@ def architecture_to_hf(arch: Architecture, dtype: str, eos_ids: tuple[int, ...],
 def _nested_config(flat: dict[str, Any]) -> dict[str, Any]:
     """A config.json of an image-text model: the keys of the decoder are in `text_config`."""
     top = {"architectures", "model_type", "vision_config", "torch_dtype", "tie_word_embeddings"}
-    top |= {key for key in flat if key.endswith("_token_id")}
+    top |= {"scale_factor", "mm_tokens_per_image"} | {
+        key for key in flat if key.endswith(("_token_id", "_token_index"))
+    }
     text = {
         key: value for key, value in flat.items() if key not in top or key.endswith(("bos_token_id", "eos_token_id"))
     }
-    text |= {"model_type": f"{flat['model_type']}_text", "pad_token_id": flat["pad_token_id"]}
+    family = flat["model_type"]
+    text |= {"model_type": FAMILIES[family].text_type or f"{family}_text", "pad_token_id": flat["pad_token_id"]}
     return {**{key: value for key, value in flat.items() if key in top}, "text_config": text}
 
 

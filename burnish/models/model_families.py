@@ -14,7 +14,7 @@ attention scores and output logits are soft-capped, x -> cap * tanh(x / cap).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from burnish.models.expert_shape import (
@@ -39,7 +39,16 @@ from burnish.models.vision.qwen_shape import (
     qwen_vision_keys,
     qwen_vision_why_unsupported,
 )
-from burnish.models.vision.tensor_names import VisionNames
+from burnish.models.vision.siglip_shape import (
+    SiglipShape,
+    gemma3_shape,
+    gemma3_text_config,
+    idefics3_shape,
+    idefics3_text_config,
+    siglip_keys,
+)
+from burnish.models.vision.siglip_shape import why_unsupported as siglip_why_unsupported
+from burnish.models.vision.tensor_names import GEMMA3_NAMES, IDEFICS3_NAMES, VisionNames
 
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture
@@ -102,6 +111,8 @@ class Family:
     """A config.json with the keys of the decoder on the top level; image-text models nest them."""
     vision_names: VisionNames | None = None
     """Names of the tensors of an image-text model; None for a text model."""
+    text_type: str = ""
+    """`model_type` of the text_config of an image-text model, if it is not the family's with `_text`."""
 
     @property
     def has_experts(self) -> bool:
@@ -263,6 +274,33 @@ def gemma3_new_model_fields(num_layers: int) -> dict[str, Any]:
     return {"local_layers": local, "window": NEW_MODEL_WINDOW, "local_theta": LOCAL_THETA, "rope_theta": FULL_THETA}
 
 
+def gemma3_vision_fields(config: HfConfig) -> dict[str, Any]:
+    """Fields of `Architecture` from a Gemma 3 config with a vision tower."""
+    vision = {"vision": gemma3_shape(config)} if config.get("vision_config") else {}
+    return {**gemma3_fields(config), **vision}
+
+
+def gemma3_vision_keys(arch: Architecture) -> dict[str, Any]:
+    """Keys of a Gemma 3 config with a vision tower."""
+    return {**gemma3_config_keys(arch), **vision_keys(arch)}
+
+
+def gemma3_vision_why_unsupported(config: HfConfig) -> str | None:
+    """Why the native decoder does not support a Gemma 3 config with a vision tower."""
+    return gemma3_why_unsupported(config) or (siglip_why_unsupported(config) if config.get("vision_config") else None)
+
+
+def idefics3_fields(config: HfConfig) -> dict[str, Any]:
+    """Fields of `Architecture` from a config of Idefics3 or SmolVLM, whose decoder is a Llama."""
+    return {**attention_and_mlp_bias(config), "vision": idefics3_shape(config)}
+
+
+def vision_keys(arch: Architecture) -> dict[str, Any]:
+    """Keys of a config with a SigLIP tower, besides those of the decoder."""
+    assert isinstance(arch.vision, SiglipShape), f"a {arch.family} model has a SigLIP tower"
+    return siglip_keys(arch.vision)
+
+
 GEMMA_FIXED = {"out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True}
 GEMMA_NORMS = {
     "attention_norm": "input_layernorm",
@@ -349,5 +387,32 @@ FAMILIES: dict[str, Family] = {
         why_unsupported=qwen_vision_why_unsupported,
         text_config=qwen_text_config,
         vision_names=VisionNames("model.language_model.", "model.visual."),
+    ),
+    "idefics3": Family(
+        "Idefics3ForConditionalGeneration",
+        read_fields=idefics3_fields,
+        config_keys=vision_keys,
+        why_unsupported=siglip_why_unsupported,
+        text_config=idefics3_text_config,
+        vision_names=IDEFICS3_NAMES,
+        text_type="llama",
+    ),
+    "smolvlm": Family(
+        "SmolVLMForConditionalGeneration",
+        read_fields=idefics3_fields,
+        config_keys=vision_keys,
+        why_unsupported=siglip_why_unsupported,
+        text_config=idefics3_text_config,
+        vision_names=IDEFICS3_NAMES,
+        text_type="llama",
+    ),
+    "gemma3": replace(
+        GEMMA3,
+        hf_class="Gemma3ForConditionalGeneration",
+        read_fields=gemma3_vision_fields,
+        config_keys=gemma3_vision_keys,
+        why_unsupported=gemma3_vision_why_unsupported,
+        text_config=gemma3_text_config,
+        vision_names=GEMMA3_NAMES,
     ),
 }

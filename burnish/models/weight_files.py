@@ -51,7 +51,7 @@ from burnish.run.checkpoint.saver import HostCopy, TensorStaging, keep_in_place
 from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, write_contents, writer_rank_of
 from burnish.run.checkpoint.tensor_file import TensorBytes, TensorFile
 
-LAYER_NAME = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
+LAYER_NAME = re.compile(r"(?:language_model\.)?model\.(?:language_model\.|text_model\.)?layers\.(\d+)\.")
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FILE_BYTES = 4 << 30
 """Bytes of one safetensors file at most."""

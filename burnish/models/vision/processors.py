@@ -30,8 +30,7 @@ def load_processor(directory: Path, limits: PixelLimits = MODEL_LIMITS) -> Image
     if model.get("model_type") in ("idefics3", "smolvlm"):
         return Idefics3Processor(config, idefics3_shape(model), _encoder(directory), limits, where)
     if model.get("model_type") == "gemma3":
-        marks = model.get("boi_token_index", 255_999), model.get("eoi_token_index", 256_000)
-        return Gemma3Processor(config, gemma3_shape(model, 1), marks, limits, where)
+        return Gemma3Processor(config, gemma3_shape(model), limits, where)
     return TransformersProcessor(load_pretrained_processor(directory), model, limits, str(directory))
 
 

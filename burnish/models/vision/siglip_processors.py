@@ -172,11 +172,10 @@ class Idefics3Processor:
 class Gemma3Processor:
     """Gemma 3. The mark of the chat template is the token that begins an image; blank lines stand around the image."""
 
-    def __init__(
-        self, config: Mapping[str, Any], shape: SiglipShape, marks: tuple[int, int], limits: PixelLimits, where: str
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], shape: SiglipShape, limits: PixelLimits, where: str) -> None:
+        assert shape.image_marks is not None, "Gemma 3 has tokens around an image"
         self.shape, self.where = shape, where
-        self.image_mark, self.end = marks
+        self.image_mark, self.end = shape.image_marks
         self.video_mark: int | None = None
         (self.placeholder,) = self.placeholder_tokens = shape.placeholder_tokens
         self.texts_around: Mapping[int, tuple[str, str]] = {self.image_mark: (GEMMA_FRAME, GEMMA_FRAME)}

@@ -8,67 +8,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-)
 
 from burnish.core.pictures import Picture
 from burnish.models.vision import siglip
 from burnish.models.vision.siglip import SiglipTower
 from burnish.models.vision.siglip_shape import SiglipShape, gemma3_shape, idefics3_shape, why_unsupported
 from burnish.models.vision.towers import build_tower
-
-SIDE = 24
-VISION = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "image_size": SIDE,
-    "patch_size": 2,
-}
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
+from tests.models.vision.tiny_siglip import FAMILIES, SIDE, TEXT, VISION, random_picture, siglip_model
 
 
 def of_transformers(family: str) -> tuple[Any, SiglipShape]:
     """A model of transformers with random weights, and the shape that we read from its config."""
-    torch.manual_seed(0)
-    if family == "gemma3":
-        config = Gemma3Config(
-            text_config=TEXT,
-            vision_config={**VISION, "vision_use_head": False},
-            mm_tokens_per_image=9,
-            image_token_index=60,
-        )
-        model: Any = Gemma3ForConditionalGeneration(config)
-        shape = gemma3_shape(config.to_dict(), TEXT["hidden_size"])
-    else:
-        configs, models = {
-            "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
-            "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
-        }[family]
-        config = configs(
-            text_config={"model_type": "llama", **TEXT}, vision_config=VISION, image_token_id=60, scale_factor=3
-        )
-        model, shape = models(config), idefics3_shape(config.to_dict())
-    assert why_unsupported(config.to_dict()) is None
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
-    return model.double().eval(), shape
+    model = siglip_model(family)
+    config = model.config.to_dict()
+    assert why_unsupported(config) is None
+    return model.double(), (gemma3_shape if family == "gemma3" else idefics3_shape)(config)
 
 
 def features_of(model: Any, pixels: Tensor) -> Tensor:
@@ -92,7 +46,7 @@ def our_tower(model: Any, shape: SiglipShape) -> SiglipTower:
     return tower.double()
 
 
-@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_features_equal_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.gemma3 import modeling_gemma3
 
@@ -102,9 +56,8 @@ def test_features_equal_those_of_transformers(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", norm)
     model, shape = of_transformers(family)
     tower = our_tower(model, shape)
-    pixels = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE, 3), dtype=np.uint8)
-    tokens = shape.tokens_per_side
-    pictures = [Picture(image[None], (1, tokens, tokens)) for image in pixels]
+    pictures = [random_picture(family, seed) for seed in range(3)]
+    pixels = np.concatenate([picture.pixels for picture in pictures])
     found = tower(pictures).embeddings
     normalised = ((torch.from_numpy(pixels).float() / 255 - 0.5) / 0.5).double().permute(0, 3, 1, 2)
     torch.testing.assert_close(found, features_of(model, normalised), rtol=1e-9, atol=1e-9)
