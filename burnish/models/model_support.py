@@ -20,16 +20,8 @@ from burnish.config.requirements import AnyConfig, pin_model_ids
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig, TrainConfig
 from burnish.config.stages import StagesConfig, load_stage_configs
 from burnish.models.architecture import read_config, why_not_native
+from burnish.models.model_families import FAMILIES
 from burnish.models.published_models import find_published
-
-COMMANDS: dict[type[Any], str] = {
-    TrainConfig: "train",
-    SftConfig: "sft",
-    PreferConfig: "prefer",
-    RewardModelConfig: "reward-model",
-}
-VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "mllama"})
-"""Model types that read images, which `AutoModelForCausalLM` does not load and no row of a prompt holds here."""
 
 
 def pin_supported_models(
@@ -103,12 +95,8 @@ def known_config(path: str, base: Path | None) -> dict[str, Any] | None:
 
 
 def _policy_problems(config: AnyConfig, hf_config: dict[str, Any]) -> Iterator[str]:
-    command = COMMANDS[type(config)]
-    if hf_config.get("model_type") in VISION_TYPES:
-        yield f"`burnish {command}` trains on text, and this model ({hf_config['model_type']}) reads images"
-        return
     # Check the family before the format of the weights: a user need not convert weights of a family that is refused.
-    reason = why_not_native({key: value for key, value in hf_config.items() if key != "quantization_config"})
+    reason = _why_not_native({key: value for key, value in hf_config.items() if key != "quantization_config"})
     if reason is not None:
         for need, advice in _native_settings(config):
             yield f"{need} needs the native decoder, and this model does not run on it ({reason}): {advice}"
@@ -116,6 +104,14 @@ def _policy_problems(config: AnyConfig, hf_config: dict[str, Any]) -> Iterator[s
     if quantised:
         kind = quantised.get("quant_method", "a quantised format") if isinstance(quantised, dict) else quantised
         yield f"its weights are stored as {kind}, which cannot be trained: convert them to bfloat16 and give that folder"
+
+
+def _why_not_native(hf_config: dict[str, Any]) -> str | None:
+    """`why_not_native` of a config.json, or of the table of published models, which knows no vision towers."""
+    family = FAMILIES.get(hf_config.get("model_type", ""))
+    if family is not None and family.vision_names is not None and "vision_config" not in hf_config:
+        return None
+    return why_not_native(hf_config)
 
 
 def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
@@ -190,6 +186,6 @@ def _other_models(config: TrainConfig, base: Path | None) -> Iterator[str]:
             asked.append((f"reward.parts[{index}] (model): options.path", part.options.get("path"), "a reward model"))
     for key, path, need in asked:
         hf_config = known_config(path, base) if isinstance(path, str) and not is_reference(path) else None
-        reason = None if hf_config is None else why_not_native(hf_config)
+        reason = None if hf_config is None else _why_not_native(hf_config)
         if reason is not None:
             yield f"{key}={path}: {need} needs the native decoder, and this model does not run on it ({reason})"

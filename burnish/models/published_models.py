@@ -66,6 +66,11 @@ _SHAPES: dict[tuple[str, int], tuple[str, ...]] = {
     ("mistral", 32 * K): ("mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-Instruct-v0.3"),
     ("gemma2", 8 * K): tuple(f"google/gemma-2-{size}" for size in ("2b", "2b-it", "9b", "9b-it", "27b", "27b-it")),
     ("gemma3_text", 32 * K): ("google/gemma-3-270m", "google/gemma-3-270m-it", "google/gemma-3-1b-it"),
+    ("gemma3", 128 * K): tuple(
+        f"google/gemma-3-{size}-{kind}" for size in ("4b", "12b", "27b") for kind in ("pt", "it")
+    ),
+    ("smolvlm", 8 * K): tuple(f"HuggingFaceTB/SmolVLM2-{size}-Video-Instruct" for size in ("256M", "500M")),
+    ("idefics3", 8 * K): tuple(f"HuggingFaceTB/SmolVLM-{size}-Instruct" for size in ("256M", "500M")),
     ("qwen2_5_vl", 125 * K): tuple(f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "72B")),
 }
 PUBLISHED: dict[str, PublishedModel] = {
