@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -33,9 +34,12 @@ from burnish.config.rollout import (
     TruncatedFault,
 )
 from burnish.core.engine import Completion, Engine, Request
+from burnish.core.pictures import PictureSpan, shifted
 from burnish.core.random_keys import fold
+from burnish.models.decoder import Decoder
 from burnish.models.nf4 import quantised_weights
 from burnish.models.tokenizer import Tokenizer
+from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Content
 from burnish.run.checkpoint.tensor_file import TensorFile
@@ -90,15 +94,26 @@ def _copy_weights(weights: Mapping[str, Tensor]) -> Weights:
 
 
 @torch.no_grad()
-def completion_logprobs(module: nn.Module, prompt: Sequence[int], tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """float32 log-probs of tokens after a prompt, without truncation."""
+def completion_logprobs(
+    module: nn.Module,
+    prompt: Sequence[int],
+    tokens: np.ndarray,
+    temperature: float,
+    pictures: Sequence[PictureSpan] = (),
+) -> np.ndarray:
+    """float32 log-probs of tokens after a prompt with pictures, without truncation."""
     if not len(tokens):
         return np.empty(0, dtype=np.float32)
     device = next(module.parameters()).device
     packed = torch.tensor([*prompt, *tokens.tolist()], device=device)
     offsets = torch.tensor([0, len(packed)], device=device)
     wanted = torch.arange(len(prompt), len(packed), device=device)
-    logp, _ = cast(PolicyForward, module).token_logprobs(packed, offsets, wanted, temperature)
+    shown: AbstractContextManager[Any] = nullcontext()
+    if isinstance(module, Decoder) and module.arch.vision is not None:
+        piece = Piece(0, len(packed), pictures)
+        shown = module.with_pictures(piece_pass([piece], module.arch.vision, device))
+    with shown:
+        logp, _ = cast(PolicyForward, module).token_logprobs(packed, offsets, wanted, temperature)
     return logp.float().cpu().numpy()
 
 
@@ -243,7 +258,7 @@ class MismatchEngine:
             case TruncatedFault(top_p=top_p):
                 return replace(asked, sampling=replace(options, top_p=min(options.top_p, top_p)))
             case ExtraBosFault(token=token):
-                return replace(asked, tokens=(token, *asked.tokens))
+                return replace(asked, tokens=(token, *asked.tokens), pictures=shifted(asked.pictures, 1))
         return asked
 
     def _completion(self, found: Completion) -> FaultyCompletion:
@@ -253,9 +268,9 @@ class MismatchEngine:
         temperature = asked.sampling.temperature or 1.0  # greedy log-probs are untempered
         match self.fault:
             case TemperatureFault(factor=factor, wrong="reported") if asked.sampling.temperature:
-                logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature * factor)
+                logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature * factor, asked.pictures)
             case TruncatedFault(reported="full"):
-                logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature)
+                logp = completion_logprobs(self.sampler, asked.tokens, tokens, temperature, asked.pictures)
             case ReencodedFault():
                 assert self.tokenizer is not None  # checked by __init__
                 tokens, logp = reencode(self.tokenizer, asked, found)

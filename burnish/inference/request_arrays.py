@@ -1,20 +1,22 @@
 """Requests and completions packed into a few arrays, to send them between processes.
 
 A step has tens of thousands of them; one object each would cost more than their tokens. Requests with equal prompts share one
-copy of the prompt, and requests with equal sampling options one record of them.
+copy of the prompt, and requests with equal sampling options one record of them. A picture is sent once for all prompts that show it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from burnish.core.engine import Completion, CompletionFinish, Request, SamplingOptions
+from burnish.core.pictures import Picture, PictureSpan
 
 INTEGER_FIELDS = ("generated", "priority", "may_continue")
 """Further fields of a request with small integers."""
@@ -31,6 +33,10 @@ class PackedRequests:
     columns: np.ndarray  # int64 [5, n]: prompt index, sampling index, then `NUMBERS`
     keys: np.ndarray  # uint64 [n]
     samplings: list[SamplingOptions]
+    pictures: list[Picture] = field(default_factory=list)
+    """The pictures of all prompts, each once."""
+    spans: list[list[tuple[int, int]]] | None = None
+    """Of each prompt: (first token, index of the picture); None if there are no pictures."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +58,21 @@ class PackedCompletions:
 
 
 def group_by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
-    """Group requests by prompt."""
-    prompts: dict[tuple[int, ...], list[Request]] = {}
+    """Group requests by prompt: its tokens and its pictures."""
+    requests = list(requests)
+    prompts: dict[Any, list[Request]] = {}
+    by_prompt = _tokens_and_pictures if any(request.pictures for request in requests) else attrgetter("tokens")
     # Samples of a prompt mostly follow each other, and a comparison is faster than a lookup.
-    for tokens, group in groupby(requests, attrgetter("tokens")):
-        if tokens in prompts:
-            prompts[tokens].extend(group)
+    for prompt, group in groupby(requests, by_prompt):
+        if prompt in prompts:
+            prompts[prompt].extend(group)
         else:
-            prompts[tokens] = list(group)
+            prompts[prompt] = list(group)
     return list(prompts.values())
+
+
+def _tokens_and_pictures(request: Request) -> Any:
+    return request.tokens, tuple((span.start, span.picture.key) for span in request.pictures)
 
 
 def distinct_requests(groups: Iterable[Sequence[Request]]) -> list[Request]:
@@ -88,6 +100,7 @@ def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> Packed
             columns[row] = column
     prompts = [group[0].tokens for group in groups]
     lengths = [len(tokens) for tokens in prompts]
+    pictures, spans = _pack_pictures([group[0] for group in groups])
     content = struct.pack(f"={sum(lengths)}i", *chain.from_iterable(prompts))  # takes half the time of numpy
     return PackedRequests(
         first=first,
@@ -96,7 +109,24 @@ def pack_requests(groups: Sequence[Sequence[Request]], first: int = 0) -> Packed
         columns=columns,
         keys=np.array(list(map(attrgetter("key"), requests)), dtype=np.uint64),
         samplings=list(known),
+        pictures=pictures,
+        spans=spans,
     )
+
+
+def _pack_pictures(requests: Sequence[Request]) -> tuple[list[Picture], list[list[tuple[int, int]]] | None]:
+    """The distinct pictures of requests, and the spans of each request with the index of its picture."""
+    if not any(request.pictures for request in requests):
+        return [], None
+    index: dict[int, int] = {}
+    pictures: list[Picture] = []
+    spans = []
+    for request in requests:
+        for span in request.pictures:
+            if index.setdefault(span.picture.key, len(pictures)) == len(pictures):
+                pictures.append(span.picture)
+        spans.append([(span.start, index[span.picture.key]) for span in request.pictures])
+    return pictures, spans
 
 
 def _samplings(requests: Sequence[Request]) -> list[SamplingOptions]:
@@ -113,10 +143,14 @@ def unpack_requests(packed: PackedRequests) -> list[Request]:
     bounds = packed.bounds.tolist()
     prompts = [tuple(packed.prompts[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
     rows = zip(packed.keys.tolist(), *packed.columns.tolist(), strict=True)
-    return [
+    found = [
         Request(str(number), prompts[prompt], packed.samplings[sampling], key, generated, priority, bool(may_continue))
         for number, (key, prompt, sampling, generated, priority, may_continue) in enumerate(rows, packed.first)
     ]
+    if packed.spans is None:
+        return found
+    spans = [tuple(PictureSpan(start, packed.pictures[k]) for start, k in prompt) for prompt in packed.spans]
+    return [replace(one, pictures=spans[prompt]) for one, prompt in zip(found, packed.columns[0].tolist(), strict=True)]
 
 
 def pack_completions(completions: Sequence[Completion]) -> PackedCompletions:

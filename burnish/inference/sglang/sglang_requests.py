@@ -1,6 +1,7 @@
 """Requests to SGLang servers: the bodies of `/generate`, what its answers say, and calls with retries until a deadline.
 
-Token ids go both ways; no text is sent or read.
+Token ids go both ways; no text is sent or read. Of a prompt with images a server decodes and encodes the token ids again. The length
+of its prompt is compared with ours.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.core.random_keys import fold
 from burnish.inference.engine_common import has_stop_string, is_truncated, needs_scoring
+from burnish.inference.picture_inputs import check_expansion, data_urls, marked_tokens, placeholder_bias
 from burnish.inference.server_client import ServerError
 from burnish.inference.sglang.sglang_servers import GENERATE, NEUTRAL_SAMPLING, SGLANG, ServerPool, ServerState
 
@@ -72,11 +74,11 @@ def generate_body(request: Request, drawn: list[int], rid: str, vocab_size: int,
         sampling["stop_token_ids"] = list(options.stop_tokens)
     if options.stop:
         sampling["stop"] = list(options.stop)
-    if options.logit_bias:
-        sampling["logit_bias"] = {str(token): value for token, value in options.logit_bias}
+    if bias := dict(options.logit_bias) | placeholder_bias(request):
+        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
     body = {
         "rid": rid,
-        "input_ids": [*request.tokens, *drawn],
+        **prompt_fields(request, drawn),
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": False,
@@ -84,11 +86,17 @@ def generate_body(request: Request, drawn: list[int], rid: str, vocab_size: int,
     return body | {"return_sampling_mask": True} if with_mask else body
 
 
+def prompt_fields(request: Request, drawn: list[int]) -> dict[str, Any]:
+    """The prompt of a call, with its images if there are any. A server decodes and encodes again a prompt with images."""
+    found: dict[str, Any] = {"input_ids": marked_tokens([*request.tokens, *drawn], request.pictures)}
+    return found | {"image_data": data_urls(request.pictures)} if request.pictures else found
+
+
 def scoring_body(request: Request, drawn: list[int], rid: str) -> dict[str, Any]:
     """The body of a call that scores a completion under the model itself, as part of a prompt without new tokens."""
     return {
         "rid": rid,
-        "input_ids": [*request.tokens, *drawn],
+        **prompt_fields(request, drawn),
         "sampling_params": NEUTRAL_SAMPLING | {"max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": len(request.tokens) - 1,
@@ -191,7 +199,7 @@ class RequestSender:
             result = self._ask(
                 state,
                 lambda rid: generate_body(request, state.tokens, rid, self.vocab_size, with_mask),
-                lambda url, answer: read_generation(url, answer, with_mask),
+                lambda url, answer: self._read(state, url, answer, with_mask),
                 deadline,
             )
             if result is None:
@@ -207,6 +215,15 @@ class RequestSender:
                 state, lambda rid: scoring_body(request, state.tokens, rid), read_scores, deadline, is_abortable=False
             )
         return state.completion(finish or "aborted")
+
+    def _read(
+        self, state: InFlightRequest, url: str, answer: Any, with_mask: bool
+    ) -> tuple[GenerateResult, str | None]:
+        found = read_generation(url, answer, with_mask)
+        if state.request.pictures:
+            num_tokens = len(state.request.tokens) + len(state.tokens)
+            check_expansion(state.request, num_tokens, answer["meta_info"].get("prompt_tokens"), f"SGLang server {url}")
+        return found
 
     def abort(self, server: ServerState, rid: str, timeout_s: float = ABORT_TIMEOUT_S) -> None:
         """Tell a server to abort a request. The answer to the request shows whether it did."""

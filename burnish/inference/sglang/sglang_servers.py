@@ -17,6 +17,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.core.engine import Request, SamplingOptions
 from burnish.inference.engine_common import check_bias, check_prompt, is_truncated, needs_scoring
+from burnish.inference.picture_inputs import check_images_only
 from burnish.inference.server_client import ServerClient, ServerError
 
 SGLANG = ServerClient("SGLang", "rollout.sglang.urls", "http://host:30000", connect_s=5.0)
@@ -206,6 +207,7 @@ def check_request(request: Request, servers: Sequence[SglangServerInfo], vocab_s
     """Raise for a request that some server can never run: it may be sent to any of them."""
     who, num = f"request {request.id}", len(request.tokens)
     check_prompt(request, vocab_size)  # an unknown token would end a server
+    check_images_only(request, "SGLang")
     longest = num + request.sampling.max_tokens
     for info in servers:
         if info.context is not None and longest > info.context - SPARE_POSITIONS:

@@ -31,6 +31,7 @@ from burnish.config.errors import UserError
 from burnish.config.rollout import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.inference.engine_common import check_requests, needs_scoring
+from burnish.inference.picture_inputs import check_expansion, marked_tokens, pil_images
 from burnish.inference.vllm.vllm_requests import (
     PROBE_REQUEST,
     PartialCompletion,
@@ -284,7 +285,7 @@ class VllmEngine:
         self.wake()
         for request in requests:
             self._requests[request.id] = PartialCompletion(request)
-            self._add(DRAW_PREFIX + request.id, request.tokens, sampling_params(request), -request.priority)
+            self._add(DRAW_PREFIX, request, request.tokens, sampling_params(request))
 
     def stream(self) -> Iterator[Completion]:
         while self.ready or (self._requests and not self._interrupted):
@@ -360,13 +361,17 @@ class VllmEngine:
 
     # --- vLLM ----------------------------------------------------------------------------------------------------------
 
-    def _add(self, name: str, tokens: Sequence[int], options: dict[str, Any], priority: int) -> None:
-        prompt = self.library.TokensPrompt(prompt_token_ids=list(tokens))
+    def _add(self, kind: str, request: Request, tokens: Sequence[int], options: dict[str, Any]) -> None:
+        prompt = self.library.TokensPrompt(prompt_token_ids=marked_tokens(tokens, request.pictures))
+        if request.pictures:
+            prompt["multi_modal_data"] = {"image": pil_images(request.pictures)}
+            prompt["multi_modal_uuids"] = {"image": [str(span.picture.key) for span in request.pictures]}
         renderer = getattr(self.llm, "renderer", None)
         if renderer is not None:  # newer versions take rendered prompts
             (prompt,) = renderer.render_cmpl([prompt])
         params = self.library.SamplingParams(**options, detokenize=False, output_kind=self.library.delta)
-        self.llm.add_request(name, prompt, params, priority=priority, lora_request=self._adapter)
+        name = kind + request.id
+        self.llm.add_request(name, prompt, params, priority=-request.priority, lora_request=self._adapter)
 
     def _step(self) -> None:
         """Run one step of vLLM; completed requests go to `ready`."""
@@ -375,6 +380,9 @@ class VllmEngine:
             state = self._requests.get(name)
             if state is None:
                 continue  # aborted in this step
+            if state.request.pictures:
+                num_tokens = len(state.request.tokens) + (len(state.tokens) - 1 if kind + " " == SCORE_PREFIX else 0)
+                check_expansion(state.request, num_tokens, len(output.prompt_token_ids), "vLLM")
             if kind + " " == SCORE_PREFIX:
                 state.raw_logp = raw_logprobs(output, state.request, state.tokens)
                 self._complete(state)
@@ -400,7 +408,7 @@ class VllmEngine:
         """Complete a request that has drawn all tokens, after scoring if its raw log-probs differ."""
         if state.tokens and needs_scoring(state.request.sampling):
             *before, last = (*state.request.tokens, *state.tokens)
-            self._add(SCORE_PREFIX + state.request.id, before, scoring_params(last), -state.request.priority)
+            self._add(SCORE_PREFIX, state.request, before, scoring_params(last))
         else:
             self._complete(state)
 
@@ -422,7 +430,7 @@ class VllmEngine:
     def _verify(self) -> None:
         probe = probe_request(self.vocab_size, self.max_positions)
         self._requests[probe.id] = PartialCompletion(probe)
-        self._add(DRAW_PREFIX + probe.id, probe.tokens, sampling_params(probe), 0)
+        self._add(DRAW_PREFIX, probe, probe.tokens, sampling_params(probe))
         while self._requests:
             self._step()
         dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
@@ -430,7 +438,7 @@ class VllmEngine:
 
     def _run_probe(self) -> None:
         """Draw one token: vLLM finds out at its first step whether it can run a model."""
-        self._add("probe", PROBE_REQUEST.tokens, sampling_params(PROBE_REQUEST), 0)
+        self._add("", PROBE_REQUEST, PROBE_REQUEST.tokens, sampling_params(PROBE_REQUEST))
         logp: list[float] = []
         try:
             while self.llm.has_unfinished_requests():

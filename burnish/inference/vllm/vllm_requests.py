@@ -17,6 +17,7 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Completion, CompletionFinish, Request, SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.inference.engine_common import check_bias, check_prompt, has_stop_string
+from burnish.inference.picture_inputs import check_images_only, placeholder_bias
 from burnish.inference.server_client import ServerClient, ServerError
 
 VLLM = ServerClient("vLLM", "rollout.vllm.url", "http://host:8000, with a number for the port", connect_s=10.0)
@@ -54,7 +55,7 @@ def sampling_params(request: Request) -> dict[str, Any]:
         "top_p": options.top_p,
         "top_k": options.top_k,
         "min_p": options.min_p,
-        "logit_bias": dict(options.logit_bias) or None,
+        "logit_bias": dict(options.logit_bias) | placeholder_bias(request) or None,
         "max_tokens": options.max_tokens,
         "stop_token_ids": list(options.stop_tokens),
         "seed": fold("vllm", request.key, request.generated) & ((1 << SEED_BITS) - 1),
@@ -77,6 +78,7 @@ def check_vllm_request(request: Request, vocab_size: int, max_positions: int) ->
     """Raise for a request that vLLM can never run."""
     options = request.sampling
     check_prompt(request, vocab_size)
+    check_images_only(request, "vLLM")
     longest = len(request.tokens) + options.max_tokens
     if longest > max_positions:
         raise UserError(
@@ -88,6 +90,16 @@ def check_vllm_request(request: Request, vocab_size: int, max_positions: int) ->
             f"request {request.id}: temperature {options.temperature:g}, and vLLM samples at 0 or at {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         )
     check_bias(request, vocab_size)
+
+
+def check_server_request(request: Request, vocab_size: int, max_positions: int) -> None:
+    """Raise for a request that a vLLM server can never run."""
+    if request.pictures:
+        raise UserError(
+            f"request {request.id}: a vLLM server takes token ids or images, not both; use vLLM in this process (rollout.vllm without url), "
+            "an SGLang server or rollout.engine=native"
+        )
+    check_vllm_request(request, vocab_size, max_positions)
 
 
 @dataclass

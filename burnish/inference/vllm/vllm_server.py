@@ -34,7 +34,7 @@ from burnish.inference.vllm import vllm_requests
 from burnish.inference.vllm.vllm_requests import (
     VLLM,
     PartialCompletion,
-    check_vllm_request,
+    check_server_request,
     completion_body,
     inspect_server,
     sampling_params,
@@ -80,7 +80,7 @@ class VllmServer:
     # --- the Engine protocol -----------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check = partial(check_vllm_request, vocab_size=self.vocab_size, max_positions=self.info.max_positions)
+        check = partial(check_server_request, vocab_size=self.vocab_size, max_positions=self.info.max_positions)
         undelivered = {completion.id for completion in self.ready}
         check_requests(requests, (self._waiting_ids, self._running, undelivered), check)
         for request in requests:
