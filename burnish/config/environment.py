@@ -41,6 +41,7 @@ GAME_TURNS = {
     "kuhn_poker": 3,
     "propose_sum": 5,
     "alphabet_sort": 3,
+    "tabletop": 6,
 }
 """Games whose environment and task have the same name, with a usual number of turns."""
 

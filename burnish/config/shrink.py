@@ -51,7 +51,7 @@ WARM_START: dict[str, Any] = {
 }
 NUMERIC_COLUMN = "length"
 """The only numeric column of sort_digits rows; rows of guess_number and calculator have it too."""
-BARE_GAMES = tuple(name for name in GAME_TURNS if name not in (GUESS_NUMBER, "alphabet_sort"))
+BARE_GAMES = tuple(name for name in GAME_TURNS if name not in (GUESS_NUMBER, "alphabet_sort", "tabletop"))
 """Games that a tiny model can play: a board as the prompt, and a word as the answer."""
 GAME_DEMONSTRATIONS = "burnish.environments.games.demonstrations:demonstrations"
 GAME_POSITIONS = 512

@@ -100,8 +100,8 @@ SYSTEMS: tuple[System, ...] = (
     System("GUI-R1", "2504.10458", (), f"{VISION}; screenshots and a reward for clicked points"),
     System("VTool-R1", "2505.19255", (), f"{VISION}; tools that return pictures"),
     System("RACRO", "2506.04559", (), f"{VISION}; a reward that asks a reasoner with the caption alone (the part judge is near it)"),
-    System("SimpleVLA-RL", "2509.09674", (), f"{VISION}; action tokens of a robot policy and a simulator (LIBERO)"),
-    System("LLaSA-TTS", "2502.04128", (), "speech tokens of a codec (X-codec2) in the vocabulary, and a speech recogniser as the reward; the policy itself is a Llama", ("Llasa",)),
+    System("SimpleVLA-RL", "2509.09674", ("simple_vla",), "a small decoder made from nothing in place of OpenVLA-OFT; a gripper on a table, whose positions the model reads as codes, in place of LIBERO and its pictures; a poor operator as the cold start", ("SimpleVLA",)),
+    System("LLaSA-TTS", "2502.04128", ("llasa_tts",), "a small decoder made from nothing, a codec of two tones and its recogniser in place of Llasa, X-codec2 and Whisper; the error rate alone, not the likelihood of the text", ("Llasa",)),
 )  # fmt: skip
 
 

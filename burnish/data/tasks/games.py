@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.data.codes import PATTERNS
 from burnish.data.row import Row
 from burnish.data.tasks.task import SPLITS
 
@@ -17,6 +18,8 @@ FIRST_TRAIN_SEED = 10_000
 FIRST_TEST_SEED = 123
 SEEDS_PER_RUN_SEED = 1_000_000
 GAME_ALPHABET = "".join(map(chr, range(32, 127))) + "\n√"
+ALPHABETS = {"tabletop": GAME_ALPHABET + PATTERNS}
+"""Alphabets of games whose boards are not written in the usual characters."""
 
 
 def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
@@ -57,6 +60,9 @@ GAMES = (
     "kuhn_poker",
     "propose_sum",
     "alphabet_sort",
+    "tabletop",
 )
-GAME_TASKS: dict[str, type[GameTask]] = {name: type(name, (GameTask,), {"name": name}) for name in GAMES}
+GAME_TASKS: dict[str, type[GameTask]] = {
+    name: type(name, (GameTask,), {"name": name, "alphabet": ALPHABETS.get(name, GAME_ALPHABET)}) for name in GAMES
+}
 """Tasks of games by name. The game `countdown` takes the rows of the task `countdown`."""

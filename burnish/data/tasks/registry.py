@@ -20,6 +20,7 @@ from burnish.data.tasks import (
     reasoning_gym,
     reverse_text,
     sort_digits,
+    speak,
 )
 from burnish.data.tasks.task import Task
 
@@ -37,6 +38,7 @@ TASKS: dict[str, type[Any]] = {
     pair_verdict.PAIR_VERDICT: pair_verdict.PairVerdict,
     absolute_zero.ABSOLUTE_ZERO: absolute_zero.AbsoluteZeroTask,
     knights_and_knaves.KNIGHTS_AND_KNAVES: knights_and_knaves.KnightsAndKnaves,
+    speak.SPEAK: speak.Speak,
     **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
@@ -50,6 +52,7 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     pair_verdict.PAIR_VERDICT: pair_verdict.score,
     absolute_zero.ABSOLUTE_ZERO: absolute_zero.score,
     knights_and_knaves.KNIGHTS_AND_KNAVES: knights_and_knaves.score,
+    speak.SPEAK: speak.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 

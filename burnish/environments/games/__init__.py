@@ -10,6 +10,7 @@ from burnish.environments.games.game_2048 import Game2048
 from burnish.environments.games.kuhn_poker import KuhnPoker
 from burnish.environments.games.propose_sum import ProposeSum
 from burnish.environments.games.sokoban import Sokoban
+from burnish.environments.games.tabletop import Tabletop
 from burnish.environments.games.text_game import Game
 from burnish.environments.games.tic_tac_toe import TicTacToe, TicTacToeSelfPlay
 
@@ -26,6 +27,7 @@ GAMES: dict[str, type[Game]] = {
         KuhnPoker,
         ProposeSum,
         AlphabetSort,
+        Tabletop,
     )
 }
 """Games by the name that `environment.name` gives."""

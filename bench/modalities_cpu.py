@@ -1,0 +1,59 @@
+"""Policies that write codes or read pictures, made from nothing on a CPU: held-out accuracy before and after RL.
+
+python bench/modalities_cpu.py [--runs llasa_tts simple_vla ...] [--seeds 0] [--threads 1]
+
+Each run is a recipe of that name: a decoder with random weights, a supervised warm start on poor demonstrations, then RL. It saves the rows in
+bench/results/modalities_cpu.json, beside those of other runs and seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from agents_cpu import outcome
+from common import save_beside, table
+
+from burnish.run.metrics import read_metrics
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+RUNS = ("llasa_tts", "simple_vla")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for arithmetic")
+    args = parser.parse_args()
+    rows = list[dict[str, Any]]()
+    for name in args.runs:
+        for seed in args.seeds:
+            rows.append(learn(name, seed, args.threads))
+            path = save_beside("modalities_cpu", rows, lambda row: (row["run"], row["seed"]))
+    columns = ["run", "seed", "wall_s", "cpu_s", "greedy_before", "greedy_after", "sampled_before", "sampled_after"]
+    print(table(rows, columns))
+    print(f"saved {path}")
+
+
+def learn(name: str, seed: int, threads: int) -> dict[str, Any]:
+    """One run of the command line, with its progress on the screen."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"seed={seed}", f"run.directory={folder}", "run.name=run", f"run.threads={threads}"]
+        command = ["train", str(RECIPES / f"{name}.yaml"), *options]
+        subprocess.run([sys.executable, "-m", "burnish.cli.main", *command], check=True)
+        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return {"run": name, "seed": seed, "wall_s": time.perf_counter() - started, "cpu_s": cpu_s, **outcome(rows)}
+
+
+if __name__ == "__main__":
+    main()
