@@ -19,7 +19,7 @@ from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
-from burnish.models.vision.packing import picture_pass
+from burnish.models.vision.passes import picture_pass
 from burnish.models.weight_files import load_decoder
 from tests.models.vision.conftest import TinyVision, random_picture
 from tests.models.vision.test_qwen_vision import FAMILIES, IMAGE, rows_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from burnish.core.pictures import PictureSpan
 from burnish.models.architecture import architecture_from_hf, architecture_to_hf, why_not_native
 from burnish.models.decoder import Decoder
-from burnish.models.vision.packing import picture_pass
+from burnish.models.vision.passes import picture_pass
 from burnish.models.vision.siglip_shape import why_unsupported
 from burnish.models.weight_files import load_decoder, save_decoder
 from tests.models.vision.tiny_siglip import FAMILIES, Row, row, rows_of, siglip_model
