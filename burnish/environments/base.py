@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from burnish.data.row import Message
+if TYPE_CHECKING:  # a worker process imports this module, and must load neither torch nor numpy
+    import numpy as np
 
-if TYPE_CHECKING:  # a worker process imports this module, and must not load torch
     from burnish.core.pictures import PictureSpan
     from burnish.data.prompt_pool import Prompt
+    from burnish.data.row import Message
     from burnish.models.tokenizer import Tokenizer
 
 RunsIn = Literal["runner", "loop", "worker"]
@@ -50,6 +51,14 @@ class Episode:
     """Index among the samples of the group."""
     is_training: bool = True
 
+    @property
+    def images(self) -> list[np.ndarray]:
+        """The images of the prompt in order, uint8 [height, width, 3] each, at the size in which they were given."""
+        from burnish.data.images import ImageInput, media_of
+
+        messages = [] if isinstance(self.prompt, str) else self.prompt
+        return [item.load() for item in media_of(messages) if isinstance(item, ImageInput)]
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -72,7 +81,7 @@ class Body(NamedTuple):
     role: str
     """Who said it: tool, user or system."""
     start: int
-    """Its first character in the content of the message, or in the text."""
+    """Its first character in the content of the message, or in the text. In a content of blocks an image counts as one character."""
     end: int
     message: int = 0
     """Index of the message."""
@@ -94,7 +103,10 @@ class Observation:
     """What the model reads next. Give `messages`, or `text`, or at the start neither (the model then reads the row's prompt)."""
 
     messages: tuple[Message, ...] | None = None
-    """Messages to append. At the start: the whole conversation up to the model's first turn."""
+    """Messages to append. At the start: the whole conversation up to the model's first turn.
+
+    A content with images is a list of blocks: `{"type": "text", "text": "..."}` and `{"type": "image", "image": value}`. The value is a uint8
+    array [height, width, 3], a PIL image, or the bytes or the path of a file."""
     text: str | None = None
     """Text to append behind the answer inside the same assistant turn, as `<information>` of Search-R1 is."""
     reward: float = 0.0

@@ -18,6 +18,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.data.row import Message
+from burnish.environments.chat_images import STAND_INS, as_blocks
 from burnish.environments.chat_shapes import ANSWER, FILLER, SYSTEM_WORD, Shape, stand_in, stand_ins
 from burnish.models.tokenizer import Tokenizer
 
@@ -47,7 +48,9 @@ class Renderings:
         """Return the text of messages. `opens`: it ends with the opening of an assistant turn."""
         self.num_renderings += 1
         self.num_messages += len(messages)
-        given = [_with_text_arguments(m) for m in messages] if self.text_arguments else list(messages)
+        given = [as_blocks(m) for m in messages]
+        if self.text_arguments:
+            given = [_with_text_arguments(m) for m in given]
         variables = {**self.variables, "tools": list(tools)} if tools else self.variables
         return self.tokenizer.chat_text(given, add_generation_prompt=opens, **variables)
 
@@ -77,7 +80,7 @@ class Slots:
         parts = [self.pieces[0]]
         for message, is_json, piece in zip(messages, self.is_json, self.pieces[1:], strict=True):
             content = message["content"]
-            if not self.keeps_spaces and content != content.strip():
+            if (not self.keeps_spaces and content != content.strip()) or STAND_INS.search(content):
                 return None
             literal = tokenizer.literal(content)
             parts += [json.dumps(literal, ensure_ascii=False) if is_json else literal, piece]

@@ -10,6 +10,8 @@ template would rewrite what was read (Qwen3 drops the reasoning of earlier turns
 The template is rendered for a short conversation of the same shape, once for each shape (`chat_transitions.py`). An appending turn costs the
 tokenisation of the new text and some microseconds, whatever the length of the history.
 
+Messages may have images (`chat_images.py`). In a branch they are where they were, with the same pixels.
+
 An answer that was cut off gets the end of turn that the template writes. If another end token was sampled than the template's (`<|endoftext|>`
 instead of `<|im_end|>`), it stays and none is added: the sampled token is an action, and a turn does not end twice.
 """
@@ -21,25 +23,31 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from burnish.config.data import Template
 from burnish.config.errors import UserError
 from burnish.core.pictures import PictureSpan
-from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Message, Row
-from burnish.data.template import as_messages, render_text, template_kind, tokenize_rendered, with_system
+from burnish.data.template import as_messages, render, template_kind, with_system
 from burnish.environments.base import Body
+from burnish.environments.chat_images import STAND_INS, expansion_of, flattened, literal_text, place_images
 from burnish.environments.chat_shapes import ANSWER, SYSTEM, TOOL, USER, Shape, Shaper, compressed, stand_in
 from burnish.environments.chat_traits import Parse, answer_message, as_user, find_traits
 from burnish.environments.chat_transitions import THINK_END, Renderings, Tools, Transition, TransitionTable
 from burnish.environments.observed_tokens import mark_bodies, observed_tokens, text_bodies
 from burnish.models.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from burnish.data.images import Media
+    from burnish.models.vision.interfaces import Expansion
+
 History = Literal["as_template", "keep"]
 MAX_CACHED_PROMPTS = 1024
+MAX_CACHED_PIXELS = 256 << 20
+"""Bytes of pixels of cached prompts."""
 MAX_OVERLAP = 8
 """Tokens at the end of an answer that may also stand at the start of what the template writes behind it."""
 UNREAD: Message = {"role": "assistant", "content": ""}
@@ -93,7 +101,9 @@ class ChatRenderer:
         self.num_turns = self.num_rewrites = 0
         """Turns of all conversations, and how many of them the template would rewrite."""
         self._ends = frozenset(tokenizer.eos_ids)
-        self._prompts: dict[str, tuple[tuple[int, ...], list[Message], tuple[Shape, ...]]] = {}
+        self._prompts: dict[str, OpenedPrompt] = {}
+        self._num_prompt_bytes = 0
+        """Pixels of the cached prompts."""
         self._tables: dict[str, TransitionTable] = {}
         self._openings: dict[str, list[int]] = {}
         self._grown: dict[tuple[tuple[Shape, ...], Shape, tuple[Shape, ...]], tuple[Shape, ...]] = {}
@@ -106,25 +116,37 @@ class ChatRenderer:
 
     def open(self, messages: Sequence[Message] | str, tools: Sequence[dict[str, Any]] | None = None) -> Conversation:
         """Begin a conversation with the messages up to the model's first turn. Equal prompts share one tuple of tokens."""
-        key = json.dumps([messages, tools], ensure_ascii=False, default=repr)
+        flat, media = ([], []) if isinstance(messages, str) else flattened(messages)
+        given = messages if isinstance(messages, str) else flat
+        key = json.dumps([given, tools, [item.digest for item in media]], ensure_ascii=False, default=repr)
         cached = self._prompts.get(key)
         if cached is None:
-            cached = self._opened(messages if isinstance(messages, str) else list(messages), tools)
-            while len(self._prompts) >= MAX_CACHED_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
+            cached = self._opened(given, media, messages, tools)
+            self._num_prompt_bytes += cached.num_bytes
+            while self._prompts and (
+                len(self._prompts) >= MAX_CACHED_PROMPTS or self._num_prompt_bytes > MAX_CACHED_PIXELS
+            ):
+                self._num_prompt_bytes -= self._prompts.pop(next(iter(self._prompts))).num_bytes
             self._prompts[key] = cached
-        tokens, history, shapes = cached
-        return Conversation(self, tokens, list(history), shapes, tools or None)
+        return Conversation(self, cached, tools or None)
 
     def _opened(
-        self, messages: str | list[Message], tools: Tools | None
-    ) -> tuple[tuple[int, ...], list[Message], tuple[Shape, ...]]:
+        self,
+        flat: str | list[Message],
+        media: Sequence[Media],
+        messages: Sequence[Message] | str,
+        tools: Tools | None,
+    ) -> OpenedPrompt:
         if not self.is_chat:
-            text = render_text(Row("", messages, "", None), self.tokenizer, self.template)
-            return tuple(tokenize_rendered(text, self.tokenizer, self.template)), [], ()
-        history = self.traits.fitted(with_system(as_messages(messages, "user"), self.template))
+            prompt = messages if isinstance(messages, str) else list(messages)
+            rendered = render(Row("", prompt, "", None), self.tokenizer, self.template)
+            return OpenedPrompt(tuple(rendered.tokens), rendered.pictures, [], (), ())
+        expansions = tuple([expansion_of(item, self.tokenizer) for item in media])
+        history = self.traits.fitted(with_system(as_messages(flat, "user"), self.template))
         tokens = tuple(self.tokenizer.encode(self.render(history, tools)))
-        return tokens, history, compressed([self.shaper.shape(message) for message in history])
+        placed = place_images(tokens, expansions, self.tokenizer)
+        shapes = compressed([self.shaper.shape(message) for message in history])
+        return OpenedPrompt(placed.tokens, placed.pictures, history, shapes, expansions)
 
     # --- What the template does ------------------------------------------------------------------------------------------
 
@@ -268,20 +290,30 @@ class ChatRenderer:
         return {"role": "assistant", "content": self.tokenizer.decode(tokens)}
 
 
+@dataclass(frozen=True)
+class OpenedPrompt:
+    """The first prompt of a conversation."""
+
+    tokens: tuple[int, ...]
+    pictures: tuple[PictureSpan, ...]
+    messages: list[Message]
+    """With texts as contents (`chat_images.py`); none without a chat template."""
+    shapes: tuple[Shape, ...]
+    expansions: tuple[Expansion, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(span.picture.pixels.nbytes for span in self.pictures)
+
+
 class Conversation:
     """One conversation of an episode."""
 
-    def __init__(
-        self,
-        renderer: ChatRenderer,
-        tokens: tuple[int, ...],
-        messages: list[Message],
-        shapes: tuple[Shape, ...],
-        tools: Tools | None,
-    ) -> None:
-        self.tokens = tokens
+    def __init__(self, renderer: ChatRenderer, opened: OpenedPrompt, tools: Tools | None) -> None:
+        messages, shapes = opened.messages, opened.shapes
+        self.tokens = opened.tokens
         """The tokens of the opening prompt."""
-        self.pictures: tuple[PictureSpan, ...] = ()
+        self.pictures = opened.pictures
         """Its images."""
         self.num_rewrites = 0
         """Turns at which the template would rewrite what was read: branches, or where `keep` differs from the template."""
@@ -292,6 +324,10 @@ class Conversation:
         """How many of `_messages` are its own. A fork shares the list, and whichever grows second copies its own part."""
         first = messages[0] if messages else {}
         self._system = renderer.tokenizer.literal(first["content"]) if first.get("role") == "system" else None
+        if self._system is not None and STAND_INS.search(self._system):
+            raise UserError("the system message of a dialogue has an image; put the image into the first user message")
+        self._expansions = opened.expansions
+        """Those of all images so far, for branches, which render all messages again."""
         self._answers: dict[int, tuple[int, ...]] = {}
         """The tokens of the answers, by their places in `_messages`. Answers are decoded only where the template depends on their text."""
         self._root: Root | None = Root((), shapes, len(messages))
@@ -319,14 +355,16 @@ class Conversation:
         The completion holds its end token if one was sampled. `answer` is its message, if the caller has parsed it. `bodies` says what
         is no markup in the messages; by default all of each content is a body.
         """
-        renderer = self._renderer
+        renderer, tokenizer = self._renderer, self._renderer.tokenizer
         renderer.num_turns += 1
+        messages, media = flattened(messages)
+        expansions = tuple([expansion_of(item, tokenizer) for item in media])
         marked = mark_bodies(messages, bodies) if renderer.marks_bodies else None
         if self._table is None:
-            literal = renderer.tokenizer.literal
-            text, shown = ("\n".join(literal(str(m["content"])) for m in one) for one in (messages, marked or ()))
-            tokens = tuple(renderer.tokenizer.encode(text))
-            return Extension(tokens, observed=self._observed(tokens, text, shown))
+            texts = ([literal_text(str(m["content"]), tokenizer) for m in one] for one in (messages, marked or ()))
+            text, shown = ("\n".join(one) for one in texts)
+            tokens = tuple(tokenizer.encode(text))
+            return self._extension(tokens, False, self._observed(tokens, text, shown), expansions)
         said = (*self._unfinished, *completion)
         self._unfinished = ()
         if renderer.ignores_answers:
@@ -346,6 +384,7 @@ class Conversation:
             )
             transition, shapes = self._transition(answer, new)
             marked = None if marked is None else _without_tools(marked)
+        self._expansions += expansions
         self._answers[len(self._messages)] = said
         self._messages += [UNREAD if answer is None else answer, *new]
         self._num_messages = len(self._messages)
@@ -355,10 +394,18 @@ class Conversation:
             renderer.num_rewrites += 1
             if renderer.history == "as_template":
                 tokens = self._rendered()
-                return Extension(tokens, True, self._observed_after(tokens, transition, new, marked, answer))
+                observed = self._observed_after(tokens, transition, new, marked, answer)
+                return self._extension(tokens, True, observed, self._expansions)
         text = transition.text_after(new, self._system)
         tokens = renderer.tokens_after(completion, text, transition.has_end_token)
-        return Extension(tokens, False, self._observed_after(tokens, transition, new, marked, answer))
+        observed = self._observed_after(tokens, transition, new, marked, answer)
+        return self._extension(tokens, False, observed, expansions)
+
+    def _extension(
+        self, tokens: tuple[int, ...], is_branch: bool, observed: np.ndarray | None, expansions: Sequence[Expansion]
+    ) -> Extension:
+        placed = place_images(tokens, expansions, self._renderer.tokenizer, observed)
+        return Extension(placed.tokens, is_branch, placed.observed, placed.pictures)
 
     def _observed_after(
         self,
@@ -450,56 +497,3 @@ class Root:
 
 def _without_tools(messages: Sequence[Message]) -> list[Message]:
     return [as_user(message) if message["role"] == "tool" else message for message in messages]
-
-
-class Dialogue:
-    """A conversation on token ids, for environments of the contract on tokens. It appends whatever the template would rewrite (`keep`)."""
-
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, role: str = "user") -> None:
-        self.tokenizer, self.role, self.is_chat = tokenizer, role, prompt.is_chat
-        if self.is_chat:
-            self._renderer = _appending_renderer(tokenizer)
-            self._transition = self._renderer.transition((USER,), ANSWER, (Shape(role),))
-            self._default = _opening(tokenizer)
-            self.opening = self._opening_of(prompt.text)
-            """Text that opens the assistant's turn in this prompt. Some templates write none (`[INST] .. [/INST]`)."""
-
-    def _opening_of(self, prompt: str) -> str:
-        """Return the end of the prompt from the assistant marker on. It includes what `data.template.kwargs` add after the marker."""
-        marker = self._default.strip()
-        if not marker:
-            return self._default
-        at = prompt.rfind(marker)
-        if at < 0:
-            raise UserError(
-                f"the chat template opens the assistant's turn with {marker!r}, which this prompt does not contain, so an environment cannot "
-                "tell how the next turn begins; leave out data.template.kwargs, or set data.template.kind=plain"
-            )
-        return prompt[at:]
-
-    def reply(self, completion: list[int], text: str) -> tuple[int, ...]:
-        """Return the tokens that append a message to a completion and open the next turn."""
-        if not self.is_chat:
-            return tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
-        after = self._transition.text_after([{"role": self.role, "content": text}])
-        after = after.removesuffix(self._default) + self.opening
-        return self._renderer.tokens_after(completion, after, self._transition.has_end_token)
-
-
-def _opening(tokenizer: Tokenizer) -> str:
-    """Return what the template writes to open an assistant turn, without variables."""
-    messages = [{"role": "user", "content": "?"}]
-    return tokenizer.chat_text(messages)[len(tokenizer.chat_text(messages, add_generation_prompt=False)) :]
-
-
-@functools.lru_cache(maxsize=8)
-def _appending_renderer(tokenizer: Tokenizer) -> ChatRenderer:
-    return ChatRenderer(tokenizer, Template(kind="chat"), history="keep")
-
-
-@functools.lru_cache(maxsize=8)
-def check_template_appends(tokenizer: Tokenizer) -> None:
-    """Raise if `Dialogue` cannot append messages with this chat template."""
-    _appending_renderer(tokenizer).transition((USER,), ANSWER, (USER,)).rendered_after(
-        [{"role": "user", "content": "?"}]
-    )

@@ -12,7 +12,7 @@ from burnish.config.errors import UserError
 from burnish.data.prompt_pool import Prompt
 from burnish.data.tasks.guess_number import GUESS_NUMBER, guess_question, narrow_range
 from burnish.environments.base import Done, Turn
-from burnish.environments.dialogue import Dialogue
+from burnish.environments.token_dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
 
 

@@ -19,6 +19,7 @@ from burnish.config.errors import UserError
 from burnish.core.observations import OBSERVED_ROLES, ROLE_NUMBERS
 from burnish.data.row import Message
 from burnish.environments.base import Body
+from burnish.environments.chat_images import IMAGE, VIDEO
 from burnish.models.tokenizer import Tokenizer
 
 CLOSE = "\ufdd4"
@@ -26,6 +27,8 @@ OPEN = {role: chr(ord(CLOSE) + number) for role, number in ROLE_NUMBERS.items()}
 """Unicode noncharacters, reserved for use inside a program, beside those of `models/tokenizer.py`."""
 MARKS = re.compile(f"[{CLOSE}{''.join(OPEN.values())}]")
 TAGGED = re.compile(r"\s*<(\w[\w-]*)>(?P<body>.*)</\1>\s*|\s*```\w*\n(?P<output>.*)```\s*", re.DOTALL)
+TEXT_PARTS = re.compile(f"[^{IMAGE}{VIDEO}]+")
+"""The parts of a content between its images."""
 TEXT_ROLE = "tool"
 """The role of text inside the assistant's turn, which is what a tool returned."""
 
@@ -39,11 +42,12 @@ class MarkedText(NamedTuple):
 
 
 def default_bodies(messages: Sequence[Message]) -> list[Body]:
-    """Return the bodies of messages whose environment does not name them: all of each content."""
+    """Return the bodies of messages whose environment does not name them: all of each content but its images."""
     return [
-        Body(message["role"], 0, len(message["content"]), index)
+        Body(message["role"], *part.span(), index)
         for index, message in enumerate(messages)
         if isinstance(message.get("content"), str) and message["role"] in OBSERVED_ROLES
+        for part in TEXT_PARTS.finditer(message["content"])
     ]
 
 

@@ -15,7 +15,7 @@ from burnish.config.environment import Environment as EnvironmentConfig
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options, is_plugin, load_plugin
 from burnish.data.template import template_kind
-from burnish.environments import dialogue
+from burnish.environments import token_dialogue
 from burnish.environments.adapters.recognise import ADAPTERS, adapter_for
 from burnish.environments.agent_command import AgentCommand
 from burnish.environments.base import AgentProgram, Environment, MakeEnvironment, SingleTurn
@@ -236,8 +236,8 @@ def check_template_for_turns(
     if template_kind(tokenizer, template) == "plain":
         return []
     module_values = vars(sys.modules[cls.__module__]).values()
-    if any(value is dialogue or value is dialogue.Dialogue for value in module_values):
-        dialogue.check_template_appends(tokenizer)
+    if any(value is token_dialogue or value is token_dialogue.Dialogue for value in module_values):
+        token_dialogue.check_template_appends(tokenizer)
     return []
 
 

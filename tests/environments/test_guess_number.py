@@ -17,8 +17,8 @@ from burnish.data.tasks.guess_number import GuessNumberTask, narrow_range
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.template import render, render_text, template_kind
 from burnish.environments.base import Done, TokenEnvironment, Turn
-from burnish.environments.dialogue import Dialogue
 from burnish.environments.registry import check_template_for_turns, environment_factory
+from burnish.environments.token_dialogue import Dialogue
 from burnish.models.tokenizer import Tokenizer
 
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -241,7 +241,7 @@ LAST_THINKS = (
 
 def test_a_template_without_answers_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from burnish.environments.base import SingleTurn\nfrom burnish.environments.dialogue import Dialogue\n"
+        "from burnish.environments.base import SingleTurn\nfrom burnish.environments.token_dialogue import Dialogue\n"
         "class Talks(SingleTurn): ...\n"
     )
     (tmp_path / "other.py").write_text("from burnish.environments.base import SingleTurn\nclass Own(SingleTurn): ...\n")

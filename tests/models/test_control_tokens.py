@@ -19,7 +19,7 @@ from burnish.data.prompt_stream import PromptStream
 from burnish.data.row import Row, checked_messages
 from burnish.data.supervised import encode_example
 from burnish.data.template import render
-from burnish.environments.dialogue import Dialogue
+from burnish.environments.token_dialogue import Dialogue
 from burnish.gateway.openai_schema import ChatRequest
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.request_to_engine import ServedModel, chat_prompt
