@@ -1,6 +1,6 @@
 """Messages between the runner and the processes that host environments and tools: JSON with a length prefix.
 
-Values are plain data and the records of `base.py` and `tools/base.py`. Anything else that an object returns is refused with a text that
+Values are plain data, images (`image_values.py`) and the records of `base.py` and `tools/base.py`. Anything else that an object returns is refused with a text that
 names the method, the place inside the value, and the type. JSON is used because nothing that user code returns may run code in the runner.
 
     {"id": 7, "do": "call", "object": 3, "method": "step", "arguments": [...], "deadline_s": 30.0}      a request
@@ -14,9 +14,18 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import PurePath
 from typing import Any, Literal
 
 from burnish.environments.base import AgentTask, Answer, End, Episode, Event, Observation
+from burnish.environments.image_values import (
+    IMAGE_TYPES,
+    image_from_json,
+    image_to_json,
+    is_image,
+    video_from_json,
+    video_to_json,
+)
 from burnish.environments.tools.base import ToolResult
 
 MAX_REPLY_BYTES = 16 << 20
@@ -27,11 +36,15 @@ MARK = struct.Struct("=q")
 NO_REQUEST = -1
 RECORD = "__record__"
 """The key with the name of a record. A dictionary that has this key itself is sent as the record `dict`."""
+IMAGE, VIDEO = "image", "video"
+"""The names of images and videos as records."""
+_MEDIA = {"ImageInput", "VideoInput"}
+"""Names of the classes of `data/images.py`, which is not loaded without images."""
 RECORDS: dict[str, type[Any]] = {
     r.__name__: r for r in (Episode, AgentTask, Answer, Observation, End, Event, ToolResult)
 }
 _FIELDS = {record: tuple(f.name for f in fields(record)) for record in RECORDS.values()}
-_TUPLE_FIELDS = {"messages", "tools", "stop", "events", "bodies"}
+_TUPLE_FIELDS = {"messages", "tools", "stop", "events", "bodies", "images"}
 """Fields of records that are tuples; JSON has lists."""
 
 _RETURNED = (Observation, End, Event, ToolResult)
@@ -95,6 +108,7 @@ FIELD_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "record": ("a dictionary or None", _or_none(lambda value: isinstance(value, dict))),
     "new_conversation": ("a boolean", lambda value: isinstance(value, bool)),
     "events": ("a tuple of `Event`", _are(dict)),
+    "images": ("a tuple of images", lambda value: _are(dict)(value) and all(one.get(RECORD) == IMAGE for one in value)),
     "kind": ("a text", _is_text),
     "what": ("a text", _is_text),
     "message": ("a text", _is_text),
@@ -158,6 +172,8 @@ class _Encoder:
         for kind in _FIELDS:
             if isinstance(value, kind):
                 return self.record(value, kind, place, depth)
+        if is_image(value) or type(value).__name__ in _MEDIA:
+            return self.media(value, place)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a scalar of numpy or torch
             return self.encode(value.item(), place, depth + 1)
         raise UnsendableValue(f"{place} is of type {_type_name(value)}; {_advice(value)}")
@@ -173,6 +189,14 @@ class _Encoder:
                         f"{place}.{name} is of type {_type_name(getattr(value, name))}; it must be {expected}"
                     )
         return encoded
+
+    def media(self, value: Any, place: str) -> dict[str, Any]:
+        """An image or a video as the record `image` or `video`."""
+        is_video = type(value).__name__ == "VideoInput"
+        encoded = video_to_json(value, place) if is_video else image_to_json(value, place)
+        for image in encoded["frames"] if is_video else [encoded]:
+            self.add(len(image.get("data", "")))
+        return {RECORD: VIDEO if is_video else IMAGE, **encoded}
 
     def add(self, size: int) -> None:
         self.size += size
@@ -195,10 +219,14 @@ class _Encoder:
 
     def mapping(self, value: Mapping[Any, Any], place: str, depth: int) -> dict[str, Any]:
         found = {}
+        holds_image = value.get("type") in IMAGE_TYPES
         for key, item in value.items():
             if not isinstance(key, str):
                 raise UnsendableValue(f"{place} has the key {key!r} of type {_type_name(key)}; keys must be texts")
-            found[self.text(key)] = self.encode(item, f"{place}[{key!r}]", depth + 1)
+            if holds_image and isinstance(item, bytes | bytearray | PurePath):  # the content of a file, or its place
+                found[key] = self.media(item, f"{place}[{key!r}]")
+            else:
+                found[self.text(key)] = self.encode(item, f"{place}[{key!r}]", depth + 1)
         return {RECORD: "dict", "items": found} if RECORD in found else found
 
 
@@ -214,7 +242,7 @@ def _advice(value: Any) -> str:
         return "make a sorted list of it"
     if hasattr(value, "tolist"):
         return "make a list of it with .tolist()"
-    return f"only texts, numbers, booleans, None, lists, dictionaries and {', '.join(RECORDS)} can be sent"
+    return f"only texts, numbers, booleans, None, lists, dictionaries, images and {', '.join(RECORDS)} can be sent"
 
 
 def encode_value(value: Any, place: str = "the value", max_bytes: int = MAX_REPLY_BYTES) -> Any:
@@ -233,6 +261,8 @@ def decode_value(value: Any) -> Any:
         return {key: decode_value(item) for key, item in value.items()}
     if name == "dict":
         return {key: decode_value(item) for key, item in value["items"].items()}
+    if name in (IMAGE, VIDEO):
+        return (image_from_json if name == IMAGE else video_from_json)(value)
     made = {key: decode_value(item) for key, item in value.items() if key != RECORD}
     for key in _TUPLE_FIELDS & made.keys():
         if isinstance(made[key], list):

@@ -1,4 +1,4 @@
-"""Text environments with gymnasium's interface: those of gymnasium itself, of GEM, and plain classes with `reset` and `step`."""
+"""Environments with gymnasium's interface, of text or images: those of gymnasium itself, of GEM, and plain classes with `reset` and `step`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from burnish.config.errors import UserError, did_you_mean
+from burnish.data.row import Message
 from burnish.environments.adapters.user_code import (
     OwnRandomState,
     PromptPlace,
@@ -22,12 +23,20 @@ from burnish.environments.adapters.user_code import (
 )
 from burnish.environments.adapters.user_thread import UserThread
 from burnish.environments.base import Answer, End, Environment, Episode, Observation
+from burnish.environments.image_values import content_with_images, image_digest, is_image
 from burnish.rewards.verifiers import last_boxed
 
 ActionForm = Literal["text", "last_number", "boxed"]
 Library = Literal["gymnasium", "gem"]
 PIP_NAMES = {"gymnasium": "gymnasium", "gem": "gem-llm"}
 WHOLE_NUMBER = re.compile(r"(?<![\w.])-?\d+(?![\w]|\.\d)")
+
+
+class SeenObservation(NamedTuple):
+    """An observation as the content of a message, and as a text that is equal for equal observations."""
+
+    content: str | list[Message]
+    text: str
 
 
 class GymEnvironment(Environment):
@@ -37,8 +46,8 @@ class GymEnvironment(Environment):
 
     - `id` with `library: gymnasium` or `gem` (`gymnasium.make`, `gem.make`), or `target`, a class or factory of yours. `make_options`
       go to it.
-    - Observations that are texts. With `observation: render`, what `render()` returns is the observation instead (`render_mode: ansi`).
-      `info["suffix"]` follows the observation.
+    - Observations that are texts, or images (uint8 arrays [height, width, 3]). With `observation: render`, what `render()` returns is the
+      observation instead (`render_mode: ansi` or `rgb_array`). `info["suffix"]` follows the text, and precedes the image.
     - Actions that are texts (`action: text`, the whole answer, as GEM wants it), or that a parser takes from the answer: `last_number`,
       or `boxed`, the inside of the last `\\boxed{...}`. A `Discrete` action space needs one of the last two.
     - The reward of each step, which is the reward of the answer. `info["success"]` is the success of the episode.
@@ -49,7 +58,7 @@ class GymEnvironment(Environment):
 
     The environment has its own state of the global random generators, because GEM's environments seed and use these.
 
-    Refuses: observations that are not texts, actions that are neither text nor `Discrete`, rewards that are not finite.
+    Refuses: observations that are neither texts nor images, actions that are neither text nor `Discrete`, rewards that are not finite.
     """
 
     def __init__(
@@ -91,9 +100,9 @@ class GymEnvironment(Environment):
         self.success: bool | None = None
 
     async def start(self, episode: Episode) -> Observation:
-        text: str = await self.thread.run(self._reset, episode)
-        state = text if self.reports_state else None
-        return Observation(messages=opening_messages(episode, text, self.prompt), state=state)
+        seen: SeenObservation = await self.thread.run(self._reset, episode)
+        state = seen.text if self.reports_state else None
+        return Observation(messages=opening_messages(episode, seen.content, self.prompt), state=state)
 
     async def step(self, answer: Answer) -> Observation | End:
         observation: Observation | End = await self.thread.run(self._step, answer)
@@ -122,7 +131,7 @@ class GymEnvironment(Environment):
                 f"gym environment {self.name}: its actions are {self.space}; only texts and Discrete are possible"
             )
 
-    def _reset(self, episode: Episode) -> str:
+    def _reset(self, episode: Episode) -> SeenObservation:
         self.random = OwnRandomState(episode.seed)
         self.success = None
         arguments: dict[str, Any] = {"seed": episode.seed % 2**31}
@@ -138,12 +147,12 @@ class GymEnvironment(Environment):
                 raise UserError(
                     f"gym environment {self.name}: reset should return (obs, info), got {type(returned).__name__}"
                 )
-            return self._text(*returned)
+            return self._seen(*returned)
 
     def _step(self, answer: Answer) -> Observation | End:
         action, problem = self._parse(answer.text)
         if problem is not None:
-            state = self._last_text if self.reports_state else None
+            state = self._last.text if self.reports_state else None
             return Observation(
                 messages=user_message(problem), reward=self.invalid_reward, state=state, metrics={"invalid_actions": 1}
             )
@@ -155,27 +164,34 @@ class GymEnvironment(Environment):
                     "old gym with four values needs a wrapper"
                 )
             obs, reward, terminated, truncated, info = returned
-            text = self._text(obs, info)
+            seen = self._seen(obs, info)
         number = finite(reward, f"{self.name}.step")
         if isinstance(info, Mapping) and info.get("success") is not None:
             self.success = bool(info["success"])
         metrics = numbers(info)
         if terminated or truncated:
-            return End(reward=number, success=self.success, text=text, metrics=metrics)
+            return End(reward=number, success=self.success, text=seen.text, metrics=metrics)
         return Observation(
-            messages=user_message(text), reward=number, state=text if self.reports_state else None, metrics=metrics
+            messages=user_message(seen.content),
+            reward=number,
+            state=seen.text if self.reports_state else None,
+            metrics=metrics,
         )
 
-    def _text(self, obs: Any, info: Any) -> str:
+    def _seen(self, obs: Any, info: Any) -> SeenObservation:
         said = self.env.render() if self.observation == "render" else obs
-        if not isinstance(said, str):
+        suffix = str((info.get("suffix") if isinstance(info, Mapping) else None) or "")
+        if is_image(said):
+            self._last = SeenObservation(content_with_images(suffix, [said]), f"image {image_digest(said)}{suffix}")
+        elif isinstance(said, str):
+            self._last = SeenObservation(said + suffix, said + suffix)
+        else:
             raise UserError(
-                f"gym environment {self.name}: the observation is {type(said).__name__}, but the model reads text. Wrap the environment so "
-                "that it returns text, or set observation=render with make_options={render_mode: ansi} if it renders text"
+                f"gym environment {self.name}: the observation is {type(said).__name__}, but the model reads text or images (uint8 arrays "
+                "[height, width, 3]). Wrap the environment so that it returns one of them, or set observation=render with "
+                "make_options={render_mode: ansi} if it renders text, or {render_mode: rgb_array} if it renders images"
             )
-        suffix = info.get("suffix") if isinstance(info, Mapping) else None
-        self._last_text = said + str(suffix or "")
-        return self._last_text
+        return self._last
 
     def _parse(self, text: str) -> tuple[Any, str | None]:
         """The action in an answer, or why there is none."""

@@ -14,6 +14,7 @@ from typing import Any
 from burnish.config.errors import UserError, did_you_mean
 from burnish.data.row import Message
 from burnish.environments.base import Answer, Event, Observation
+from burnish.environments.image_values import content_with_images
 from burnish.environments.tools.base import ToolResult
 from burnish.environments.tools.call_formats import MalformedCall, render_tool_prompt
 from burnish.environments.tools.call_formats import call_format as format_named
@@ -96,13 +97,18 @@ def opening_with_tools(call_format: str, messages: list[Message], tools: Mapping
     return Observation(messages=({"role": "system", "content": prompt}, *messages))
 
 
-def _result_messages(call_format: str, results: list[tuple[str, str]]) -> tuple[Message, ...]:
-    """Names and texts of results as messages of the role `tool`, or in one user message where the template has no such role."""
+def _result_messages(call_format: str, results: list[tuple[str, ToolResult]]) -> tuple[Message, ...]:
+    """Names and results as messages of the role `tool`, or in one user message where the template has no such role."""
     chosen = format_named(call_format)
     if chosen.is_in_template:
-        return tuple({"role": "tool", "name": name, "content": text} for name, text in results)
-    texts = [chosen.result_text.replace("{result}", text) for _, text in results]
-    return ({"role": "user", "content": "\n".join(texts)},)
+        contents = [content_with_images(result.text, result.images) for _, result in results]
+        return tuple(
+            {"role": "tool", "name": name, "content": content}
+            for (name, _), content in zip(results, contents, strict=True)
+        )
+    texts = [chosen.result_text.replace("{result}", result.text) for _, result in results]
+    images = [image for _, result in results for image in result.images]
+    return ({"role": "user", "content": content_with_images("\n".join(texts), images)},)
 
 
 ErrorText = Callable[[str, str], str]
@@ -134,7 +140,7 @@ async def run_calls(
     rewards = [result.reward for result, _ in outcomes if result.reward is not None]
     return CallRound(
         messages=_result_messages(
-            call_format, [(call.name, result.text) for call, (result, _) in zip(calls, outcomes, strict=True)]
+            call_format, [(call.name, result) for call, (result, _) in zip(calls, outcomes, strict=True)]
         ),
         reward=sum(rewards) if rewards else None,
         metrics=metrics,

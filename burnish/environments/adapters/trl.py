@@ -18,14 +18,15 @@ from burnish.environments.adapters.tool_calls import (
     run_calls,
 )
 from burnish.environments.adapters.user_code import (
+    checked_content,
     finite,
     load_target,
     prompt_messages,
     row_columns,
-    text_content,
 )
 from burnish.environments.adapters.user_thread import UserThread
 from burnish.environments.base import Answer, End, Environment, Episode, Observation
+from burnish.environments.image_values import joined_content, split_parts
 from burnish.environments.tools.base import ToolResult
 from burnish.environments.tools.function_tool import function_schema
 
@@ -40,7 +41,7 @@ class TrlEnvironment(Environment):
     Accepts:
 
     - `target`: a factory without arguments, or a mapping of names to factories. The row's column `environment` then chooses one.
-    - `reset(**row)`, sync or async. Its text is appended to the content of the row's last message, without a separator.
+    - `reset(**row)`, sync or async. Its text, or its content parts with images, are appended to the content of the row's last message, without a separator.
     - Every public method but `reset` and `get_reward` is a tool. Its schema comes from type hints and a Google docstring, as
       `transformers.utils.get_json_schema` makes it.
     - `get_reward()`, sync or async, is the reward of the episode. Without it the configured reward scores the episode.
@@ -49,7 +50,7 @@ class TrlEnvironment(Environment):
     An object is used for one episode after another, as in TRL, so `reset` must clear everything. Results of calls stay in the order of the
     calls; TRL puts those of async tools last.
 
-    Refuses: methods without type hints or descriptions, images in results, a reward that is not a finite number. A reward function that
+    Refuses: methods without type hints or descriptions, videos in results, a reward that is not a finite number. A reward function that
     reads TRL's `environments` argument has no such argument here: write `get_reward` instead.
     """
 
@@ -159,13 +160,18 @@ def _caller(function: Callable[..., Any], name: str, thread: UserThread) -> Call
     async def call(arguments: dict[str, Any]) -> ToolResult:
         result = await thread.call(function, **arguments)
         is_parts = isinstance(result, list) and all(isinstance(part, dict) and "type" in part for part in result)
-        return ToolResult(text_content(result, f"the result of tool {name}") if is_parts else str(result))
+        where = f"the result of tool {name}"
+        content = checked_content(result, where) if is_parts else str(result)
+        if isinstance(content, str):
+            return ToolResult(content)
+        text, images = split_parts(content, where)
+        return ToolResult(text, images=images)
 
     return call
 
 
 def _append(messages: list[Message], said: Any, name: str) -> list[Message]:
-    """Append the text of `reset` to the content of the last message. The messages of the row stay as they are."""
+    """Append what `reset` returned to the content of the last message. The messages of the row stay as they are."""
     last = messages[-1]
-    before = text_content(last["content"], "the row's last message")
-    return [*messages[:-1], {**last, "content": before + text_content(said, f"{name}.reset")}]
+    before, behind = checked_content(last["content"], "the row's last message"), checked_content(said, f"{name}.reset")
+    return [*messages[:-1], {**last, "content": joined_content(before, behind)}]

@@ -19,6 +19,7 @@ from burnish.config.extras import install_hint
 from burnish.config.plugins import load_plugin
 from burnish.data.row import Message
 from burnish.environments.base import Episode
+from burnish.environments.image_values import IMAGE_TYPES, joined_content
 
 PromptPlace = Literal["observation", "row_first"]
 """What the model reads first: the environment's observation alone, or the prompt of the row and then the observation."""
@@ -92,8 +93,8 @@ def prompt_messages(prompt: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
 
 
-def opening_messages(episode: Episode, text: str, place: PromptPlace) -> tuple[Message, ...]:
-    """The conversation up to the model's first turn.
+def opening_messages(episode: Episode, text: str | list[Message], place: PromptPlace) -> tuple[Message, ...]:
+    """The conversation up to the model's first turn. `text` is the content of the observation.
 
     With `row_first`, the observation follows the row's last user message after an empty line, so that roles alternate.
     """
@@ -101,29 +102,30 @@ def opening_messages(episode: Episode, text: str, place: PromptPlace) -> tuple[M
         return ({"role": "user", "content": text},)
     messages = prompt_messages(episode.prompt)
     if messages and messages[-1]["role"] == "user":
-        before = text_content(messages[-1]["content"], "the row's last message")
-        messages[-1]["content"] = f"{before}\n\n{text}"
+        before = checked_content(messages[-1]["content"], "the row's last message")
+        messages[-1]["content"] = joined_content(before, text, "\n\n")
     else:
         messages.append({"role": "user", "content": text})
     return tuple(messages)
 
 
-def user_message(text: str) -> tuple[Message, ...]:
-    return ({"role": "user", "content": text},)
+def user_message(content: str | list[Message]) -> tuple[Message, ...]:
+    return ({"role": "user", "content": content},)
 
 
-def text_content(content: Any, where: str) -> str:
-    """The text of a message's content, or of a list of text parts. Images and other parts are refused: the model reads text only."""
+def checked_content(content: Any, where: str) -> str | list[Message]:
+    """The content of a message: a text, or a list of parts if there is an image among them. Other parts are refused."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content}
         if kinds <= {"text"}:
             return "".join(str(part["text"]) for part in content)
-        raise UserError(
-            f"{where} has content parts of type {', '.join(sorted(map(str, kinds - {'text'})))}; the model reads text only"
-        )
-    raise UserError(f"{where} should be text or a list of text parts, got {type(content).__name__}")
+        if kinds <= {"text", *IMAGE_TYPES}:
+            return content
+        others = sorted(map(str, kinds - {"text", *IMAGE_TYPES}))
+        raise UserError(f"{where} has content parts of type {', '.join(others)}; the model reads text and images only")
+    raise UserError(f"{where} should be text or a list of parts, got {type(content).__name__}")
 
 
 # --- what user code returns -------------------------------------------------------------------------------------------------

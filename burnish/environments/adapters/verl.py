@@ -59,18 +59,18 @@ class ResponseOptions:
             raise UserError(f"tool_rewards should be turn or ignore, got {self.tool_rewards!r}")
 
     def result(self, name: str, response: Any, reward: Any, metrics: Any) -> ToolResult:
-        """Convert verl's triple. Images and videos are refused: the model reads text only."""
+        """Convert verl's triple. Videos are refused: a tool gives frames as images."""
         text = response if isinstance(response, str) else getattr(response, "text", None)
-        for kind in ("image", "video"):
-            if getattr(response, kind, None):
-                raise UserError(f"verl tool {name!r} returned {kind} content; the model reads text only")
+        images = tuple(getattr(response, "image", None) or ())
+        if getattr(response, "video", None):
+            raise UserError(f"verl tool {name!r} returned a video; let it return some frames as `image` instead")
         number = finite(0.0 if reward is None else reward, f"verl tool {name!r}")
         text, is_cut = self._cut(text or "")
         found = numbers(metrics, f"{name}/")
         found[f"{name}/reward"] = number
         if is_cut:
             found[f"{name}/cut"] = 1.0
-        return ToolResult(text, number if self.tool_rewards == "turn" else None, found)
+        return ToolResult(text, number if self.tool_rewards == "turn" else None, found, images)
 
     def _cut(self, text: str) -> tuple[str, bool]:
         limit = self.max_tool_response_length
@@ -107,7 +107,7 @@ class VerlTool(Tool):
 
     One object serves one episode, so a class may also keep its state on `self`. The classes load without verl (`verl_modules`).
 
-    Refuses: images and videos, and rewards that are not finite.
+    Images of a response (`ToolResponse.image`) stand behind its text. Refuses: videos, and rewards that are not finite.
     """
 
     is_stateful = True

@@ -1,4 +1,4 @@
-"""The contract of tools. A tool has a JSON schema, takes the arguments of a call, and returns a text."""
+"""The contract of tools. A tool has a JSON schema, takes the arguments of a call, and returns a text, perhaps with images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class ToolResult:
     reward: float | None = None
     """Added to the reward of the answer that made the call; None if the tool gives no rewards."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()
+    """What the model sees behind the text: uint8 arrays [height, width, 3] or PIL images."""
 
 
 class Tool:

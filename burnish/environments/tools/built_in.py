@@ -22,6 +22,10 @@ from burnish.environments.tools.base import Tool, ToolResult
 
 BUILT_IN = {
     "calculator": "calculator:Calculator",
+    "image_crop": "image_tools:ImageCrop",
+    "image_zoom": "image_tools:ImageZoom",
+    "image_highlight": "image_tools:ImageHighlight",
+    "image_mask": "image_tools:ImageMask",
     "python": "python_tool:PythonTool",
     "python_session": "python_tool:PythonSession",
     "search": "search_bm25:SearchBM25",

@@ -37,6 +37,8 @@ class ToolLimits:
     """Characters of a result. The middle of a longer one is left out."""
     deadline_s: float = 30.0
     """Time of one call."""
+    max_result_images: int = 8
+    """Images of a result. Further ones are left out."""
 
     def __post_init__(self) -> None:
         for name in ("max_calls", "max_parallel_calls", "max_result_chars"):
@@ -56,6 +58,8 @@ class Outcome:
     reward: float = 0.0
     metrics: Counter[str] = field(default_factory=Counter)
     events: list[Event] = field(default_factory=list)
+    images: tuple[Any, ...] = ()
+    """What the model sees behind the text."""
 
 
 def failed(kind: str, text: str, event: Event | None = None) -> Outcome:
@@ -145,7 +149,12 @@ class EpisodeTools:
             metrics["tool_results_cut"] += 1
             message = f"a result of {len(result.text):,} characters was shortened to {len(text):,}"
             events.append(Event("tool_cut", name, message))
-        return Outcome(text, self._reward(result.reward, name), metrics, events)
+        if len(result.images) > self.limits.max_result_images:
+            message = f"a result of {len(result.images)} images was cut to {self.limits.max_result_images}"
+            metrics["tool_results_cut"] += 1
+            events.append(Event("tool_cut", name, message))
+        images = result.images[: self.limits.max_result_images]
+        return Outcome(text, self._reward(result.reward, name), metrics, events, images)
 
     async def _session(self, name: str) -> ToolSession:
         if name not in self._sessions:

@@ -23,7 +23,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.plugins import load_plugin
 from burnish.environments.tools.base import Tool, ToolResult
-from burnish.environments.tools.values import WrongArguments, check_arguments, error_result, result_text
+from burnish.environments.tools.values import WrongArguments, check_arguments, error_result, tool_result
 
 EXAMPLE = '''
 def lookup(word: str) -> str:
@@ -37,7 +37,7 @@ def lookup(word: str) -> str:
 class FunctionTool(Tool):
     """Calls a function, sync or async. What it returns becomes text; what it raises becomes an error text by the environment.
 
-    A function may return a `ToolResult`, which also holds a reward and metrics.
+    A function may return an image, a list of texts and images, or a `ToolResult`, which also holds a reward and metrics.
     """
 
     def __init__(self, target: str | Callable[..., Any], base: str | Path | None = None) -> None:
@@ -51,7 +51,7 @@ class FunctionTool(Tool):
         result = self._called(arguments)
         if inspect.isawaitable(result):
             result = await result
-        return result if isinstance(result, ToolResult) else result_text(result)
+        return tool_result(result)
 
     def _called(self, arguments: dict[str, Any]) -> Any:
         try:
@@ -66,7 +66,7 @@ class BlockingFunctionTool(FunctionTool):
 
     def call(self, arguments: dict[str, Any]) -> ToolResult | str:  # type: ignore[override]
         result = self._called(arguments)
-        return result if isinstance(result, ToolResult) else result_text(result)
+        return tool_result(result)
 
 
 _schema_lock = threading.Lock()

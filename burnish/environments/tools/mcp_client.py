@@ -15,6 +15,7 @@ state of an episode's own session cannot be restored, so its death raises at onc
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import shlex
@@ -208,7 +209,10 @@ class McpTool(Tool):
         if isinstance(result, str):  # the protocol's own error
             return error_result(result)
         text = result_text(_content_text(result))
-        return error_result(text) if _field(result, "is_error", "isError") else text
+        if _field(result, "is_error", "isError"):
+            return error_result(text)
+        images = tuple({"bytes": base64.b64decode(part.data)} for part in result.content if part.type == "image")
+        return ToolResult(text, images=images) if images else text
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
         return await self.server.call_shared(self.tool, arguments)
@@ -409,8 +413,8 @@ def _schema(tool: Any, prefix: str) -> dict[str, Any]:
 
 
 def _content_text(result: Any) -> str:
-    """The content of a result as text. Parts that are not text are named."""
-    parts = [_part_text(part) for part in result.content]
+    """The content of a result as text. Parts that are neither text nor images are named."""
+    parts = [_part_text(part) for part in result.content if part.type != "image"]
     structured = _field(result, "structured_content", "structuredContent")
     if not parts and structured is not None:
         return json.dumps(structured, ensure_ascii=False)

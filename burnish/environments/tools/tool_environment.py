@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from burnish.data.row import Message
 from burnish.environments.base import Answer, Body, End, Environment, Episode, Event, Observation, RunsIn, filled
+from burnish.environments.image_values import content_with_images
 from burnish.environments.tools.call_formats import Call, CallFormat, MalformedCall, call_format, render_tool_prompt
 from burnish.environments.tools.episode_tools import (
     EpisodeTools,
@@ -103,19 +104,20 @@ class ToolEnvironment(Environment):
         """The results for the model: a message for each call, or one message of the user with all of them. And their bodies."""
         if not self.tools_in_template:
             # One message, since templates without tools often demand that roles alternate.
-            content, bodies = "", list[Body]()
+            content, bodies, images = "", list[Body](), list[Any]()
             for index, outcome in enumerate(outcomes):
                 content += "\n" if index else ""
                 text, found = filled(self.format.result_text, outcome.text, at=len(content))
                 content, bodies = content + text, bodies + found
-            return ({"role": "user", "content": content},), tuple(bodies)
+                images += outcome.images
+            return ({"role": "user", "content": content_with_images(content, images)},), tuple(bodies)
         messages: list[Message] = []
         for call, outcome in zip(calls, outcomes, strict=True):
             # Nine letters and digits: the template of Mistral refuses any other id.
             message: dict[str, Any] = {
                 "role": "tool",
                 "tool_call_id": f"call{self._num_ids:05d}",
-                "content": outcome.text,
+                "content": content_with_images(outcome.text, outcome.images),
             }
             self._num_ids += 1
             if not isinstance(call, MalformedCall):

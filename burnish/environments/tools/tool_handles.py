@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from burnish.config.errors import UserError
 from burnish.environments.base import Episode
 from burnish.environments.tools.base import Tool, ToolResult
+from burnish.environments.tools.values import tool_result
 from burnish.environments.workers import CallFailed
 
 MAX_TRACEBACK_CHARS = 8_000
@@ -278,9 +279,11 @@ class _OwnSession:
 
 
 def as_result(value: Any) -> ToolResult:
-    """What a tool returned, as a `ToolResult`. Anything that is not text is turned into text."""
+    """What a tool returned, as a `ToolResult`. Anything that is neither text nor an image is turned into text."""
     if isinstance(value, ToolResult):
-        return ToolResult(_as_text(value.text), value.reward, value.metrics)
+        return ToolResult(_as_text(value.text), value.reward, value.metrics, tuple(value.images))
+    if isinstance(found := tool_result(value), ToolResult):
+        return found
     return ToolResult(_as_text(value))
 
 

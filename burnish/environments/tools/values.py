@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from burnish.config.errors import did_you_mean
+from burnish.environments.image_values import are_content_parts, is_image, split_parts
 from burnish.environments.tools.base import ToolResult
 
 MAX_RESULT_CHARS = 1_000_000
@@ -213,6 +214,25 @@ def _shown(value: Any) -> str:
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
+
+
+def tool_result(value: Any) -> ToolResult | str:
+    """What a tool returned: a `ToolResult` if there are images in it, else a text.
+
+    An image, a list of content blocks, and a list or tuple of texts and images count as images.
+    """
+    if isinstance(value, ToolResult):
+        return value
+    if is_image(value):
+        return ToolResult("", images=(value,))
+    if isinstance(value, list | tuple):
+        if are_content_parts(value):
+            text, images = split_parts(value, "the result of a tool")
+            return ToolResult(text, images=images) if images else text
+        images = tuple(item for item in value if is_image(item))
+        if images and all(isinstance(item, str) or is_image(item) for item in value):
+            return ToolResult("".join(item for item in value if isinstance(item, str)), images=images)
+    return result_text(value)
 
 
 def result_text(value: Any) -> str:

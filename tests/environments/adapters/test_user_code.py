@@ -12,12 +12,12 @@ import pytest
 from burnish.config.errors import UserError
 from burnish.environments.adapters.user_code import (
     OwnRandomState,
+    checked_content,
     finite,
     load_target,
     numbers,
     opening_messages,
     row_columns,
-    text_content,
 )
 from burnish.environments.adapters.user_thread import UserThread
 from tests.environments.adapters.episodes import USER_FILES, episode
@@ -140,10 +140,12 @@ def test_opening_messages_keep_the_row_as_it_is():
     assert row_columns(episode(answer=4, level=1)) == {"prompt": "Go.", "level": 1, "answer": 4}
 
 
-def test_only_text_is_content():
-    assert text_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "x") == "ab"
-    with pytest.raises(UserError, match="x has content parts of type image"):
-        text_content([{"type": "image", "image": 0}], "x")
+def test_text_and_images_are_content():
+    assert checked_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "x") == "ab"
+    seen = [{"type": "image", "image": 0}, {"type": "text", "text": "b"}]
+    assert checked_content(seen, "x") == seen
+    with pytest.raises(UserError, match="x has content parts of type sound"):
+        checked_content([{"type": "sound", "sound": 0}], "x")
 
 
 def test_missing_target_is_named():

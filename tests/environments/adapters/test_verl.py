@@ -151,14 +151,14 @@ def test_tool_that_is_not_native_is_refused(tmp_path):
         read_tool_config("tools.yaml", str(tmp_path))
 
 
-def test_images_are_refused():
-    async def run() -> None:
-        tool = counter()
-        response = verl_modules.ToolResponse(text="a", image=["pixels"])
-        tool.options.result("count", response, 0.0, {})
+def test_images_stand_behind_the_text_and_videos_are_refused():
+    async def run(**media: Any) -> ToolResult:
+        return counter().options.result("count", verl_modules.ToolResponse(text="a", **media), 0.0, {})
 
-    with pytest.raises(UserError, match="returned image content"):
-        asyncio.run(run())
+    found = asyncio.run(run(image=["pixels"]))
+    assert (found.text, found.images) == ("a", ("pixels",))
+    with pytest.raises(UserError, match="returned a video"):
+        asyncio.run(run(video=["frames"]))
 
 
 def test_stand_ins_are_installed_only_without_verl(monkeypatch):
