@@ -30,6 +30,7 @@ from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.experts import dispatch
 from burnish.models.kernels.shared_prefix import Attend
+from burnish.models.vision.interfaces import VisionTower
 
 InputsGetter = Callable[[], tuple[Any, ...]]
 """Returns the saved inputs of a recomputation."""
@@ -291,6 +292,8 @@ def set_activations(model: nn.Module, policy: str) -> None:
     for module in model.modules():
         if isinstance(module, Decoder):
             module.activations = policy
+        if isinstance(module, VisionTower):  # a tower that is trained saves the inputs of its blocks at most
+            module.checkpoint = None if policy == "keep" else checkpoint or checkpointed
         if isinstance(module, Layer):
             if policy == "selective":
                 module.activation_policy = selective_forward

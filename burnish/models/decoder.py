@@ -45,6 +45,7 @@ from burnish.models.latent_attention import LatentProjection, value_heads
 from burnish.models.vision.feature_cache import FeatureCache
 from burnish.models.vision.interfaces import ImageFeatures, PicturePass, VisionTower, tower_features
 from burnish.models.vision.positions import rotation_rows
+from burnish.models.vision.tensor_names import TOWER
 from burnish.models.vision.towers import build_tower
 
 if TYPE_CHECKING:
@@ -455,8 +456,9 @@ def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:
     scale = (2 * model.arch.num_layers) ** -0.5
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 width = std * (scale if name.endswith(("out.weight", "down.weight")) else 1.0)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * width)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0 - model.arch.norm_shift)
+                shift = 0.0 if name.startswith(TOWER) else model.arch.norm_shift
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0 - shift)

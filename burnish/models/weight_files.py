@@ -45,6 +45,7 @@ from burnish.models.architecture import (
 from burnish.models.decoder import Decoder
 from burnish.models.model_families import FAMILIES
 from burnish.models.nf4 import DenseWeights, WeightsToFill, quantise_layers, weight_shapes
+from burnish.models.vision.processor_files import processor_contents
 from burnish.models.weight_blocks import WeightBlock, weight_blocks
 from burnish.models.weight_layout import RowOrder, in_hf_order, row_order_of
 from burnish.run.checkpoint.saver import HostCopy, TensorStaging, keep_in_place
@@ -479,11 +480,13 @@ def _config_contents(
     if source is None:
         config: dict[str, Any] = architecture_to_hf(model.arch, dtype, eos_ids, pad_id)
         generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": pad_id, "do_sample": True}
-        return [_json_blob("generation_config.json", generation), _json_blob("config.json", config)]
+        blobs: list[Content] = [_json_blob("generation_config.json", generation), _json_blob("config.json", config)]
+        return [*blobs, *processor_contents(model.arch.vision, None)]
     config = read_config(source)
     config.pop("torch_dtype", None)
     kept = source / "generation_config.json"
     contents: list[Content] = [BytesFile(kept.name, kept.read_bytes())] if kept.is_file() else []
+    contents += processor_contents(model.arch.vision, source)
     return [*contents, _json_blob("config.json", {**config, "dtype": dtype})]
 
 

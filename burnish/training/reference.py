@@ -33,7 +33,12 @@ from burnish.core.batch import Batch
 from burnish.core.sharded_tensors import full_tensor
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.logprob import Distribution, Distributions, Divergence
-from burnish.models.lora.adapters import adapter_weights, adapters_disabled, swapped_adapter_weights
+from burnish.models.lora.adapters import (
+    adapter_weights,
+    adapters_disabled,
+    swapped_adapter_weights,
+    trained_tower_weights,
+)
 from burnish.models.policy import load_policy
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Content
@@ -415,6 +420,7 @@ def snapshot_weights(model: nn.Module, moves: bool) -> ReferenceWeights:
     adapter = adapter_weights(model)
     if not adapter:
         return FullCopy(model)
-    if not moves and not any(bool(full_tensor(p.any())) for name, p in adapter.items() if name.endswith(".lora_b")):
+    is_new = not any(bool(full_tensor(p.any())) for name, p in adapter.items() if name.endswith(".lora_b"))
+    if not moves and is_new and not trained_tower_weights(model):
         return AdapterDisabled(model)  # B = 0, so the new adapter changes nothing
     return AdapterCopy(model)

@@ -22,7 +22,7 @@ from burnish.core.engine import Completion, Request
 from burnish.inference.engine_wrappers import completion_logprobs
 from burnish.inference.server_client import write_weight_files
 from burnish.models.decoder import Decoder
-from burnish.models.lora.adapters import adapter_weights
+from burnish.models.lora.adapters import adapter_weights, trained_tower_weights
 from burnish.models.lora.peft_files import ADAPTER_WEIGHTS, adapter_blocks, save_adapter
 from burnish.models.policy import PolicyModel, full_hf_tensors
 from burnish.models.weight_files import METADATA, block_tensors, decoder_contents, hf_tensors
@@ -47,6 +47,10 @@ def trained_tensors(policy: PolicyModel, adapters: bool, wide: bool = False) -> 
         return
     assert isinstance(policy.module, Decoder), "only the native decoder has adapters"
     assert policy.lora is not None, "the policy has no adapters"
+    if trained_tower_weights(policy.module):
+        raise UserError(
+            "vLLM takes adapters only, and the vision tower is trained too: set model.vision=frozen, or engine=native"
+        )
     yield from block_tensors(adapter_weights(policy.module), adapter_blocks(policy.module.arch, policy.lora))
 
 

@@ -33,6 +33,7 @@ from burnish.models.adapted_experts import FrozenExperts
 from burnish.models.decoder import Decoder
 from burnish.models.experts import Dispatch, ExpertLinear
 from burnish.models.nf4 import Nf4, Nf4ExpertLinear, Nf4Weight, dense_weight, nf4_linear, quantise_layers
+from burnish.models.vision.tensor_names import TOWER
 from burnish.models.weight_blocks import weight_blocks
 from burnish.models.weight_files import hf_tensors
 from burnish.models.weight_layout import Projection, layer_matrices, lora_targets, projections, replace_module
@@ -217,8 +218,15 @@ def adapters(model: Decoder) -> Iterator[tuple[int, Projection, Tensor, Tensor]]
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name; empty if the model has none."""
-    return {name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+    """The adapters' parameters by name, with what is trained of a vision tower beside them; empty if the model has no adapters."""
+    adapters = {name: p for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+    return adapters | (trained_tower_weights(model) if adapters else {})
+
+
+def trained_tower_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters of a vision tower by name."""
+    named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name: p for name, p in named if name.removeprefix("backbone.").startswith(TOWER)}
 
 
 @contextmanager

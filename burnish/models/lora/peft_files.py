@@ -8,6 +8,7 @@ model's whole head.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +22,9 @@ from burnish.config.yaml_text import read_json_object
 from burnish.core.pipeline_stage import stage_of
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
-from burnish.models.lora.adapters import adapter_weights
+from burnish.models.lora.adapters import adapter_weights, trained_tower_weights
+from burnish.models.model_families import FAMILIES
+from burnish.models.vision.tensor_names import TOWER, TOWER_MODULES
 from burnish.models.weight_blocks import WeightBlock
 from burnish.models.weight_files import block_tensors, file_tensors, load_weight_blocks
 from burnish.models.weight_layout import Projection, lora_targets, row_order_of
@@ -40,6 +43,7 @@ READ_KEYS = (
     "target_modules",
     "base_model_name_or_path",
     "init_lora_weights",
+    "exclude_modules",
 )
 IGNORED_KEYS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core"),
@@ -49,7 +53,9 @@ IGNORED_KEYS = (
 NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "none", {}, [])
 CAUSAL_LM, SEQ_CLS = "CAUSAL_LM", "SEQ_CLS"
 """Task types: language model (policy) and sequence classification (score model)."""
-HEAD_MODULES, SCORE_TENSOR = ("classifier", "score"), "base_model.model.score.weight"
+PEFT_PREFIX = "base_model.model."
+"""Before the path of a module of the base model."""
+HEAD_MODULES, SCORE_TENSOR = ("classifier", "score"), f"{PEFT_PREFIX}score.weight"
 """Names of the head that peft trains whole for sequence classification, and the name of our head's tensor."""
 SUPPORTED_INITS: tuple[Any, ...] = (True, False, None, "gaussian")
 """Initialisations of an adapter that do not change the base weights."""
@@ -76,6 +82,8 @@ def read_lora_config(directory: Path, scores: bool = False) -> Lora:
     if is_score_adapter(directory) != scores:
         raise UserError(_wrong_task_message(directory, scores))
     whole = config.get("modules_to_save")
+    if not scores and isinstance(whole, list) and all(set(str(path).split(".")) & {*TOWER_MODULES} for path in whole):
+        config["modules_to_save"] = None  # of a vision tower, which is loaded with the adapters
     if scores and isinstance(whole, list) and set(whole) <= set(HEAD_MODULES):
         config["modules_to_save"] = None  # the head, which is loaded with the adapters
     strange = [
@@ -146,14 +154,15 @@ def base_model_of(directory: Path) -> Path:
 
 def adapter_blocks(arch: Architecture, lora: Lora) -> list[WeightBlock]:
     """The rows of our parameters that each PEFT tensor corresponds to."""
-    table = []
+    table, names = [], FAMILIES[arch.family].vision_names
+    prefix = PEFT_PREFIX + ("model." if names is None else names.decoder_module)
     for index in range(arch.num_layers):
         modules: dict[str, list[Projection]] = {}
         for target in lora_targets(arch, lora, index):
             modules.setdefault(target.module, []).append(target)
         for module, parts in modules.items():
             ours, row = f"layers.{index}.{module}", 0
-            theirs = [f"base_model.model.model.layers.{index}.{part.path}" for part in parts]
+            theirs = [f"{prefix}layers.{index}.{part.path}" for part in parts]
             for k, name in enumerate(theirs):
                 rows = k * lora.rank, (k + 1) * lora.rank
                 table.append(WeightBlock(f"{name}.lora_A.weight", f"{ours}.lora_a", *rows))
@@ -171,11 +180,38 @@ def _target_names(arch: Architecture, lora: Lora) -> list[str]:
 def _adapter_parameters(model: Decoder, lora: Lora, head: Tensor | None) -> tuple[dict[str, Tensor], list[WeightBlock]]:
     """The trained parameters by name (with a score model's head), and their PEFT tensors."""
     parameters, table = dict[str, Tensor](adapter_weights(model)), adapter_blocks(model.arch, lora)
+    table += _tower_blocks(model, (name for name in parameters if name.startswith(TOWER)))
     return (
         (parameters, table)
         if head is None
         else (parameters | {"head": head}, [*table, WeightBlock(SCORE_TENSOR, "head")])
     )
+
+
+def _tower_blocks(model: Decoder, parameters: Iterable[str]) -> list[WeightBlock]:
+    """The PEFT tensors of parameters of a vision tower, which are saved whole."""
+    names = FAMILIES[model.arch.family].vision_names
+    if names is None:
+        return []
+    path = {name: names.tower_module_name(name.removeprefix(TOWER)) for name in parameters}
+    return [WeightBlock(PEFT_PREFIX + theirs, ours) for ours, theirs in path.items()]
+
+
+def _tower_parameters(model: Decoder) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if name.startswith(TOWER)}
+
+
+def _whole_modules(model: Decoder) -> list[str] | None:
+    """PEFT's `modules_to_save`: the modules of a vision tower that are trained; None if there are none."""
+    names, trained = FAMILIES[model.arch.family].vision_names, trained_tower_weights(model)
+    if names is None or model.vision is None or not trained:
+        return None
+    modules = dict(model.vision.named_modules())
+    chosen = [name for name, module in modules.items() if any(module is part for part in model.vision.projector)]
+    inside = {name for name in trained if name.removeprefix(TOWER).startswith(tuple(f"{part}." for part in chosen))}
+    if len(inside) < len(trained):  # more than the projector
+        return list(names.whole_modules)
+    return [names.tower_module_name(name) for name in chosen]
 
 
 def adapter_contents(
@@ -197,8 +233,10 @@ def adapter_contents(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None if head is None else ["score"],
+        "modules_to_save": _whole_modules(model) if head is None else ["score"],
     }
+    if model.arch.vision is not None:  # the tower's projections have the same names, and no adapters
+        config["exclude_modules"] = rf".*\b({'|'.join(TOWER_MODULES)})\b.*"
     parts = block_tensors(*_adapter_parameters(model, lora, head), partial(row_order_of, model), stage_of(model))
     tensors = {name: stage(tensor) for name, tensor in parts}
     own = [] if lora.base == "dtype" else [BytesFile(BASE_FORMAT_FILE, json.dumps({"base": lora.base}))]
@@ -233,6 +271,10 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
         raise UserError(f"{directory} has no {ADAPTER_WEIGHTS}{hint}")
     where, whose = directory / ADAPTER_WEIGHTS, f"the model and {ADAPTER_CONFIG} imply"
     parameters, table = _adapter_parameters(model, expected, head)
+    saved = {name for name, _ in file_tensors(where)}
+    tower = _tower_blocks(model, _tower_parameters(model))
+    table += [block for block in tower if block.hf_name in saved and block not in table]
+    parameters |= _tower_parameters(model)
     order, stage = partial(row_order_of, model), stage_of(model)
     load_weight_blocks(parameters, table, file_tensors(where), str(where), whose, order, stage=stage)
 

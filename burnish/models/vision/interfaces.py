@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -103,6 +103,15 @@ class VisionTower(nn.Module):
 
     The features of a picture do not depend on the other pictures of a call, except for rounding.
     """
+
+    checkpoint: Callable[..., Tensor] | None = None
+    """(forward of a block, its input, other arguments) -> its output, saving little for the backward pass; None saves everything."""
+
+    def run_block(self, block: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        """The output of a block, under the activation policy if it gets a gradient (`activation_checkpointing.py`)."""
+        if self.checkpoint is None or not torch.is_grad_enabled():
+            return cast(Tensor, block(x, *others))
+        return self.checkpoint(block, x, *others)
 
     @abstractmethod
     def forward(self, pictures: Sequence[Picture]) -> ImageFeatures:

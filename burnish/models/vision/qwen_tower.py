@@ -6,10 +6,9 @@ processor: frame, then the token's row and column, then row and column within th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import cast
 
 import numpy as np
 import torch
@@ -26,8 +25,6 @@ NORM_EPS = 1e-6
 ROPE_THETA = 10_000.0
 MAX_PATCHES = 1 << 16
 """Patches that are computed at once without gradient: their activations are freed layer by layer."""
-Checkpoint = Callable[[Callable[..., Tensor], Tensor], Tensor]
-"""(forward of a block, its input) -> its output, with less memory until the backward pass."""
 
 
 class PatchEmbedding(nn.Module):
@@ -181,18 +178,13 @@ class QwenTower(VisionTower):
         deep = []
         for index, block in enumerate(self.blocks):
             is_full = shape.window_size is None or index in shape.full_layers
-            x = self.run_block(cast(Block, block), x, cos, sin, frames if is_full else windows)
+            x = self.run_block(block, x, cos, sin, frames if is_full else windows)
             if index in shape.deep_layers:
                 deep.append(self.deepstack_merger_list[shape.deep_layers.index(index)](x))
         merged = self.merger(x)
         if layout.order is not None:
             merged = merged[torch.from_numpy(layout.order.argsort()).to(x.device)]
         return ImageFeatures(merged, tuple(deep))
-
-    def run_block(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        """A block; `checkpointing` recomputes it in the backward pass."""
-        out: Tensor = block(x, cos, sin, segments)
-        return out
 
 
 def _parts(pictures: Sequence[Picture], shape: QwenVisionShape) -> Iterator[list[Picture]]:
