@@ -33,6 +33,7 @@ from burnish.models.kernels.exact import (
 )
 from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
+from burnish.models.kernels.picture_attention import packed_blocks, tokens_ahead
 from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.latent_attention import LatentProjection, value_heads
 from burnish.models.weight_layout import layer_matrices
@@ -369,8 +370,12 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
     arch = model.arch
     pictures = model.pictures
     is_rotated = pictures is not None and pictures.rotation is not None
+    last = None
+    if pictures is not None and arch.attends_both_ways:
+        blocks = packed_blocks(pictures.index.cpu().numpy(), offsets.cpu().numpy(), None)
+        last = position + torch.from_numpy(tokens_ahead(blocks, tokens.shape[0])).to(tokens.device)
     placement = Placement(
-        owner, position, table, torch.arange(tokens.shape[0], device=tokens.device) if is_rotated else None
+        owner, position, table, torch.arange(tokens.shape[0], device=tokens.device) if is_rotated else None, last
     )
     rotations = pass_rotations(model, longest)
     shape = (int(pages.sum()) + 1, arch.num_kv_heads, PAGE, arch.head_dim)

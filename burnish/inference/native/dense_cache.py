@@ -20,8 +20,9 @@ from torch.nn import functional
 from burnish.core.engine import Completion, Request
 from burnish.core.random_keys import to_int64
 from burnish.models.architecture import Architecture
-from burnish.models.kernels.attention import PackedAttention, window_of
+from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.logprob import softcapped
+from burnish.models.kernels.shared_prefix import Attend
 
 CAPACITY_MULTIPLE = 16
 """A capacity is an odd multiple of this. Rows a power of two apart would fall into the same few sets of a processor's cache."""
@@ -89,7 +90,7 @@ def _odd_multiple(capacity: int) -> int:
 class DensePrefillAttention:
     """Packed attention that records keys and values for the cache."""
 
-    def __init__(self, packed: PackedAttention, num_layers: int) -> None:
+    def __init__(self, packed: Attend, num_layers: int) -> None:
         self.packed = packed
         self.keys: list[Tensor] = [torch.empty(0)] * num_layers
         self.values: list[Tensor] = [torch.empty(0)] * num_layers

@@ -8,7 +8,7 @@ transfer. The tokens of a request depend on its key and on the weights, and on o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +38,8 @@ from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu.c_library import c_kernels
 from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.exact import log_softmax_at_temperature
-from burnish.models.vision.interfaces import PicturePass
+from burnish.models.kernels.picture_attention import both_ways, piece_blocks
+from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.vision.pieces import Piece, piece_pass
 
 PREFILL_CHUNK_TOKENS = 8192
@@ -203,9 +204,13 @@ class DenseEngine:
         tokens = torch.tensor([t for request in prompts.values() for t in request.tokens], device=self.device)
         positions = torch.arange(tokens.shape[0], device=self.device) - torch.repeat_interleave(offsets[:-1], lengths)
         arch = self.model.arch
-        packed = PackedAttention(offsets, arch.windows, softcap=arch.score_softcap)
+        packed: Attend = PackedAttention(offsets, arch.windows, softcap=arch.score_softcap)
+        pieces = [Piece(0, len(request.tokens), request.pictures) for request in prompts.values()]
+        pictures = None if arch.vision is None else piece_pass(pieces, arch.vision, self.device)
+        if pictures is not None and arch.attends_both_ways:
+            packed = both_ways(packed, piece_blocks(pieces), arch.windows, self.device)
         attend = DensePrefillAttention(packed, arch.num_layers)
-        with self.model.with_pictures(self._picture_pass(prompts.values())):
+        with self.model.with_pictures(pictures):
             hidden = self.model(tokens, positions, attend, max(len(p) for p in prompts))
         logits = self.model.logits(hidden[offsets[1:] - 1])
         keys, values = torch.stack(attend.keys), torch.stack(attend.values)
@@ -214,12 +219,6 @@ class DenseEngine:
             part = slice(bounds[i], bounds[i + 1])
             self.prefilled[prompt] = PrefilledPrompt(keys[:, part], values[:, part], logits[i])
         self.stats.prefilled_tokens += tokens.shape[0]
-
-    def _picture_pass(self, requests: Collection[Request]) -> PicturePass | None:
-        if self.model.arch.vision is None:
-            return None
-        pieces = [Piece(0, len(request.tokens), request.pictures) for request in requests]
-        return piece_pass(pieces, self.model.arch.vision, self.device)
 
     def _release_prompt(self, request: Request) -> None:
         """Decrement the number of waiting samples of the prompt; drop the prefilled prompt when it reaches 0."""

@@ -29,6 +29,7 @@ from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
 from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, Pages, Placement
+from burnish.models.kernels.picture_attention import PictureAttention, piece_blocks, tokens_ahead
 from burnish.models.router_pass import EngineRecorder
 from burnish.models.vision.interfaces import PicturePass
 from burnish.models.vision.pieces import Piece, piece_pass
@@ -43,6 +44,10 @@ class PrefillChunk:
     start: int
     pictures: tuple[PictureSpan, ...] = ()
     """Pictures of `tokens`, and perhaps of later ones."""
+
+
+def _pieces(chunks: Sequence[PrefillChunk]) -> list[Piece]:
+    return [Piece(chunk.start, len(chunk.tokens), chunk.pictures) for chunk in chunks]
 
 
 def row_options(model: Decoder) -> tuple[frozenset[int], bool]:
@@ -149,11 +154,17 @@ class ModelRunner:
             if pictures is not None and pictures.rotation is not None:
                 rotations = pass_rotations(self.model, pictures.num_positions)
                 place = replace(place, rotation=torch.arange(tokens.shape[0], device=self.device))
+            blocks = None
+            if pictures is not None and self.model.arch.attends_both_ways:
+                blocks = piece_blocks(_pieces(chunks))
             if self.exact:
+                if blocks is not None:
+                    place = replace(place, last=position + self._send(tokens_ahead(blocks, tokens.shape[0])))
                 return self._logits(tokens, self._exact_attend(place, rotations), place, last)
             rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
+            seen = None if blocks is None else PictureAttention(blocks, self.device)
             attend = PrefillAttention(
-                rows, starts, lengths, place, rotations, self.block_size, self.windows, self.softcap
+                rows, starts, lengths, place, rotations, self.block_size, self.windows, self.softcap, seen
             )
             return self._logits(tokens, attend, place, last)
 
@@ -162,8 +173,7 @@ class ModelRunner:
         shape, cache = self.model.arch.vision, self.model.feature_cache
         if shape is None or cache is None:
             return None
-        pieces = [Piece(chunk.start, len(chunk.tokens), chunk.pictures) for chunk in chunks]
-        found = piece_pass(pieces, shape, self.device)
+        found = piece_pass(_pieces(chunks), shape, self.device)
         return None if found is None else replace(found, features=cache.features(found.pictures, self.exact))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

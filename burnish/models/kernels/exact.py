@@ -101,18 +101,20 @@ def exact_softcapped(x: Tensor, softcap: float) -> Tensor:
 def exact_attention(
     q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None, softcap: float | None = None
 ) -> Tensor:
-    """Attention of each token's query [N, heads, D] over its sequence up to its own position; [N, heads * D]."""
+    """Attention of each token's query [N, heads, D] over its sequence up to its own position or `placement.last`; [N, heads * D]."""
     if use_triton(q):
         from burnish.models.kernels.triton import exact_kernels as kernel
 
         return kernel.exact_attention(q, keys, values, placement, window, softcap).flatten(1)
     table = placement.table[placement.owner]
+    last = placement.position if placement.last is None else placement.last
     parts = [
         _paged_online_softmax(*part, keys, values, window, softcap)
         for part in zip(
             q.split(TOKENS_PER_CHUNK),
             table.split(TOKENS_PER_CHUNK),
             placement.position.split(TOKENS_PER_CHUNK),
+            last.split(TOKENS_PER_CHUNK),
             strict=True,
         )
     ]
@@ -123,12 +125,13 @@ def _paged_online_softmax(
     q: Tensor,
     table: Tensor,
     position: Tensor,
+    last: Tensor,
     keys: Tensor,
     values: Tensor,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Online softmax over the pages in order. Pages past a token's position do not change its sums."""
+    """Online softmax over the pages in order. Pages past the last key that a token sees do not change its sums."""
     rows, heads, dim = q.shape
     _, kv_heads, page, _ = keys.shape
     # In float32 at least: in half types a batched matmul chooses its kernel by the batch size.
@@ -136,10 +139,10 @@ def _paged_online_softmax(
     queries = q.reshape(rows * kv_heads, -1, dim).to(wide)
     best = queries.new_full((*queries.shape[:2], 1), -torch.inf)
     total, sums = torch.zeros_like(best), torch.zeros_like(queries)
-    for k in range(int(position.max()) // page + 1):
+    for k in range(int(last.max()) // page + 1):
         number = table[:, k].long()
         column = torch.arange(k * page, (k + 1) * page, device=q.device)
-        seen = column <= position[:, None]
+        seen = column <= last[:, None]
         if window is not None:
             seen &= column > position[:, None] - window
         key, value = (x[number].view(-1, page, dim).to(wide) for x in (keys, values))

@@ -21,6 +21,7 @@ from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.elementwise import rms_norm, rotate
 from burnish.models.kernels.logprob import softcapped
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
+from burnish.models.kernels.picture_attention import PictureAttention
 
 SPLIT_K_TILE = 128
 """Rows and outputs of a matmul tile, as the choice of split-K assumes."""
@@ -147,7 +148,7 @@ class PrefillAttention:
     It is planned once for a forward pass and called by every layer; `rotations` has each layer's table. If a chunk
     continues a row (a shared prompt prefix, a long prompt in chunks), keys and values are read back from the pages. The
     forward pass has just written the new ones there, so a prefix computed by another chunk of the same pass needs no
-    special case. The new tokens are the last of their row, so the causal mask is aligned at the end.
+    special case. The new tokens are the last of their row, so the causal mask is aligned at the end. Tokens of `pictures` see each other.
     """
 
     def __init__(
@@ -160,8 +161,9 @@ class PrefillAttention:
         page: int,
         windows: Windows,
         softcap: float | None = None,
+        pictures: PictureAttention | None = None,
     ) -> None:
-        self.softcap = softcap
+        self.softcap, self.pictures = softcap, pictures
         self.rows, self.starts, self.lengths, self.ends = rows, starts, lengths, starts + lengths
         self.placement, self.rotations, self.page, self.windows = placement, rotations, page, windows
         self.q_bounds, self.k_bounds = (
@@ -189,7 +191,9 @@ class PrefillAttention:
         else:
             _, kv_heads, _, dim = keys.shape
             k, v = qkv.view(qkv.shape[0], -1, dim)[:, -2 * kv_heads :].split(kv_heads, 1)
-        return self._attention(q, k, v, window_of(self.windows, layer)).flatten(1)
+        window = window_of(self.windows, layer)
+        out = self._attention(q, k, v, window)
+        return (out if self.pictures is None else self.pictures(out, q, k, v, window)).flatten(1)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         bounds, longest = (self.q_bounds, self.k_bounds), (int(self.lengths.max()), int(self.ends.max()))

@@ -35,6 +35,8 @@ class Placement:
     table: Tensor  # [rows, width]
     rotation: Tensor | None = None  # [N]
     """Row of the rotation table that turns each token; None if it is the position, as in text."""
+    last: Tensor | None = None  # [N]
+    """Position of the last key that each token sees, in exact attention; None if it is its own position."""
 
     @property
     def turn(self) -> Tensor:

@@ -8,7 +8,7 @@ in the same way: window and (causal or same picture).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from burnish.models.architecture import Windows
 from burnish.models.kernels.attention import MAX_LENGTH_RATIO, window_of
 from burnish.models.kernels.device import to_device
 from burnish.models.kernels.shared_prefix import Attend, ComputedRows
+
+if TYPE_CHECKING:
+    from burnish.models.vision.pieces import Piece
 
 
 class PictureBlock(NamedTuple):
@@ -114,6 +117,35 @@ def packed_blocks(index: np.ndarray, offsets: np.ndarray, rows: ComputedRows | N
         elif is_own[end - 1]:
             raise ValueError(f"the picture at token {start} is shared with another sequence only in part")
     return blocks
+
+
+def piece_blocks(pieces: Sequence[Piece]) -> list[PictureBlock]:
+    """The blocks of a pass over pieces of sequences, whose keys are all tokens of each sequence up to the piece's end.
+
+    A piece may begin within a picture, the start of which is in the cache. It must not end within one.
+    """
+    blocks, num_queries, num_keys = [], 0, 0
+    for piece in pieces:
+        for span in piece.spans:
+            begin = max(span.start, piece.start)
+            if begin < min(span.end, piece.stop):
+                if span.end > piece.stop:
+                    raise ValueError(
+                        f"a prefill ends at token {piece.stop}, within a picture of the tokens {span.start} to {span.end - 1} that "
+                        "attend to each other: prefill more tokens at once"
+                    )
+                queries = num_queries + np.arange(begin - piece.start, span.end - piece.start)
+                blocks.append(PictureBlock(queries, num_keys + np.arange(span.end)))
+        num_queries, num_keys = num_queries + piece.stop - piece.start, num_keys + piece.stop
+    return blocks
+
+
+def tokens_ahead(blocks: Sequence[PictureBlock], num_queries: int) -> np.ndarray:
+    """[num_queries] how many of the tokens after it each query sees: those of its picture."""
+    ahead = np.zeros(num_queries, dtype=np.int64)
+    for block in blocks:
+        ahead[block.queries] = np.arange(len(block.queries))[::-1]
+    return ahead
 
 
 def both_ways(attend: Attend, blocks: Sequence[PictureBlock], windows: Windows, device: torch.device) -> Attend:

@@ -30,6 +30,7 @@ def _exact_attention(
     table_ptr,
     owner_ptr,
     position_ptr,
+    last_ptr,
     out_ptr,
     scale,
     table_stride,
@@ -48,8 +49,8 @@ def _exact_attention(
     row = tl.program_id(0)
     head = tl.program_id(1)
     pages_ptr = table_ptr + tl.load(owner_ptr + row) * table_stride
-    length = (tl.load(position_ptr + row) + 1).to(tl.int32)  # 0 for an empty row
-    first = tl.maximum(0, length - window)
+    length = (tl.load(last_ptr + row) + 1).to(tl.int32)  # 0 for an empty row
+    first = tl.maximum(0, (tl.load(position_ptr + row) + 1).to(tl.int32) - window)
 
     query = tl.arange(0, QUERIES)
     dim = tl.arange(0, DIM_BLOCK)
@@ -87,7 +88,7 @@ def _exact_attention(
 def exact_attention(
     q: Tensor, keys: Tensor, values: Tensor, placement: Placement, window: int | None, softcap: float | None = None
 ) -> Tensor:
-    """Attention of each query over the pages of its row up to its own position; [N, heads, D]."""
+    """Attention of each query over the pages of its row up to its own position or `placement.last`; [N, heads, D]."""
     rows, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     shared = heads // kv_heads
@@ -100,6 +101,7 @@ def exact_attention(
         placement.table,
         placement.owner,
         placement.position,
+        placement.position if placement.last is None else placement.last,
         out,
         dim**-0.5 * LOG2_E,
         placement.table.stride(0),
