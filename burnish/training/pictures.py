@@ -12,7 +12,7 @@ from burnish.core.batch import Batch
 from burnish.core.sharded_tensors import is_dtensor
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ScoreModel, ValueModel
-from burnish.models.vision.passes import Piece, picture_pass
+from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.models.vision.training import blank_pass, is_tower_trained
 from burnish.training.parallel.fsdp import backbone_of
 
@@ -32,7 +32,7 @@ def reading_pictures(model: nn.Module, batch: Batch) -> AbstractContextManager[o
             "and give critics, teachers and reward models one as well"
         )
     pieces = [Piece(0, length, own) for length, own in zip(batch.lengths.tolist(), spans, strict=True)]
-    return backbone.with_pictures(picture_pass(pieces, shape, batch.tokens.device))
+    return backbone.with_pictures(piece_pass(pieces, shape, batch.tokens.device))
 
 
 def _without_pictures(model: nn.Module, batch: Batch) -> AbstractContextManager[object]:

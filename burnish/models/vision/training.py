@@ -1,28 +1,13 @@
-"""What of a vision tower is trained, and passes that must reach the tower without a picture."""
+"""Whether a vision tower is trained, and passes that must reach it without a picture."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from burnish.config.errors import UserError
 from burnish.models.decoder import Decoder
 from burnish.models.vision.interfaces import PicturePass
 from burnish.models.vision.positions import AXES
-
-VisionTraining = Literal["frozen", "projector", "trained"]
-"""`frozen` trains nothing of the tower, `projector` only what is between its encoder and the decoder, `trained` all of it."""
-
-
-def train_vision(model: Decoder, how: VisionTraining) -> None:
-    """Choose the trained parameters of a decoder's vision tower. Call it after adapters were added, which freeze everything."""
-    if model.vision is None:
-        raise UserError(f"model.vision={how}: a {model.arch.family} model has no vision tower; remove the key")
-    model.vision.requires_grad_(how == "trained")
-    if how == "projector":
-        model.vision.projector.requires_grad_(True)
 
 
 def is_tower_trained(model: Decoder) -> bool:

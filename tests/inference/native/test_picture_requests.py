@@ -19,7 +19,7 @@ from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
-from burnish.models.vision.passes import picture_pass
+from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.models.weight_files import load_decoder
 from tests.models.vision.conftest import TinyVision, random_picture
 from tests.models.vision.test_qwen_vision import FAMILIES, IMAGE, rows_of
@@ -58,7 +58,9 @@ def learner_logprobs(model: Decoder, requests: list[Request], got: dict[str, Com
         offsets.append(len(tokens))
     bounds = torch.tensor(offsets)
     assert model.arch.vision is not None
-    pictures = picture_pass(bounds, [request.pictures for request in requests], model.arch.vision)
+    lengths = bounds.diff().tolist()
+    pieces = [Piece(0, length, request.pictures) for length, request in zip(lengths, requests, strict=True)]
+    pictures = piece_pass(pieces, model.arch.vision, CPU)
     temperature = requests[0].sampling.temperature
     with torch.no_grad(), model.with_pictures(pictures):
         return model.token_logprobs(torch.tensor(tokens), bounds, torch.tensor(wanted), temperature)[0]

@@ -14,7 +14,7 @@ from burnish.core.pictures import Picture, PictureSpan
 from burnish.models.architecture import architecture_from_hf, read_config, why_not_native
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.vision.interfaces import PicturePass
-from burnish.models.vision.passes import Piece, picture_pass
+from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.models.vision.positions import rotation_delta, rotation_positions
 from burnish.models.vision.qwen_tower import cut_patches
 from burnish.models.weight_files import load_decoder, save_decoder, stored_tensors
@@ -56,7 +56,7 @@ def rows_of(family: str) -> list[Row]:
 
 def pass_of(model: Decoder, rows: list[Row]) -> PicturePass | None:
     assert model.arch.vision is not None
-    return picture_pass([Piece(0, len(tokens), spans) for tokens, spans in rows], model.arch.vision, CPU)
+    return piece_pass([Piece(0, len(tokens), spans) for tokens, spans in rows], model.arch.vision, CPU)
 
 
 def their_logits(theirs: Any, ours: Decoder, tokens: list[int], spans: tuple[PictureSpan, ...]) -> Tensor:
