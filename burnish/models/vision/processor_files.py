@@ -9,6 +9,7 @@ from typing import Any
 from burnish.models.vision.interfaces import VisionShape
 from burnish.models.vision.qwen_processor import IMAGE_LIMITS
 from burnish.models.vision.qwen_shape import QwenVisionShape
+from burnish.models.vision.siglip_shape import SiglipShape
 from burnish.run.checkpoint.snapshot import BytesFile
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -25,6 +26,8 @@ def processor_contents(shape: VisionShape | None, source: Path | None) -> list[B
 
 def new_processor_config(shape: VisionShape) -> dict[str, Any]:
     """The preprocessor_config.json of a model that was created here."""
+    if isinstance(shape, SiglipShape):
+        return siglip_processor_config(shape)
     if not isinstance(shape, QwenVisionShape):
         raise TypeError(f"there is no new image processor for {type(shape).__name__}")
     least, most = IMAGE_LIMITS
@@ -38,3 +41,15 @@ def new_processor_config(shape: VisionShape) -> dict[str, Any]:
         "image_std": list(shape.pixel_std),
         "size": {"shortest_edge": min(least, 4 * shape.pixels_per_token**2), "longest_edge": most},
     }
+
+
+def siglip_processor_config(shape: SiglipShape) -> dict[str, Any]:
+    """The preprocessor_config.json of a new model with a SigLIP tower. An image is one picture, not cut into tiles."""
+    side = shape.image_size
+    common = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if shape.connector == "mean":
+        names = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
+        return {**names, **common, "size": {"height": side, "width": side}}
+    names = {"image_processor_type": "Idefics3ImageProcessor", "processor_class": "Idefics3Processor"}
+    edge = {"longest_edge": side}
+    return {**names, **common, "size": edge, "max_image_size": edge, "do_image_splitting": False}

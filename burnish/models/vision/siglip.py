@@ -51,7 +51,11 @@ class SiglipTower(VisionTower):
         found = []
         for first in range(0, len(pictures), step):
             pixels = np.stack([picture.pixels[0] for picture in pictures[first : first + step]])
-            found.append(self.connector(self.encoder(pixels).unflatten(1, (side, side))).flatten(0, 2))
+            x = self.encoder.embeddings(pixels)
+            for layer in cast(nn.ModuleList, self.encoder.encoder["layers"]):
+                x = self.run_block(layer, x)
+            states = self.encoder.post_layernorm(x)
+            found.append(self.connector(states.unflatten(1, (side, side))).flatten(0, 2))
         return ImageFeatures(torch.cat(found))
 
     def _check(self, picture: Picture) -> None:
@@ -65,7 +69,7 @@ class SiglipTower(VisionTower):
 
 
 class Encoder(nn.Module):
-    """Patches to hidden states of patches."""
+    """The modules that make hidden states of patches; `SiglipTower.forward` calls them."""
 
     def __init__(self, shape: SiglipShape) -> None:
         super().__init__()
@@ -73,14 +77,6 @@ class Encoder(nn.Module):
         layers = nn.ModuleList(EncoderLayer(shape) for _ in range(shape.num_layers))
         self.encoder = nn.ModuleDict({"layers": layers})
         self.post_layernorm = nn.LayerNorm(shape.hidden_size, shape.norm_eps)
-
-    def forward(self, pixels: np.ndarray) -> Tensor:
-        """Hidden states [b, patches, hidden] of pixels, uint8 [b, height, width, 3]."""
-        x = self.embeddings(pixels)
-        for layer in cast(nn.ModuleList, self.encoder["layers"]):
-            x = layer(x)
-        normed: Tensor = self.post_layernorm(x)
-        return normed
 
 
 class Embeddings(nn.Module):

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from burnish.core.pictures import Picture
+
 if TYPE_CHECKING:
     from burnish.models.vision.axis_rotation import AxisRotation
 
@@ -96,6 +100,11 @@ class SiglipShape:
         layer = 4 * (hidden + 1) * hidden + 2 * hidden * self.mlp_size + self.mlp_size + hidden + 2 * norm
         embeddings = (3 * self.patch_size**2 + 1 + positions) * hidden
         return embeddings + self.num_layers * layer + norm + self.num_projector_parameters
+
+    def blank_picture(self) -> Picture:
+        """A black picture of one image."""
+        side, tokens = self.image_size, self.tokens_per_side
+        return Picture(np.zeros((1, side, side, 3), dtype=np.uint8), (1, tokens, tokens))
 
     def tower_flops(self, grids: Sequence[tuple[int, int, int]]) -> float:
         """Floating-point operations of a forward pass over pictures with these grids of placeholder tokens."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from burnish.core.pictures import PictureSpan
 from burnish.models.architecture import architecture_from_hf, architecture_to_hf, why_not_native
 from burnish.models.decoder import Decoder
-from burnish.models.vision.passes import picture_pass
+from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.models.vision.siglip_shape import why_unsupported
 from burnish.models.weight_files import load_decoder, save_decoder
 from tests.models.vision.tiny_siglip import FAMILIES, Row, row, rows_of, siglip_model
@@ -52,7 +52,9 @@ def packed(rows: list[Row]) -> tuple[Tensor, Tensor]:
 def our_logits(ours: Decoder, rows: list[Row], shared: Tensor | None = None) -> Tensor:
     tokens, offsets = packed(rows)
     assert ours.arch.vision is not None
-    with ours.with_pictures(picture_pass(offsets, [spans for _, spans in rows], ours.arch.vision)):
+    with ours.with_pictures(
+        piece_pass([Piece(0, len(tokens), spans) for tokens, spans in rows], ours.arch.vision, CPU)
+    ):
         return ours.logits(ours.hidden(tokens, offsets, shared_prefix=shared))
 
 
