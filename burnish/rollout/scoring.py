@@ -355,7 +355,9 @@ class GroupDemonstrations:
             prompt_id=draw.prompt.row.id,
             visit=draw.visit,
             sample=sample,
-            nodes=chain_nodes(tokens, written, logp, np.full(len(tokens), -1, dtype=np.int32)),
+            nodes=chain_nodes(
+                tokens, written, logp, np.full(len(tokens), -1, dtype=np.int32), pictures=traced.pictures
+            ),
             finish="stop",
             completion=self.tokenizer.decode(tokens[start:].tolist()),
             metadata={"prompt_length": start, OFF_POLICY: True} | ({NO_LOGP: True} if traced.logp is None else {}),

@@ -25,6 +25,7 @@ from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.schema import PreferConfig, Preference
 from burnish.core.batch import Batch
+from burnish.core.pictures import distinct_tokens, shifted
 from burnish.core.segments import contiguous_sum
 from burnish.data.preference_pairs import (
     EncodingOptions,
@@ -89,9 +90,11 @@ def _mismatched_answer(answers: Sequence[LabelledAnswer], index: int, max_tokens
     prompt, _ = _split_prompt(answers[index].answer)
     for step in range(1, len(answers)):
         other, said = _split_prompt(answers[(index + step) % len(answers)].answer)
-        if other.tokens != prompt.tokens and len(prompt.tokens) + len(said.tokens) <= max_tokens:
+        is_other = distinct_tokens(other.tokens, other.pictures) != distinct_tokens(prompt.tokens, prompt.pictures)
+        if is_other and len(prompt.tokens) + len(said.tokens) <= max_tokens:
             name = f"{answers[index].id}/mismatched"
-            return Example(name, prompt.tokens + said.tokens, prompt.mask + said.mask)
+            pictures = prompt.pictures + shifted(said.pictures, len(prompt.tokens))
+            return Example(name, prompt.tokens + said.tokens, prompt.mask + said.mask, pictures)
     raise UserError(
         f"{answers[index].id}: kto needs an answer to another prompt that fits after this prompt, and none fits into "
         f"{max_tokens} tokens: give rows of more than one prompt, or raise preference.max_tokens"
@@ -100,8 +103,10 @@ def _mismatched_answer(answers: Sequence[LabelledAnswer], index: int, max_tokens
 
 def _split_prompt(example: Example) -> tuple[Example, Example]:
     """The tokens before the answer, and the answer."""
-    at = example.mask.index(True)
-    before, after = (Example(example.id, example.tokens[s], example.mask[s]) for s in (slice(at), slice(at, None)))
+    at, pictures = example.mask.index(True), example.pictures
+    earlier = tuple(span for span in pictures if span.start < at)
+    before = Example(example.id, example.tokens[:at], example.mask[:at], earlier)
+    after = Example(example.id, example.tokens[at:], example.mask[at:], shifted(pictures[len(earlier) :], -at))
     return before, after
 
 
@@ -225,11 +230,12 @@ def cached_mean_logprobs(
     return torch.cat(found)
 
 
-def _fingerprint(pairs: Sequence[AnswerPair]) -> str:
-    """A hash of the tokens and answer masks of pairs."""
+def fingerprint(pairs: Sequence[AnswerPair]) -> str:
+    """A hash of the tokens, images and answer masks of pairs."""
     digest = hashlib.sha256()
     for pair in pairs:
-        digest.update(repr((pair.first.tokens, pair.first.mask, pair.second.tokens, pair.second.mask)).encode())
+        first, second = (list(distinct_tokens(one.tokens, one.pictures)) for one in (pair.first, pair.second))
+        digest.update(repr((first, pair.first.mask, second, pair.second.mask)).encode())
     return digest.hexdigest()
 
 
@@ -247,7 +253,7 @@ def _read_means(path: Path, pairs: Sequence[AnswerPair]) -> Tensor | None:
     tokens, _, crc = known.partition(" ")
     if crc != _checksum(tokens, values):
         return None
-    if tokens != _fingerprint(pairs):
+    if tokens != fingerprint(pairs):
         raise UserError(
             f"{path} was computed from other rows: the data (or the tokenizer) has changed since this run began. "
             "Put the old data back, or give the run another run.name"
@@ -263,7 +269,7 @@ def _write_means(path: Path, pairs: Sequence[AnswerPair], values: Tensor) -> Non
     from safetensors.torch import save
 
     path.parent.mkdir(exist_ok=True)
-    tokens = _fingerprint(pairs)
+    tokens = fingerprint(pairs)
     # A single metadata entry: the library writes several in any order, and equal runs must have equal files.
     atomic_write(path, save({"means": values.contiguous()}, {"tokens": f"{tokens} {_checksum(tokens, values)}"}))
 

@@ -49,12 +49,12 @@ def pack_pairs(pairs: Sequence[PreferencePair], pad_id: int) -> Batch:
 
     Sequence columns: `group_ids` (the pair), `chosen`, `margin`, `weight` (1 / pairs).
     """
-    sequences = [answer.tokens for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    tokens = torch.tensor([token for sequence in sequences for token in sequence])
-    offsets = offsets_from_lengths(torch.tensor([len(sequence) for sequence in sequences]))
+    answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    tokens = torch.tensor([token for answer in answers for token in answer.tokens])
+    offsets = offsets_from_lengths(torch.tensor([len(answer.tokens) for answer in answers]))
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     mask[score_positions(tokens, offsets, pad_id)] = True
-    return Batch(
+    batch = Batch(
         tokens=tokens,
         offsets=offsets,
         token={"action_mask": mask, "loss_mask": mask},
@@ -65,6 +65,7 @@ def pack_pairs(pairs: Sequence[PreferencePair], pad_id: int) -> Batch:
             "weight": torch.full((2 * len(pairs),), 1 / len(pairs), dtype=torch.float64),
         },
     )
+    return batch.with_pictures([answer.pictures for answer in answers])
 
 
 def train(

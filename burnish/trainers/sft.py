@@ -36,11 +36,12 @@ from burnish.training.parallel.ranks import join_process_group, parallelize_mode
 def pack_examples(examples: Sequence[Example]) -> Batch:
     """Examples as a batch. The masks mark the trained tokens; the first token of a sequence is never trained."""
     mask = torch.tensor([m and k > 0 for e in examples for k, m in enumerate(e.mask)], dtype=torch.bool)
-    return Batch(
+    batch = Batch(
         tokens=torch.tensor([t for e in examples for t in e.tokens]),
         offsets=offsets_from_lengths(torch.tensor([len(e.tokens) for e in examples])),
         token={"action_mask": mask, "loss_mask": mask},
     )
+    return batch.with_pictures([e.pictures for e in examples])
 
 
 def train(
