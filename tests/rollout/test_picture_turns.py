@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -14,10 +15,16 @@ from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.data.row import Row
 from burnish.environments.base import Done, SingleTurn, Turn
+from burnish.environments.dialogue import ChatRenderer
+from burnish.environments.host import EnvironmentHost, EnvironmentKind
+from burnish.environments.workers import ObjectSpec, ObjectWorkers
 from burnish.models.tokenizer import Tokenizer
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.running_trajectory import PartialTurn, TokenPath
+from burnish.rollout.scoring import from_arrays, to_arrays
+from burnish.run.journal import Journal
 from tests.inference.slow_engine import SlowEngine
+from tests.seeing_tokenizer import seeing_tokenizer
 
 TOKENIZER = Tokenizer.from_characters("0123456789>")
 PAD = 12
@@ -106,3 +113,54 @@ def test_a_branch_forks_where_an_image_differs_though_the_tokens_are_equal() -> 
     assert path.nodes[-1].parent == -1
     assert [span.picture.pixels.flat[0] for span in path.pictures()] == [1]
     assert path.prompt_length() == 1, "the rewritten context leaves the prompt at its image"
+
+
+BOARDS = """
+import numpy as np
+from burnish.environments.base import End, Environment, Observation
+
+
+class Boards(Environment):
+    takes_truncated = True
+
+    async def start(self, episode):
+        (self.first,) = episode.images
+        return Observation()
+
+    async def step(self, answer):
+        if answer.turn == 2:
+            return End(reward=float(self.first[0, 0, 0]))
+        board = np.full((8, 16, 3), answer.turn, dtype=np.uint8)
+        blocks = [{"type": "text", "text": "board"}, {"type": "image", "image": board}]
+        return Observation(messages=({"role": "user", "content": blocks},))
+"""
+
+
+def test_observations_of_an_environment_in_a_worker_may_be_images(tmp_path: Path) -> None:
+    (tmp_path / "boards.py").write_text(BOARDS)
+    tokenizer, engine = seeing_tokenizer(), Recording()
+    kind = EnvironmentKind(
+        "boards", "worker", spec=ObjectSpec("boards.py:Boards", base=str(tmp_path)), takes_truncated=True
+    )
+    host = EnvironmentHost(kind, lambda: ObjectWorkers(num_workers=1))
+    runner = RolloutRunner(cast(Any, engine), None, tokenizer, 7, 5, host=host, renderer=ChatRenderer(tokenizer))
+    scene = np.full((8, 8, 3), 200, dtype=np.uint8)
+    row = Row("r", [{"role": "user", "content": [{"type": "image", "image": scene}]}], "rows", None)
+    draw = PromptSample(Prompt(row, "", []), 0)
+    try:
+        found = list(runner.run([draw], 2, SamplingOptions(max_tokens=4), "train"))
+    finally:
+        runner.close()
+    assert [t.reward for t in found] == [200.0, 200.0]
+    for t in found:
+        (path,) = t.sequences
+        assert [span.picture.pixels.flat[0] for span in path.pictures] == [200, 0, 1]
+        for span in path.pictures:
+            assert set(path.tokens[span.start : span.end].tolist()) == {tokenizer.image_processor.image_mark}
+    assert len(pack(found).pictures) == 3
+    journal = Journal(tmp_path / "journal")
+    back = from_arrays(journal.attachment(journal.attach("completed-000001", to_arrays(found))) or {})
+    for before, after in zip(found, back, strict=True):
+        for one, other in zip(before.sequences[0].pictures, after.sequences[0].pictures, strict=True):
+            assert one.start == other.start
+            np.testing.assert_array_equal(one.picture.pixels, other.picture.pixels)
