@@ -4,7 +4,7 @@ A client sends the whole conversation with each call, and its library changes wh
 parts, arguments of calls are written with other spaces, ids are renamed, reasoning is dropped, unknown fields are added. The key of a message
 holds what matters:
 
-- the role (`developer` is `system`) and the text. Space around the text of an answer does not count, because some clients strip it;
+- the role (`developer` is `system`), the text and the images. Space around the text of an answer does not count, because some clients strip it;
 - the calls of an answer in order: name and arguments as parsed JSON. Ids are left out;
 - for the result of a tool, the place of its call in the answer before it, which its id tells.
 
@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.data.images import ImageInput, image_input
 from burnish.data.row import Message
 
 ROLES = {
@@ -58,27 +59,59 @@ def role_of(message: Mapping[str, Any], index: int) -> str:
     return found
 
 
-def text_of(content: Any, index: int) -> str:
-    """Return the text of a content: none, a text, or a list of text parts, which are joined as they are."""
+def content_of(content: Any, index: int) -> str | list[Message]:
+    """Return a content as templates read it: a text, or blocks if there are images among its parts. Texts are joined as they are."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return "".join(_part_text(part, index) for part in content)
-    raise CallRefused(
-        f"messages[{index}].content: expected a text or a list of text parts, got {type(content).__name__}"
-    )
+    if not isinstance(content, list):
+        raise CallRefused(
+            f"messages[{index}].content: expected a text or a list of parts, got {type(content).__name__}"
+        )
+    parts = [_part(part, f"messages[{index}].content[{place}]") for place, part in enumerate(content)]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
-def _part_text(part: Any, index: int) -> str:
+def text_of(content: Any, index: int) -> str:
+    """Return the text of a content by which messages are compared: a hash stands for an image."""
+    found = content_of(content, index)
+    if isinstance(found, str):
+        return found
+    return "".join(block["text"] if "text" in block else f"\0image {block['image'].digest}\0" for block in found)
+
+
+def _part(part: Any, where: str) -> str | Message:
+    """Return a text part as its text, and an image as a block. Of an agent only `data:` URLs are taken: it names no files of this machine."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("image", "image_url"):
+        return _part_text(part, where)
+    assert isinstance(part, Mapping)
+    value = part.get(kind)
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if isinstance(url, ImageInput):
+        return {"type": "image", "image": url}
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise CallRefused(
+            f"{where}: an image should be a data: URL, got {str(url)[:80]!r}; nothing is fetched or read from files",
+            code="unsupported_content",
+        )
+    try:
+        return {"type": "image", "image": image_input(url, where)}
+    except UserError as error:
+        raise CallRefused(str(error), code="unsupported_content") from error
+
+
+def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         raise CallRefused(
-            f"messages[{index}].content: the model reads text only, and a part is of type {kind[:80]!r}; leave it out",
+            f"{where}: the model reads text and images only, and a part is of type {kind[:80]!r}; leave it out",
             code="unsupported_content",
         )
     return text
@@ -126,7 +159,11 @@ def parsed_arguments(arguments: Any) -> Any:
 def normal_message(message: Mapping[str, Any], index: int) -> Message:
     """Return a message as templates read it, without the fields that keys ignore."""
     role = role_of(message, index)
-    found: Message = {"role": role, "content": text_of(message.get("content"), index)}
+    found: Message = {"role": role, "content": content_of(message.get("content"), index)}
+    if role in ("system", "assistant") and not isinstance(found["content"], str):
+        raise CallRefused(
+            f"messages[{index}].content: images are read in messages of users and tools, and this one is of the {role}"
+        )
     if role == "assistant":
         if reasoning := reasoning_of(message):
             found["reasoning_content"] = reasoning

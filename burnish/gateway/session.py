@@ -20,7 +20,7 @@ from functools import partial
 from typing import Literal
 
 from burnish.config.errors import UserError
-from burnish.core.pictures import PictureSpan
+from burnish.core.pictures import PictureSpan, distinct_tokens
 from burnish.gateway.calls import CallAnswer, CallChoice, Json, ModelCall, continued
 from burnish.gateway.chat_messages import answer_message
 from burnish.gateway.completion_text import stop_position
@@ -279,7 +279,8 @@ class AgentSession:
         return tree.place_text(call.text)
 
     def _requests(self, call: ModelCall, prompt: CallPrompt, max_tokens: int) -> list[SampleRequest]:
-        digest = hashlib.blake2b(array("q", prompt.tokens).tobytes(), digest_size=8).digest()
+        read = distinct_tokens(prompt.tokens, prompt.pictures)
+        digest = hashlib.blake2b(array("q", read).tobytes(), digest_size=8).digest()
         place = int.from_bytes(digest, "little")
         seed = () if call.seed is None else (call.seed,)
         repeat = self._repeats[place, *seed]
@@ -287,7 +288,9 @@ class AgentSession:
         found = []
         for index in range(call.n):
             parts = (place, repeat, index, *seed)
-            found.append(SampleRequest(self, prompt.tokens, max_tokens, call.stop, call.stop_tokens, parts))
+            found.append(
+                SampleRequest(self, prompt.tokens, max_tokens, call.stop, call.stop_tokens, parts, prompt.pictures)
+            )
         return found
 
     def _recorded(self, call: ModelCall, prompt: CallPrompt, sampled: Sampled, name: str, is_cut: bool) -> CallChoice:

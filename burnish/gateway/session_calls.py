@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from burnish.core.pictures import PictureSpan
 from burnish.data.row import Message
 from burnish.environments.dialogue import ChatRenderer, Conversation
 from burnish.gateway.message_keys import calls_of, reasoning_of, text_of
@@ -45,6 +46,8 @@ class CallPrompt:
     """How the call is linked to those before it."""
     call: int
     """Number of the call in its session."""
+    pictures: tuple[PictureSpan, ...] = ()
+    """The images among the tokens, in order."""
 
 
 @dataclass(eq=False, slots=True)

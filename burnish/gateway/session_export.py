@@ -21,7 +21,7 @@ from typing import Literal
 
 from burnish.core.trajectory import TokenNode, TurnSpan
 from burnish.gateway.session_calls import Answer
-from burnish.gateway.token_nodes import Node
+from burnish.gateway.token_nodes import Node, NodeTree
 
 TrainedCalls = Literal["all", "main"]
 
@@ -47,7 +47,7 @@ class SessionExport:
 
 
 def export_session(
-    answers: Sequence[Answer], train: TrainedCalls, n_leaves: bool, cut: bool, retried: bool
+    tree: NodeTree, answers: Sequence[Answer], train: TrainedCalls, n_leaves: bool, cut: bool, retried: bool
 ) -> SessionExport:
     """Return the nodes and turns of a session. The last three options train what is left out otherwise."""
     main = _main_branch(answers)
@@ -61,7 +61,7 @@ def export_session(
     for answer in sampled:
         for node in reversed(list(answer.node.path())):
             if node.number not in places:
-                places[node.number] = _add(nodes, node, places)
+                places[node.number] = _add(nodes, node, places, tree)
         reason = _reason(answer, trained, n_leaves, cut, retried)
         if reason is not None:
             not_trained[reason] += 1
@@ -80,13 +80,15 @@ def export_session(
     )
 
 
-def _add(nodes: list[TokenNode], node: Node, places: dict[int, int]) -> int:
+def _add(nodes: list[TokenNode], node: Node, places: dict[int, int], tree: NodeTree) -> int:
     """Add a node. An answer without tokens is left out: what follows it goes behind its parent."""
     assert node.parent is not None
     parent = places[node.parent.number]
     if not len(node.tokens):
         return parent
-    nodes.append(TokenNode(parent, node.tokens, node.logp, node.version, observed=node.observed))
+    made = TokenNode(parent, tree.tokens_of(node), node.logp, node.version, observed=node.observed)
+    made.pictures = tree.pictures_of(node)
+    nodes.append(made)
     return len(nodes) - 1
 
 

@@ -17,6 +17,7 @@ from burnish.data.row import Message
 from burnish.environments.base import Body, filled
 from burnish.environments.chat_traits import answer_message
 from burnish.environments.dialogue import ChatRenderer, Conversation, History
+from burnish.environments.image_values import content_with_images, split_parts
 from burnish.environments.observed_tokens import default_bodies
 from burnish.environments.tools.call_formats import CallFormat, ParsedCall, render_tool_prompt
 from burnish.environments.tools.tool_environment import with_system_text
@@ -102,8 +103,11 @@ class SessionRenderer:
         bodies = [body for body in default_bodies(messages) if body.role != "tool"]
         for index, message in enumerate(messages):
             if message["role"] == "tool":
-                text, inside = filled(self.call_format.result_text, message["content"], message=index)
-                found[index], bodies = {"role": "user", "content": text}, bodies + inside
+                content = message["content"]
+                result, images = (content, ()) if isinstance(content, str) else split_parts(content, "the result")
+                text, inside = filled(self.call_format.result_text, result, message=index)
+                found[index] = {"role": "user", "content": content_with_images(text, images)}
+                bodies += inside
         return found, bodies
 
     def _with_tools(self, messages: list[Message], tools: Tools | None) -> tuple[list[Message], list[Any] | None]:

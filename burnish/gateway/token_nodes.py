@@ -3,6 +3,9 @@
 A node is a run of tokens that the model sampled in one call, or that it only read. A context is added behind the longest beginning that is in
 the tree already. If it leaves a read node in the middle, that node is split there, so that both contexts share its beginning. A sampled node is
 never split: it is one action with one turn. A context that agrees with a part of it forks before it and reads the common part again.
+
+A placeholder of an image is in the tree as a negative number that no other image has (`Picture.token_numbers`), so that contexts with other images
+differ, and no node ends within an image. `tokens_of` and `pictures_of` give what the engine reads.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from burnish.core.pictures import Picture, PictureSpan, distinct_tokens, shifted
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -20,7 +25,7 @@ class Node:
     number: int
     parent: Node | None
     """None for the root, which has no tokens."""
-    tokens: np.ndarray  # int64
+    tokens: np.ndarray  # int64; placeholders of images are negative
     logp: np.ndarray | None = None  # float32
     version: np.ndarray | None = None  # int32
     observed: np.ndarray | None = None  # int8
@@ -61,13 +66,21 @@ class NodeTree:
         self.root = Node(-1, None, np.zeros(0, dtype=np.int64))
         self.nodes: list[Node] = []
         """By number."""
+        self._placeholders: dict[int, int] = {}
+        """The token of each negative number."""
+        self._pictures: dict[int, Picture] = {}
+        """Images by the number of their first placeholder."""
 
-    def insert(self, start: Node, tokens: Sequence[int]) -> Node:
-        """Add tokens that the model reads behind a node. Returns the node with which they end.
+    def insert(self, start: Node, tokens: Sequence[int], pictures: Sequence[PictureSpan] = ()) -> Node:
+        """Add tokens that the model reads behind a node, with the images among them. Returns the node with which they end.
 
         Nodes in which the tokens agree are shared. Of equal sampled nodes the latest is taken.
         """
-        context = np.array(tokens, dtype=np.int64)
+        context = np.array(distinct_tokens(tokens, pictures), dtype=np.int64)
+        for start_of, picture in pictures:
+            numbers = picture.token_numbers.tolist()
+            self._pictures[numbers[0]] = picture
+            self._placeholders |= zip(numbers, tokens[start_of : start_of + len(numbers)], strict=True)
         node, at, part = self._deepest(start, context)
         if part is not None:
             child, size = part
@@ -80,8 +93,30 @@ class NodeTree:
 
     def tokens_to(self, node: Node) -> tuple[int, ...]:
         """Return all tokens from the root to the end of a node."""
-        parts = [one.tokens for one in node.path()][::-1]
+        parts = [self.tokens_of(one) for one in node.path()][::-1]
         return tuple(np.concatenate(parts).tolist()) if parts else ()
+
+    def tokens_of(self, node: Node) -> np.ndarray:
+        """Return the tokens of a node as the engine reads them."""
+        if not self._pictures or node.is_sampled or not (node.tokens < 0).any():
+            return node.tokens
+        return np.array([self._placeholders.get(token, token) for token in node.tokens.tolist()], dtype=np.int64)
+
+    def pictures_of(self, node: Node) -> tuple[PictureSpan, ...]:
+        """Return the images of a node; starts count from its first token."""
+        if not self._pictures or node.is_sampled:
+            return ()
+        places = np.flatnonzero(node.tokens < 0).tolist()
+        numbers = ((at, int(node.tokens[at])) for at in places)
+        return tuple(PictureSpan(at, self._pictures[number]) for at, number in numbers if number in self._pictures)
+
+    def pictures_to(self, node: Node) -> tuple[PictureSpan, ...]:
+        """Return all images from the root to the end of a node."""
+        found, at = list[PictureSpan](), 0
+        for one in reversed(list(node.path()) if self._pictures else []):
+            found += shifted(self.pictures_of(one), at)
+            at += len(one.tokens)
+        return tuple(found)
 
     def _deepest(self, start: Node, context: np.ndarray) -> tuple[Node, int, tuple[Node, int] | None]:
         """Return the node behind which a context leaves the tree, the number of tokens up to there, and perhaps a part of a read child.

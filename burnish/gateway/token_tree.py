@@ -135,6 +135,13 @@ class SessionTree:
         return self._counted(call)
 
     def _placed_tokens(self, tokens: tuple[int, ...]) -> Call:
+        processor = self.renderer.tokenizer.image_processor
+        if processor is not None and not processor.placeholder_tokens.isdisjoint(tokens):
+            raise CallRefused(
+                "the token ids have placeholders of images, whose pixels they do not tell; leave the token ids out and send messages",
+                param="prompt",
+                code="unsupported_content",
+            )
         return self._placed_at(self.tree.insert(self.tree.root, tokens), tokens)
 
     def _placed_at(self, end: Node, context: tuple[int, ...]) -> Call:
@@ -197,9 +204,10 @@ class SessionTree:
             ) from error
         self.counts["rewritten"] += conversation.num_rewrites - num_rewrites
         if found.is_branch:
-            end, context = self.tree.insert(self.tree.root, found.tokens), found.tokens
+            end, context = self.tree.insert(self.tree.root, found.tokens, found.pictures), found.tokens
         else:
-            end, context = self.tree.insert(before.node, found.tokens), self._context_behind(before, found.tokens)
+            end = self.tree.insert(before.node, found.tokens, found.pictures)
+            context = self._context_behind(before, found.tokens)
         if found.observed is not None:
             end.mark(found.observed)
         call = self._call(self._continuing(before), end, context, link=before)
@@ -215,7 +223,7 @@ class SessionTree:
     ) -> Call:
         """Place messages that continue no answer of the session."""
         conversation = self.renderer.open(renderer, messages, tools)
-        end = self.tree.insert(self.tree.root, conversation.tokens)
+        end = self.tree.insert(self.tree.root, conversation.tokens, conversation.pictures)
         link = self._sampled_above(end)
         if link is not None:  # written otherwise, but with the same tokens
             kind: Kind = self._continuing(link)
@@ -307,7 +315,7 @@ class SessionTree:
         self.counts["calls"] += 1
         self.counts[COUNTERS[call.kind]] += 1
         assert call.context is not None
-        return CallPrompt(call.context, call.end.number, call.kind, call.number)
+        return CallPrompt(call.context, call.end.number, call.kind, call.number, self.tree.pictures_to(call.end))
 
     def _index(
         self,
@@ -431,7 +439,7 @@ class SessionTree:
         self, train: TrainedCalls = "all", n_leaves: bool = False, cut: bool = False, retried: bool = False
     ) -> SessionExport:
         """Return the nodes and turns of the session for a `Trajectory` (`session_export.py` says what is trained)."""
-        return export_session(self.answers, train, n_leaves, cut, retried)
+        return export_session(self.tree, self.answers, train, n_leaves, cut, retried)
 
     @property
     def metrics(self) -> dict[str, int]:

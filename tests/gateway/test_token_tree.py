@@ -525,7 +525,7 @@ def test_text_that_has_the_sampled_tokens_continues_them() -> None:
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             "unsupported_content",
-            "a part is of type 'image_url'",
+            "an image should be a data: URL",
         ),
         ([{"role": "assistant", "tool_calls": [{"id": 1}]}, user("x")], "invalid_value", r"tool_calls\[0\]"),
         ([user("half \ud800")], "invalid_value", "half of a surrogate pair"),
