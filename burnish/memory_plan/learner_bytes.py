@@ -24,6 +24,8 @@ from burnish.models.heads import ScoreModel, ValueModel
 from burnish.models.kernels.logprob import CHUNK_ELEMENTS
 from burnish.models.lora.adapters import wrap_with_lora
 from burnish.models.nf4 import dequantise_bytes, weight_bytes
+from burnish.models.vision.tower_cost import TowerPart
+from burnish.models.vision.training import train_part, trained_part
 from burnish.models.weight_files import on_meta_device
 from burnish.training.optimizers.base_optimizer import HALF_DTYPES, MAX_PART_SIZE
 from burnish.training.optimizers.base_optimizer import BaseOptimizer as MadeOptimizer
@@ -43,14 +45,15 @@ _meta_models: dict[str, Decoder] = {}
 """The last two meta models, as of a policy and a process reward model. Plans that differ in other settings reuse them."""
 
 
-def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None) -> Decoder:
-    """The policy on the meta device. It is cached: do not change it."""
-    key = f"{arch} {dtype} {lora!r}"
+def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None, tower: TowerPart = "frozen") -> Decoder:
+    """The policy on the meta device; `tower` is what is trained of a vision tower. It is cached: do not change it."""
+    key = f"{arch} {dtype} {lora!r} {tower}"
     if key not in _meta_models:
         with on_meta_device():
             model = Decoder(arch).to(dtype)
             if lora is not None:
                 wrap_with_lora(model, lora)
+            train_part(model, tower)
         if len(_meta_models) > 1:
             del _meta_models[next(iter(_meta_models))]
         _meta_models[key] = model
@@ -157,6 +160,8 @@ def _pass_bytes(model: nn.Module, decoder: Decoder, passes: LearnerPasses, on_gp
     policy = passes.activations
     states = rows * arch.hidden_size * element  # one tensor of hidden states
     activations = forward.layers(policy).of(rows, tokens) + forward.outside_layers().of(rows, tokens) + states
+    if arch.vision is not None and trained_part(decoder) == "trained":  # if all tokens were of pictures
+        activations += arch.vision.saved_bytes(rows, element, policy != "keep")
     again = forward.recomputed(policy).of(rows, tokens)
     mlp_size, sorted_rows = arch.mlp_size, 0
     if arch.experts is not None:

@@ -18,6 +18,8 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel, new_score_model
 from burnish.models.nf4 import weight_bytes
+from burnish.models.vision.feature_cache import MAX_BYTES as MAX_FEATURE_BYTES
+from burnish.models.vision.tower_cost import TowerPart
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
@@ -44,6 +46,8 @@ class RunSetup:
     """Most tokens of an update."""
     activations: str = "keep"
     lora: Lora | None = None
+    tower: TowerPart = "frozen"
+    """What of a vision tower is trained."""
     is_reward_model: bool = False
     """Whether a reward model is trained: a scalar head in place of the output head."""
     tokens_per_row: float = 1.0
@@ -141,7 +145,7 @@ class MemoryPlan:
 def plan_memory(setup: RunSetup) -> MemoryPlan:
     """Plan the memory of a run."""
     dtype = getattr(torch, setup.dtype)
-    model = meta_policy(setup.arch, dtype, setup.lora)
+    model = meta_policy(setup.arch, dtype, setup.lora, setup.tower)
     learned = new_score_model(model, seed=0) if setup.is_reward_model else model
     actor = learner_footprint(learned, setup.optimizer, setup.passes, setup.on_gpu).per_process(setup.shards)
     learners = {SCORER if setup.is_reward_model else POLICY: actor}
@@ -166,6 +170,10 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
         )
     if setup.cache and setup.overlaps:
         others.append(MemoryPart("KV cache", setup.cache, "stays, since sampling and updates overlap"))
+    if setup.arch.vision is not None:
+        others.append(
+            MemoryPart("image features", MAX_FEATURE_BYTES, "at most, computed once for sampling and training")
+        )
     resident = [*_state_parts(setup, actor), *others]
     phases = {name: _learning_parts(setup, name, learners) for name in learners}
     if setup.cache and not setup.overlaps:

@@ -302,9 +302,9 @@ class Learner:
 
     def _count_work(self, micro_batch: MicroBatch, with_gradient: bool = False) -> None:
         if not micro_batch.is_padding:
-            self.meter.count_pass(
-                micro_batch.batch.offsets, micro_batch.wanted.numel(), micro_batch.shared_prefix, with_gradient
-            )
+            batch, num_wanted = micro_batch.batch, micro_batch.wanted.numel()
+            grids = [picture.grid for picture in batch.needed_pictures.values()]
+            self.meter.count_pass(batch.offsets, num_wanted, micro_batch.shared_prefix, with_gradient, grids)
 
     def _schedule(self) -> float:
         config = self.config

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -28,6 +28,8 @@ from burnish.models.architecture import Architecture, Windows
 from burnish.models.decoder import Decoder
 from burnish.models.flops import ForwardCounts, backward_flops, forward_flops, packed_counts, recomputed_flops
 from burnish.models.heads import ScoreModel, ValueModel
+from burnish.models.vision.tower_cost import Grid, TowerPart, pass_flops
+from burnish.models.vision.training import trained_part
 from burnish.training.parallel.ranks import SOLO, Ranks
 
 LEARNER_PHASES = ("forward", "backward", "optimizer", "communication", "other")
@@ -48,17 +50,23 @@ class ModelFlops:
     lora: Lora | None = None
     activations: str = "keep"
     fused_attention: bool = False
+    tower: TowerPart = "frozen"
+    """What of a vision tower is trained."""
     processes: int = 1
     """Number of processes that divide each micro-batch, by its rows or by the weights; this one does its part."""
 
-    def of(self, counts: ForwardCounts, with_gradient: bool) -> tuple[int, int]:
-        """FLOPs that the mathematics needs, and FLOPs that are executed."""
+    def of(self, counts: ForwardCounts, with_gradient: bool, grids: Sequence[Grid] = ()) -> tuple[int, int]:
+        """FLOPs that the mathematics needs, and FLOPs that are executed; `grids` are those of the pass's pictures."""
         needed = forward_flops(self.arch, counts, self.head_size, self.lora).total
-        if not with_gradient:
-            return needed // self.processes, needed // self.processes
-        needed += backward_flops(self.arch, counts, self.head_size, self.lora).total
-        again = recomputed_flops(self.arch, counts, self.head_size, self.lora, self.activations, self.fused_attention)
-        return needed // self.processes, (needed + again.total) // self.processes
+        executed = needed
+        if with_gradient:
+            needed += backward_flops(self.arch, counts, self.head_size, self.lora).total
+            options = self.head_size, self.lora, self.activations, self.fused_attention
+            executed = needed + recomputed_flops(self.arch, counts, *options).total
+        if self.arch.vision is not None:
+            tower = pass_flops(self.arch.vision, grids, self.tower, with_gradient, self.activations != "keep")
+            needed, executed = needed + tower[0], executed + tower[1]
+        return needed // self.processes, executed // self.processes
 
 
 def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
@@ -72,6 +80,7 @@ def model_flops(model: nn.Module, ranks: Ranks = SOLO) -> ModelFlops | None:
         decoder.lora,
         decoder.activations,
         fused_attention=decoder.embedding.weight.is_cuda,
+        tower=trained_part(decoder),
         processes=1
         if ranks.mesh is None
         else ranks.mesh.sizes.pipeline * ranks.mesh.sizes.context * ranks.mesh.sizes.tensor,
@@ -113,6 +122,8 @@ class _ForwardPass:
     shared_prefix: Tensor | None
     num_outputs: int
     with_gradient: bool
+    grids: Sequence[Grid] = ()
+    """Grids of its pictures, each once."""
 
     def counts(self, windows: Windows) -> tuple[ForwardCounts, int]:
         """What was computed, and the number of tokens in the micro-batch."""
@@ -149,9 +160,16 @@ class Meter:
             self._open.pop()
             self._mark()
 
-    def count_pass(self, offsets: Tensor, num_outputs: int, shared_prefix: Tensor | None, with_gradient: bool) -> None:
-        """Record a micro-batch that went through the model, forward only or also backward."""
-        self._passes.append(_ForwardPass(offsets, shared_prefix, num_outputs, with_gradient))
+    def count_pass(
+        self,
+        offsets: Tensor,
+        num_outputs: int,
+        shared_prefix: Tensor | None,
+        with_gradient: bool,
+        grids: Sequence[Grid] = (),
+    ) -> None:
+        """Record a micro-batch that went through the model, forward only or also backward, with the grids of its pictures."""
+        self._passes.append(_ForwardPass(offsets, shared_prefix, num_outputs, with_gradient, grids))
 
     def read(self) -> MeterReading:
         """The work since the last reading. Waits for the device, so call it when the step is done."""
@@ -172,7 +190,7 @@ class Meter:
             counts, size = seen.counts(None if self.cost is None else self.cost.arch.windows)
             tokens += size if seen.with_gradient else 0
             if self.cost is not None:
-                flops = self.cost.of(counts, seen.with_gradient)
+                flops = self.cost.of(counts, seen.with_gradient, seen.grids)
                 needed, executed = needed + flops[0], executed + flops[1]
         self._marks, self._passes = self._marks[-1:], []
         known = self.cost is not None

@@ -88,6 +88,9 @@ class VisionShape(Hashable, Protocol):
     def tower_flops(self, grids: Sequence[tuple[int, int, int]]) -> float:
         """Floating-point operations of a forward pass over pictures with these grids of placeholder tokens."""
 
+    def saved_bytes(self, num_tokens: int, element: int, recomputes: bool) -> int:
+        """Bytes that a trained tower saves for the backward pass, for pictures of `num_tokens` in numbers of `element` bytes."""
+
 
 class ImageFeatures(NamedTuple):
     """What a tower computes for pictures, in their order."""

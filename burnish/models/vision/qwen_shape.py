@@ -15,6 +15,7 @@ import numpy as np
 
 from burnish.core.pictures import Picture
 from burnish.models.vision.axis_rotation import AxisRotation
+from burnish.models.vision.tower_cost import tower_bytes
 
 if TYPE_CHECKING:
     from burnish.models.architecture import Architecture
@@ -135,6 +136,14 @@ class QwenVisionShape:
             pairs = num_full * frame_pairs + (self.num_layers - num_full) * self._window_pairs(frames, rows, columns)
             total += 4 * pairs * hidden
         return total
+
+    def saved_bytes(self, num_tokens: int, element: int, recomputes: bool) -> int:
+        """Bytes that a trained tower saves for pictures of this many tokens, with those of the mergers."""
+        patches = num_tokens * self.merge_size**2
+        sizes = self.num_layers, self.hidden_size, self.mlp_size, self.activation == "silu"
+        # A merger saves its input, the normed input, the hidden layer before and after its activation.
+        mergers = (1 + self.num_deep_layers) * num_tokens * 4 * self.merged_size * element
+        return tower_bytes(patches, *sizes, element, recomputes) + mergers
 
     @property
     def window_tokens(self) -> int:
