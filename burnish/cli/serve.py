@@ -78,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the model's tool calls, such as hermes or llama3 (default: the one that the chat template names)",
     )
     add(
+        "--image-folder",
+        type=Path,
+        metavar="DIR",
+        help="clients may name images below this folder by their paths (default: they send images as data: URLs)",
+    )
+    add(
         "--max-body",
         type=float,
         default=8,
@@ -197,6 +203,8 @@ def check_options(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    if args.image_folder is not None and not args.image_folder.is_dir():
+        raise UserError(f"--image-folder {args.image_folder}: there is no such folder")
     if args.call_format is not None:
         call_format(args.call_format, "--call-format")
 
@@ -215,7 +223,9 @@ def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) 
     name, longest, paged = args.name or args.model.resolve().name, policy.max_positions, find_paged_engine(engine)
     if paged is not None and paged.stats.plan is not None:
         longest = min(longest or paged.stats.plan.longest, paged.stats.plan.longest)
-    return ServedModel(name, policy.tokenizer, num_embeddings, longest, args.max_tokens, args.call_format)
+    return ServedModel(
+        name, policy.tokenizer, num_embeddings, longest, args.max_tokens, args.call_format, args.image_folder
+    )
 
 
 def make_engine(args: argparse.Namespace, policy: PolicyModel, listener: Listener) -> Engine:

@@ -19,8 +19,8 @@ class ModelCall:
     """What an agent asked for. Exactly one of `messages`, `text` and `token_ids` is given."""
 
     messages: tuple[Json, ...] | None = None
-    """The conversation as chat templates expect it: roles system, user, assistant and tool, contents as texts, `tool_calls` with arguments
-    as objects, `reasoning_content` where the client sent it."""
+    """The conversation as chat templates expect it: roles system, user, assistant and tool, contents as texts (as blocks if they have
+    images, with the URLs that the client sent), `tool_calls` with arguments as objects, `reasoning_content` where the client sent it."""
     text: str | None = None
     """A prompt without a chat template."""
     token_ids: tuple[int, ...] | None = None

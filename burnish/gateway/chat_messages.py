@@ -22,7 +22,7 @@ RESERVED_VARIABLES = frozenset(
 
 def template_message(
     role: str,
-    content: str,
+    content: str | list[Json],
     *,
     name: str | None = None,
     reasoning_content: str | None = None,
@@ -32,7 +32,7 @@ def template_message(
 ) -> Json:
     """A message as chat templates expect it: arguments as objects, `developer` as `system`, absent fields left out.
 
-    `tool_calls` are in OpenAI's form, with arguments as JSON texts. `where` is the place of the message in the request, for errors.
+    A content with images is a list of blocks. `tool_calls` are in OpenAI's form, with arguments as JSON texts. `where` is the place of the message in the request, for errors.
     """
     found: Json = {"role": "system" if role == "developer" else role, "content": content}
     optional = {"name": name, "reasoning_content": reasoning_content, "tool_call_id": tool_call_id}

@@ -247,15 +247,26 @@ class TextPart(StrictFields):
     text: str
 
 
+class ImageUrl(StrictFields):
+    url: str
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(StrictFields):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 def _as_parts(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise ValueError("expected a text or a list of text parts")
+        raise ValueError("expected a text or a list of parts, which are texts and images")
     return value
 
 
-MessageContent = TypeAliasType("MessageContent", Annotated[list[TextPart], FailFast(), BeforeValidator(_as_parts)])
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+MessageContent = TypeAliasType("MessageContent", Annotated[list[ContentPart], FailFast(), BeforeValidator(_as_parts)])
 # A named type, since a union hashes its members and pydantic's FailFast cannot be hashed.
 
 
@@ -294,9 +305,12 @@ class Message(StrictFields):
         return self
 
     @property
-    def text(self) -> str:
-        """The content as one text; empty without content."""
-        return "".join(part.text for part in self.content or [])
+    def parts(self) -> list[str | dict[str, Any]]:
+        """The content as texts and blocks of images, which have the URLs that the client sent."""
+        return [
+            part.text if isinstance(part, TextPart) else {"type": "image", "image": part.image_url.url}
+            for part in self.content or []
+        ]
 
 
 class Function(StrictFields):

@@ -265,7 +265,7 @@ class Api:
             def count(body: bytearray) -> int:
                 asked = chat_request(protocol.parse(body, headers))
                 check_model(asked.model, self.served)
-                return len(chat_prompt(asked, self.served))
+                return len(chat_prompt(asked, self.served).tokens)
 
             return JSONResponse(protocol.token_count(await self.bodies.work(request, count)))
 

@@ -80,9 +80,15 @@ def _stop_string(request: Request, delta: ChoiceDelta, tokenizer: Tokenizer) -> 
     return matched_stop(tokenizer.decode(delta.tokens), options.stop)
 
 
+def _openai_part(block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": block["image"]}} if block["type"] == "image" else block
+
+
 def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message of a template in OpenAI's form, with arguments as JSON texts."""
     calls: Sequence[dict[str, Any]] = message.get("tool_calls", ())
+    if isinstance(message.get("content"), list):
+        message = message | {"content": [_openai_part(block) for block in message["content"]]}
     if not calls:
         return message
     texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]

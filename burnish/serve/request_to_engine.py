@@ -11,16 +11,20 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.core.engine import Request, SamplingOptions
+from burnish.core.pictures import PictureSpan, distinct_tokens
 from burnish.core.random_keys import fold
+from burnish.data.template import check_all_placed, media_for, place_pictures
 from burnish.environments.tools.call_formats import CallFormat, call_format, detect_format
 from burnish.gateway.chat_messages import RESERVED_VARIABLES, template_message
+from burnish.gateway.image_parts import content_of, opened
 from burnish.gateway.openai_schema import (
     ApiError,
     ChatRequest,
@@ -134,6 +138,8 @@ class ServedModel:
     """Most new tokens of a completion, if the server limits them further."""
     call_format: str | None = None
     """Format of the model's tool calls; None: the one that its chat template names."""
+    image_folder: Path | None = None
+    """Folder whose images clients may name by their paths; None: they send images as data URLs."""
 
     @cached_property
     def tool_calls(self) -> CallFormat:
@@ -153,13 +159,20 @@ class ServedModel:
         return TextLimit(self.tokenizer, self.max_positions)
 
 
-def completion_prompts(request: CompletionRequest, served: ServedModel) -> list[tuple[int, ...]]:
+class EnginePrompt(NamedTuple):
+    """The prompt of a request for the engine."""
+
+    tokens: tuple[int, ...]
+    pictures: tuple[PictureSpan, ...] = ()
+
+
+def completion_prompts(request: CompletionRequest, served: ServedModel) -> list[EnginePrompt]:
     """The token ids of each prompt. Texts get the tokenizer's special tokens; token ids are used as they are."""
     prompts = []
     for prompt in request.prompt:
         tokens = _encode(prompt, served) if isinstance(prompt, str) else prompt
         _check_tokens(tokens, "prompt", served)
-        prompts.append(tuple(tokens))
+        prompts.append(EnginePrompt(tuple(tokens)))
     return prompts
 
 
@@ -171,8 +184,8 @@ def _encode(text: str, served: ServedModel, special: bool = True) -> list[int]:
         raise bad_value("prompt", str(error)) from error
 
 
-def chat_prompt(request: ChatRequest, served: ServedModel) -> tuple[int, ...]:
-    """The token ids of a dialogue up to the assistant's turn, by the model's chat template."""
+def chat_prompt(request: ChatRequest, served: ServedModel) -> EnginePrompt:
+    """The token ids and the images of a dialogue up to the assistant's turn, by the model's chat template."""
     tokenizer, kwargs = served.tokenizer, request.chat_template_kwargs
     if not tokenizer.has_chat_template:
         raise ApiError(
@@ -186,10 +199,15 @@ def chat_prompt(request: ChatRequest, served: ServedModel) -> tuple[int, ...]:
         raise bad_value("tools", "this model's chat template has no place for tools", "unsupported_parameter")
     try:
         messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
+        messages = opened(messages, served.image_folder)
+        media = media_for(messages, tokenizer)
         variables = kwargs | ({"tools": tools} if tools else {})
-        # Check the rendered text: a template may leave parts out.
-        served.text_limit.check(tokenizer.chat_text(messages, **variables), "messages")
-        return tuple(tokenizer.chat(messages, **variables))
+        text = tokenizer.chat_text(messages, **variables)
+        served.text_limit.check(text, "messages")  # the rendered text: a template may leave parts out
+        waiting = iter(media)
+        tokens, pictures = place_pictures(tokenizer.encode(text), waiting, tokenizer)
+        check_all_placed(waiting, len(media))
+        return EnginePrompt(tuple(tokens), pictures)
     except (UserError, TypeError) as error:  # a template raises a TypeError for unexpected values
         raise bad_value("messages", str(error)) from error
 
@@ -204,7 +222,7 @@ def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
 def _template_message(message: Message, index: int) -> dict[str, Any]:
     return template_message(
         message.role,
-        message.text,
+        content_of(message.parts),
         name=message.name,
         reasoning_content=message.reasoning_content,
         tool_call_id=message.tool_call_id,
@@ -214,12 +232,12 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
 
 
 def max_tokens_of(
-    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: ServedModel
+    request: CompletionRequest | ChatRequest, prompts: Sequence[EnginePrompt], served: ServedModel
 ) -> int:
     """Most new tokens of each completion. A chat without a limit gets all remaining positions."""
-    if not all(prompts):
+    if not all(prompt.tokens for prompt in prompts):
         raise ApiError(400, "a prompt has no tokens", param="prompt", code="empty_prompt")
-    longest = max(len(prompt) for prompt in prompts)
+    longest = max(len(prompt.tokens) for prompt in prompts)
     left = served.max_positions - longest if served.max_positions is not None else None
     name, asked = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
@@ -246,7 +264,7 @@ def max_tokens_of(
 
 
 def engine_requests(
-    request: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], served: ServedModel, name: str
+    request: CompletionRequest | ChatRequest, prompts: Sequence[EnginePrompt], served: ServedModel, name: str
 ) -> list[Request]:
     """`n` requests of each prompt, in the order of the choices. With a seed the noise depends only on it, the prompt and the index of
     the choice."""
@@ -263,11 +281,11 @@ def engine_requests(
     )
     seed = request.seed if request.seed is not None else secrets.randbits(63)
     requests: list[Request] = []
-    for prompt in prompts:
-        noise = fold("serve", seed, ",".join(map(str, prompt)))
+    for tokens, pictures in prompts:
+        noise = fold("serve", seed, ",".join(map(str, distinct_tokens(tokens, pictures))))
         for _ in range(request.n):
             index = len(requests)
-            requests.append(Request(f"{name}/{index}", prompt, options, fold(noise, index)))
+            requests.append(Request(f"{name}/{index}", tokens, options, fold(noise, index), pictures=pictures))
     return requests
 
 
@@ -275,6 +293,10 @@ def check_scored_length(request: CompletionRequest | ChatRequest, requests: Sequ
     """Raise for sequences that are too long to be scored for `echo` or `top_logprobs`."""
     is_echo = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     is_top = num_alternatives(request) > (1 if draws_likeliest(request) else 0)
+    if is_top and any(r.pictures for r in requests):
+        raise bad_value(
+            "top_logprobs", "alternatives are not computed for prompts with images", "unsupported_parameter"
+        )
     longest = max(len(r.tokens) + (r.sampling.max_tokens if is_top else 0) for r in requests)
     if (is_echo or is_top) and longest > MAX_SCORED_TOKENS:
         name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
@@ -294,7 +316,7 @@ def tokenize_response(request: TokenizeRequest, served: ServedModel) -> dict[str
     else:
         chat = {"model": served.name, "messages": request.messages, "tools": request.tools}
         asked = validate_fields(ChatRequest, chat | {"chat_template_kwargs": request.chat_template_kwargs})
-        tokens = list(chat_prompt(asked, served))
+        tokens = list(chat_prompt(asked, served).tokens)
     found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_positions, "tokens": tokens}
     if request.return_token_strs:
         found["token_strs"] = served.tokenizer.pieces(tokens, skip_special=False)
@@ -313,6 +335,9 @@ def _check_tokens(tokens: Sequence[int], param: str, served: ServedModel) -> Non
     wrong = next((t for t in tokens if not 0 <= t < served.num_embeddings), None)
     if wrong is not None:
         raise bad_value(param, f"there is no token {wrong}; the model knows 0 to {served.num_embeddings - 1}")
+    processor = served.tokenizer.image_processor
+    if processor is not None and not processor.placeholder_tokens.isdisjoint(tokens):
+        raise bad_value(param, "it has placeholder tokens of images, but no images: send them in a chat")
 
 
 def logit_bias_of(request: CompletionRequest | ChatRequest, served: ServedModel) -> tuple[tuple[int, float], ...]:

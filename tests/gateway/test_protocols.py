@@ -237,13 +237,13 @@ def test_a_thread_that_no_server_stores_is_an_error_after_which_the_client_sends
     assert found["error"]["details"] == {"error_code": "thread_not_found"}
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "reads text only"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": [SOUND]}]}, "messages[0].content[0].type", "reads only text"),
         ("/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
         ("/chat/completions", {"messages": [{"role": "tool", "content": "4"}]}, "messages[0].tool_call_id", "needs the id"),
         ("/chat/completions", {"messages": [USER], "top_logprobs": 5}, "top_logprobs", "sampled token alone"),
@@ -257,7 +257,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference'"),
         ("/responses", {"input": "a", "previous_response_id": "x"}, "previous_response_id", "begins with 'resp_'"),
         ("/messages", {"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages", "end with a user's"),
-        ("/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", "text only"),
+        ("/messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type", "only text, and"),
         ("/inference/v1/generate", {"sampling_params": {}}, "token_ids", "missing"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logprobs": 22}}, "sampling_params.logprobs", "alone"),
     ],
@@ -419,5 +419,5 @@ def test_the_anthropic_client_reads_messages_whole_and_streamed(choice: CallChoi
     for content in (whole.content, [block.model_dump() for block in whole.content]):
         client.messages.create(**asked(messages=anthropic_history(choice, content)))
         check_anthropic_history(endpoint.calls[-1], choice)
-    with pytest.raises(anthropic.BadRequestError, match="text only"):
+    with pytest.raises(anthropic.BadRequestError, match=r"content\[0\]\.source"):
         client.messages.create(**asked(messages=[{"role": "user", "content": [{"type": "image"}]}]))

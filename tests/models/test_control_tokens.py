@@ -54,7 +54,7 @@ def served(text: str, tokenizer: Tokenizer, template: Template) -> list[int]:
         chat_template_kwargs={"shout": text},
         tools=[{"type": "function", "function": {"name": "f", "description": text, "parameters": {text: text}}}],
     )
-    return list(chat_prompt(request, ServedModel("m", tokenizer, 300, 4096)))
+    return list(chat_prompt(request, ServedModel("m", tokenizer, 300, 4096)).tokens)
 
 
 @pytest.mark.parametrize("kind", ["chat", "plain"])

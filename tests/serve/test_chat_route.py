@@ -193,7 +193,7 @@ def test_messages_in_parts_developers_and_template_variables(random_server: Any)
         ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role", "'system', 'developer'"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "needs content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "expected a text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]", "'text'"),
         ({"messages": [{"role": "tool", "content": "1"}]}, "messages[0]", "tool_call_id"),
         (
             {

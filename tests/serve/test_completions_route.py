@@ -12,7 +12,7 @@ import torch
 from burnish.gateway.completion_text import completion_text
 from burnish.gateway.openai_schema import CompletionRequest
 from burnish.inference.native.dense_engine import DenseEngine
-from burnish.serve.request_to_engine import engine_requests
+from burnish.serve.request_to_engine import EnginePrompt, engine_requests
 
 IDS = {"return_token_ids": True}
 
@@ -44,7 +44,7 @@ def test_tokens_and_logprobs_are_those_of_the_engine(random_server: Any) -> None
     tokenizer = random_server.tokenizer
     prompt = tuple(tokenizer.encode("the cat"))
     request = CompletionRequest(model="tiny", prompt="the cat", top_k=200, **asked)
-    requests = engine_requests(request, [prompt], random_server.served, "x")
+    requests = engine_requests(request, [EnginePrompt(prompt)], random_server.served, "x")
     engine = DenseEngine(random_server.model, decode=tokenizer.decode)
     engine.submit(requests)
     direct = {c.id: c for c in engine.stream()}

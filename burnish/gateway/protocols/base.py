@@ -27,7 +27,7 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 PENALTIES = ("frequency_penalty", "presence_penalty")
 ONE_LOGPROB = "the run records the log-prob of the sampled token alone, not those of alternatives"
 NO_GRAMMAR = "tokens are sampled freely, so JSON could not be promised; ask for it in the prompt"
-TEXT_ONLY = "the model reads text only"
+TEXT_ONLY = "the model reads only text, and in messages of users and tools images"
 
 
 class CallProtocol(ABC):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from burnish.gateway.calls import CallAnswer, CallChoice, ModelCall
 from burnish.gateway.chat_messages import template_message
+from burnish.gateway.image_parts import IMAGE_PARTS, content_of, image_block
 from burnish.gateway.openai_schema import MAX_MESSAGES, MAX_NAME, MAX_PARTS, MAX_TOOLS, ApiError, bad_value
 from burnish.gateway.protocols.base import (
     NO_GRAMMAR,
@@ -32,6 +33,8 @@ from burnish.gateway.protocols.fields import Fields, Json
 from burnish.gateway.protocols.tools import checked_choice, offered_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SEEING_ROLES = ("user", "tool")
+"""Roles whose messages may have images."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are text, and the field that has it."""
 
@@ -134,7 +137,9 @@ def _read_message(message: Fields) -> Json:
         raise message.error("function_call", "is the old form of tool_calls; give these", "unsupported_parameter")
     return template_message(
         role,
-        read_text(message, "content", TEXT_PARTS),
+        read_content(message, "content", TEXT_PARTS)
+        if role in SEEING_ROLES
+        else read_text(message, "content", TEXT_PARTS),
         name=message.text("name", MAX_NAME),
         reasoning_content=_reasoning(message) if role == "assistant" else None,
         tool_call_id=message.text("tool_call_id", MAX_NAME) if role == "tool" else None,
@@ -178,6 +183,18 @@ def read_text(fields: Fields, name: str, kinds: Mapping[str, str], separator: st
     if not isinstance(value, list):
         raise fields.error(name, "expected a text or a list of parts", "invalid_type")
     return separator.join(part_text(part, kinds) for part in fields.objects(name, MAX_PARTS, "parts"))
+
+
+def read_content(fields: Fields, name: str, kinds: Mapping[str, str], separator: str = "") -> str | list[Json]:
+    """A content as `read_text` has it, or as blocks if it has images."""
+    value = fields.values.get(name)
+    if not isinstance(value, list):
+        return read_text(fields, name, kinds)
+    parts: list[str | Json] = []
+    for part in fields.objects(name, MAX_PARTS, "parts"):
+        kind = part.required_text("type")
+        parts.append(image_block(part, kind) if kind in IMAGE_PARTS else part_text(part, kinds))
+    return content_of(parts, separator)
 
 
 def part_text(part: Fields, kinds: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Anthropic's messages.
 
-A turn has content blocks: text, `tool_use`, `thinking`, and in a user's turn `tool_result`. Results become messages of role tool, in
+A turn has content blocks: text, `tool_use`, `thinking`, and in a user's turn `image` and `tool_result`. Results become messages of role tool, in
 their order among the texts. A last turn of the assistant, which Anthropic's models continue, is refused: an answer here always begins
 a new message. Threads, which Anthropic's server stores, are not: a request that continues one gets the error after which Anthropic's
 client sends the whole history.
@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from burnish.gateway.calls import CallAnswer, ModelCall
 from burnish.gateway.chat_messages import template_call, template_message
+from burnish.gateway.image_parts import content_of, image_block
 from burnish.gateway.openai_schema import MAX_MESSAGES, MAX_PARTS, MAX_STOP_LENGTH, ApiError
 from burnish.gateway.protocols.base import (
     MAX_STOPS,
@@ -27,7 +28,7 @@ from burnish.gateway.protocols.base import (
     template_variables,
     with_limit,
 )
-from burnish.gateway.protocols.chat_completions import part_text, read_text, unreadable_part
+from burnish.gateway.protocols.chat_completions import part_text, read_content, read_text, unreadable_part
 from burnish.gateway.protocols.fields import Fields, Json
 from burnish.gateway.protocols.tools import offered_tools
 
@@ -178,23 +179,25 @@ def _assistant_turn(turn: Fields) -> Json:
 
 
 def _other_turn(turn: Fields, role: str) -> list[Json]:
-    """The messages of a turn: a message for each result, and one for the texts between two results."""
+    """The messages of a turn: a message for each result, and one for the texts and images between two results."""
     found: list[Json] = []
-    texts: list[str] = []
+    parts: list[str | Json] = []
 
     def flush() -> None:
-        if texts:
-            found.append(template_message(role, BLOCK_SEPARATOR.join(texts), where=turn.path))
-            texts.clear()
+        if parts:
+            found.append(template_message(role, content_of(parts, BLOCK_SEPARATOR), where=turn.path))
+            parts.clear()
 
     for kind, block in _blocks_of(turn):
         if kind == "text":
-            texts.append(block.required_text("text"))
+            parts.append(block.required_text("text"))
+        elif kind == "image" and role == "user":
+            parts.append(image_block(block, kind))
         elif kind == "tool_result" and role == "user":
             flush()
             name = block.required_name("tool_use_id")
-            text = _read_text(block, "content")
-            found.append(template_message("tool", text, tool_call_id=name, where=block.path))
+            result = read_content(block, "content", TEXT_BLOCKS, BLOCK_SEPARATOR)
+            found.append(template_message("tool", result, tool_call_id=name, where=block.path))
         else:
             raise unreadable_part(block, kind)
     flush()

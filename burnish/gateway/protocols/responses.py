@@ -26,7 +26,7 @@ from burnish.gateway.protocols.base import (
     token_names,
     with_limit,
 )
-from burnish.gateway.protocols.chat_completions import read_arguments, read_text
+from burnish.gateway.protocols.chat_completions import read_arguments, read_content, read_text
 from burnish.gateway.protocols.fields import Fields, Json
 from burnish.gateway.protocols.tools import checked_choice, offered_tools
 
@@ -151,7 +151,7 @@ class _Conversation:
         elif kind == "function_call_output":
             self.flush()
             name = item.required_name("call_id")
-            output = read_text(item, "output", TEXT_PARTS)
+            output = read_content(item, "output", TEXT_PARTS)
             self.messages.append(template_message("tool", output, tool_call_id=name, where=item.path))
         else:
             message = (
@@ -165,11 +165,12 @@ class _Conversation:
             raise item.error("role", f"got {role[:50]!r}; expected {', '.join(ROLES)}")
         if not item.has("content"):
             raise item.error("content", "a message needs content")
-        text = read_text(item, "content", TEXT_PARTS)
         if role != "assistant":
             self.flush()
-            self.messages.append(template_message(role, text, where=item.path))
+            read = read_content if role == "user" else read_text
+            self.messages.append(template_message(role, read(item, "content", TEXT_PARTS), where=item.path))
             return
+        text = read_text(item, "content", TEXT_PARTS)
         if self.text is not None or self.calls:
             self.flush()
         self.text, self.is_pending = text, True
