@@ -45,7 +45,6 @@ from burnish.models.latent_attention import LatentProjection, value_heads
 from burnish.models.vision.feature_cache import FeatureCache
 from burnish.models.vision.interfaces import ImageFeatures, PicturePass, VisionTower, tower_features
 from burnish.models.vision.positions import rotation_rows
-from burnish.models.vision.tensor_names import TOWER
 from burnish.models.vision.towers import build_tower
 
 if TYPE_CHECKING:
@@ -460,5 +459,5 @@ def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:
                 width = std * (scale if name.endswith(("out.weight", "down.weight")) else 1.0)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * width)
             else:
-                shift = 0.0 if name.startswith(TOWER) else model.arch.norm_shift
+                shift = getattr(model.get_submodule(name.rpartition(".")[0]), "shift", 0.0)
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0 - shift)

@@ -12,9 +12,9 @@ from burnish.core.batch import Batch
 from burnish.core.sharded_tensors import is_dtensor
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ScoreModel, ValueModel
+from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
 from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.models.vision.training import blank_pass, is_tower_trained
-from burnish.training.parallel.fsdp import backbone_of
 
 
 def reading_pictures(model: nn.Module, batch: Batch) -> AbstractContextManager[object]:
@@ -22,9 +22,10 @@ def reading_pictures(model: nn.Module, batch: Batch) -> AbstractContextManager[o
     spans = batch.picture_spans()
     if not any(spans):
         return _without_pictures(model, batch)
-    backbone = backbone_of(model)
-    if not isinstance(backbone, Decoder):
-        raise UserError("a model that runs through transformers does not read images in training yet")
+    backbone = model.backbone if isinstance(model, ValueModel | ScoreModel) else model
+    if isinstance(backbone, TransformersPolicy | TransformersBackbone):
+        return backbone.with_pictures([[span.picture for span in own] for own in spans])
+    assert isinstance(backbone, Decoder), "a policy or what was made of one"
     shape = backbone.arch.vision
     if shape is None:
         raise UserError(

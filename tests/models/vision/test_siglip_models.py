@@ -52,9 +52,8 @@ def packed(rows: list[Row]) -> tuple[Tensor, Tensor]:
 def our_logits(ours: Decoder, rows: list[Row], shared: Tensor | None = None) -> Tensor:
     tokens, offsets = packed(rows)
     assert ours.arch.vision is not None
-    with ours.with_pictures(
-        piece_pass([Piece(0, len(tokens), spans) for tokens, spans in rows], ours.arch.vision, CPU)
-    ):
+    pieces = [Piece(0, len(tokens), spans) for tokens, spans in rows]
+    with ours.with_pictures(piece_pass(pieces, ours.arch.vision, CPU)):
         return ours.logits(ours.hidden(tokens, offsets, shared_prefix=shared))
 
 
