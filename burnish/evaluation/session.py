@@ -29,7 +29,7 @@ from burnish.evaluation.model_source import fit_max_tokens, stored_dtype
 from burnish.evaluation.output_paths import COMBINED_NAME, OutputPaths
 from burnish.evaluation.result import Result, result_json, summarise
 from burnish.evaluation.settings import EvalConfig
-from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, kv_token_bytes
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, cache_token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
 from burnish.rewards.reward_parts import check_parts
@@ -237,8 +237,8 @@ def _engine(policy: PolicyModel, ready: Sequence[PreparedEval], say: Say) -> Eng
     asked, module = ready[0].job.config.max_rows, policy.module
     if not isinstance(module, Decoder) or not module.embedding.weight.is_cuda:
         return build_engine(policy, Rollout(max_rows=asked or CPU_ROWS))
-    arch, weight = module.arch, module.embedding.weight
-    each = kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, weight.element_size())
+    weight = module.embedding.weight
+    each = cache_token_bytes(module.arch, weight.element_size())
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(weight.device)
     wanted = [min(one.num_requests, asked or one.num_requests) for one in ready]

@@ -21,7 +21,7 @@ from burnish.config.plugins import is_reference
 from burnish.config.rollout import WEIGHT_FAULTS
 from burnish.config.schema import PreferConfig, Preference, RewardModel, RewardModelConfig, Sft, SftConfig, TrainConfig
 from burnish.data.tasks.registry import alphabet_of
-from burnish.memory_plan.kv_cache import kv_token_bytes, plan_cache
+from burnish.memory_plan.kv_cache import cache_token_bytes, plan_cache
 from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, PROCESS_BYTES, MemoryPlan, RunSetup, plan_memory
 from burnish.memory_plan.suggestions import check_plan, plan_line, plan_text
 from burnish.models.architecture import (
@@ -355,9 +355,11 @@ def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity:
     size = None if rollout.cache_gib is None else int(rollout.cache_gib * GIB)
     if rollout.engine == "vllm":
         return size or DEFAULT_VLLM_CACHE
-    each = (1, FP8_SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
-    token = kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
-    if not setup.on_gpu and size is None:
+    element, scale = (1, FP8_SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
+    is_dense = not setup.on_gpu and size is None  # the dense cache of the CPU engine
+    is_expanded = rollout.exact or (is_dense and rollout.cache_dtype == "auto")
+    token = cache_token_bytes(arch, element, scale, is_expanded)
+    if is_dense:
         return min(rollout.max_rows, sequences) * setup.longest * token
     held = [
         part.bytes

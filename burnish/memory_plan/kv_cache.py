@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from burnish.config.errors import UserError
+from burnish.models.architecture import Architecture
+from burnish.models.latent_shape import HEADS_PER_PROGRAM
 
 BLOCK_SIZE = 16
 """Tokens of a block."""
@@ -66,6 +68,18 @@ def _splits_to_fill(rows: int, kv_heads: int) -> int:
 
 def _power_of_two_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
+
+
+def cache_token_bytes(arch: Architecture, element_bytes: int, scale_bytes: int = 0, is_expanded: bool = False) -> int:
+    """Bytes of one token in the cache of a model. Latent attention caches latents, unless its heads are expanded (exact mode, CPU engine)."""
+    if arch.latent is None or is_expanded:
+        return kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, element_bytes, scale_bytes)
+    return arch.num_layers * ((arch.latent.rank + arch.latent.rope_dim) * element_bytes + 2 * scale_bytes)
+
+
+def num_row_programs(arch: Architecture) -> int:
+    """Programs of the decode kernel for one row and one split: one for each key head, or for each `HEADS_PER_PROGRAM` heads with latents."""
+    return arch.num_kv_heads if arch.latent is None else -(-arch.num_heads // HEADS_PER_PROGRAM)
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, scale_bytes: int = 0) -> int:

@@ -32,16 +32,18 @@ from burnish.models.kernels.exact import (
     token_logp,
 )
 from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
-from burnish.models.kernels.paged_cache import HeadNorms, KVCache, Placement
+from burnish.models.kernels.latent_ops import LatentHeads
+from burnish.models.kernels.paged_cache import HeadNorms, KVCache, LatentCache, Placement
 from burnish.models.kernels.picture_attention import packed_blocks, tokens_ahead
 from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.latent_attention import LatentProjection, value_heads
 from burnish.models.weight_layout import layer_matrices
 
 EXACT_GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
-PagedAttend = Callable[[int, Tensor, HeadNorms | None, Any, Any], Tensor]
+PagedAttend = Callable[[int, Any, HeadNorms | None, Any, Any], Tensor]
 """(layer, fused projections [N, all heads * D], head norms, the layer's key pages, value pages) -> [N, heads * D].
-It also writes the new keys and values to the pages."""
+It also writes the new keys and values to the pages. Over a cache of latents it takes `LatentHeads` and pages of latents and of rotated
+keys, and returns [N, heads * value dimensions]."""
 Project = Callable[[nn.Linear, Tensor], Tensor]
 """Applies a linear layer to rows [N, in]."""
 ProjectRows = Callable[[Tensor], Tensor]
@@ -62,7 +64,8 @@ def paged_forward(
     linear: Project | None = None,
     which: Tensor | None = None,
 ) -> Tensor:
-    """Final hidden states [N, hidden] of the tokens, or of those `which`; `cache` is [layers, 2, P, kv_heads, page, D].
+    """Final hidden states [N, hidden] of the tokens, or of those `which`; `cache` is [layers, 2, P, kv_heads, page, D],
+    or holds latents.
 
     After the last layer's keys and values are stored, only the tokens `which` are computed further. Outputs to the
     residual may be partial sums, which the norm adds up (`partial_linear`). With a `linear` all operations are
@@ -74,7 +77,7 @@ def paged_forward(
     # An output norm needs complete sums.
     into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
     linear = linear or nn.Linear.__call__
-    eps, shift = arch.norm_eps, arch.norm_shift
+    eps, shift, has_latents = arch.norm_eps, arch.norm_shift, isinstance(cache, LatentCache)
     features = None if model.pictures is None else model.picture_features(model.pictures)
     x, delta = model.embedded(tokens), None
     if features is not None:
@@ -85,16 +88,15 @@ def paged_forward(
         if features is not None and 0 < index <= len(features.deep):
             x = model.with_deep(x, features, index - 1)  # the delta is not yet added
         normed = add_norm(x, delta, layer.attention_norm.weight, eps, shift)
-        project = layer.qkv
-        qkv = project.project(normed, linear) if isinstance(project, LatentProjection) else linear(project, normed)
+        qkv = _projected(layer.qkv, normed, linear, has_latents)
         if arch.wide_qk_norm:
-            normed_projection(layer, qkv)
+            normed_projection(layer, cast(Tensor, qkv))
         mixed = attend(index, qkv, head_norms(layer), keys, values)
         if which is not None and index == arch.num_layers - 1:
             x, mixed = x[which], mixed[which]
             if not which.shape[0]:  # prefill chunks, none of them the last of its prompt
                 return x
-        mixed = mixed if arch.latent is None else value_heads(mixed, arch.latent)
+        mixed = mixed if arch.latent is None or has_latents else value_heads(mixed, arch.latent)
         delta = into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
         normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
@@ -111,6 +113,13 @@ def paged_forward(
         delta = into_residual(layer.down, activated)
         delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
     return add_norm(x, delta, model.norm.weight, eps, shift)
+
+
+def _projected(project: nn.Module, normed: Tensor, linear: Project, has_latents: bool) -> Tensor | LatentHeads:
+    """A layer's projections of normed hidden states, as its cache needs them."""
+    if not isinstance(project, LatentProjection):
+        return linear(cast(nn.Linear, project), normed)
+    return project.heads(normed) if has_latents else project.project(normed, linear)
 
 
 def head_norms(layer: Layer) -> HeadNorms | None:

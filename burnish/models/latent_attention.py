@@ -2,15 +2,18 @@
 
     c = latent(x) = [c_q | c_kv | k_rope]          q = q_up(norm(c_q)),   [k | v]_h = kv_up(norm(c_kv))_h
 
-The heads are expanded: every head has its own key [k_h | k_rope] and its own value. A head's dimensions are ordered so that the rotation of
+In a fused projection the heads are expanded: every head has its own key [k_h | k_rope] and its own value. A head's dimensions are ordered so that the rotation of
 half-split heads serves: one half of those without rotation, the first of each rotated pair, the other half, the second of each pair. The
 rotation table (`kernels/elementwise.py`) leaves the first kind as they are. Values are padded with zeros to the width of a key head, so that
 all heads of the fused projection have one width; `value_heads` removes the padding behind attention.
+
+The learner and exact mode expand the heads. The paged engine caches latents instead (`kernels/latent_ops.py`), except in exact mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torch.nn import functional
 
 from burnish.models.architecture import Architecture
 from burnish.models.kernels.elementwise import RMSNorm
+from burnish.models.kernels.latent_ops import LatentHeads
 from burnish.models.latent_shape import LatentShape
 
 LATENT_EPS = 1e-6
@@ -30,7 +34,7 @@ class LatentProjection(nn.Module):
 
     def __init__(self, arch: Architecture, shape: LatentShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.query_scale = shape, arch.query_scale
         self.latent = nn.Linear(arch.hidden_size, shape.latent_size, bias=arch.qkv_bias)
         self.q_up = nn.Linear(shape.query_rank or arch.hidden_size, arch.num_heads * shape.head_dim, bias=False)
         self.kv_up = nn.Linear(shape.rank, arch.num_heads * (shape.nope_dim + shape.value_dim), bias=False)
@@ -44,11 +48,27 @@ class LatentProjection(nn.Module):
 
     def project(self, x: Tensor, linear: Project) -> Tensor:
         """`forward` with another product, such as a batch-invariant one."""
+        q, latent, k_rope = self._latents(x, linear)
+        return fused_heads(q, linear(self.kv_up, latent), k_rope, self.shape)
+
+    def heads(self, x: Tensor) -> LatentHeads:
+        """Queries, latents and shared keys of normed hidden states [N, hidden], for a cache of latents."""
+        q, latent, k_rope = self._latents(x, nn.Linear.__call__)
+        q = q.view(q.shape[0], -1, self.shape.head_dim)
+        return LatentHeads(q, latent, k_rope, self.kv_up, self.shape, _table_scale(self.query_scale, q.dtype))
+
+    def _latents(self, x: Tensor, linear: Project) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, heads * D], the normed latent [N, rank] and the shared key [N, rope_dim]."""
         shape = self.shape
         c_q, c_kv, k_rope = linear(self.latent, x).split([shape.query_rank or 0, shape.rank, shape.rope_dim], 1)
         q = linear(self.q_up, x if shape.query_rank is None else _norm(self.q_norm, c_q))
-        kv = linear(self.kv_up, _norm(self.kv_norm, c_kv))
-        return fused_heads(q, kv, k_rope, shape)
+        return q, _norm(self.kv_norm, c_kv), k_rope
+
+
+@cache
+def _table_scale(query_scale: float, dtype: torch.dtype) -> float:
+    """The factor of scores without rotation, as rounded by the rotation table, which multiplies queries and keys by its root."""
+    return float((torch.ones(()) * query_scale**0.5).to(dtype)) ** 2
 
 
 def _norm(norm: RMSNorm, x: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DEEPSEEK_DEFAULTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
 """Values of a config.json without these keys, as in transformers."""
 DEFAULT_QUERY_RANK = 1536
+HEADS_PER_PROGRAM = 16
+"""Query heads of one program of the decode kernel over latents (`kernels/triton/latent_decode.py`)."""
 
 
 @dataclass(frozen=True)

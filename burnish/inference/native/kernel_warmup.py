@@ -31,7 +31,8 @@ from burnish.models.kernels.inference_ops import (
     partial_linear,
     rotate_store,
 )
-from burnish.models.kernels.paged_cache import KVCache, Placement
+from burnish.models.kernels.latent_ops import LatentHeads, latent_decode
+from burnish.models.kernels.paged_cache import KVCache, LatentCache, Placement
 from burnish.models.latent_attention import LatentProjection
 from burnish.models.nf4 import quantised_weights
 
@@ -80,6 +81,16 @@ def warm_up_kernels(
         for window in windows:
             norms, softcap = head_norms(layer), arch.score_softcap
             decode_attention(projection(), *rotations, place, norms, keys, values, window, splits, softcap=softcap)
+
+    def attend_latents(splits: int) -> None:
+        project, shape = layer.qkv, arch.latent
+        assert isinstance(project, LatentProjection)
+        assert shape is not None
+        # The projections are slices of one tensor, as in the model: kernels are compiled for the divisibility of strides.
+        _, latent, k_rope = zeros(rows, shape.latent_size).split([shape.query_rank or 0, shape.rank, shape.rope_dim], 1)
+        q = zeros(rows, arch.num_heads, arch.head_dim)
+        heads = LatentHeads(q, latent.contiguous(), k_rope, project.kv_up, shape, arch.query_scale)
+        latent_decode(heads, *rotations, place, keys, values, splits)
 
     def draw() -> None:
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)
@@ -137,13 +148,14 @@ def warm_up_kernels(
 
     is_one_kernel = exact or bool(quantised_weights(model))
     products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(gate_kernels() or [gate])]
+    chosen = attend_latents if isinstance(cache, LatentCache) else attend
     attention = (
-        [attend_exact] if exact else [partial(attend, 1), partial(attend, 2), prefill]
+        [attend_exact] if exact else [partial(chosen, 1), partial(chosen, 2), prefill]
     )  # 2: any number of splits
-    rotate_kernels: list[Callable[[], None]] = [
-        partial(rotate, in_place)
-        for in_place in ((False,) if exact or not isinstance(cache, Tensor) else (True, False))
-    ]
+    places = (
+        () if isinstance(cache, LatentCache) else (True, False) if isinstance(cache, Tensor) and not exact else (False,)
+    )
+    rotate_kernels: list[Callable[[], None]] = [partial(rotate, in_place) for in_place in places]
     work = [draw, *attention, *rotate_kernels, *products]
     driver.active.get_current_device()  # load Triton's driver library first: all kernels need it
     _run_in_threads(work, weight.device)

@@ -21,14 +21,15 @@ from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import LAST_TOKEN, POSITION, DeviceRows, SamplerFlags
 from burnish.inference.native.kernel_warmup import warm_up_kernels
 from burnish.inference.native.vmm_arena import VmmArena
-from burnish.memory_plan.kv_cache import CachePlan, graph_batch_size, min_split_keys, num_splits
+from burnish.memory_plan.kv_cache import CachePlan, graph_batch_size, min_split_keys, num_row_programs, num_splits
 from burnish.models.cached_forward import PagedAttend, paged_forward, pass_rotations
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
-from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, Pages, Placement
+from burnish.models.kernels.latent_ops import LatentHeads, LatentPrefill, latent_decode
+from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, LatentCache, Pages, Placement
 from burnish.models.kernels.picture_attention import PictureAttention, piece_blocks, tokens_ahead
 from burnish.models.router_pass import EngineRecorder
 from burnish.models.vision.interfaces import PicturePass
@@ -98,17 +99,26 @@ class ModelRunner:
 
     def _make_cache(self, plan: CachePlan, dtype: torch.dtype, quantised: bool) -> KVCache:
         arch = self.model.arch
+        start = 0
+
+        def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            """The next part of the cache's memory."""
+            nonlocal start
+            begin, start = start, start + math.prod(shape) * dtype.itemsize
+            return torch.empty(shape, dtype=dtype) if self.arena is None else self.arena.tensor(shape, dtype, begin)
+
+        if arch.latent is not None and not self.exact:
+            vectors = (arch.num_layers, 1, plan.num_blocks, 1, plan.block_size)
+            kept = FP8 if quantised else dtype
+            latents, keys = (memory((*vectors, width), kept) for width in (arch.latent.rank, arch.latent.rope_dim))
+            if not quantised:
+                return LatentCache(latents, keys)
+            return LatentCache(latents, keys, (memory(vectors, torch.float32), memory(vectors, torch.float32)))
         vectors = (arch.num_layers, 2, plan.num_blocks, arch.num_kv_heads, plan.block_size)
         shape = (*vectors, arch.head_dim)
-
-        def memory(shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-            if self.arena is None:
-                return torch.empty(shape, dtype=dtype)
-            return self.arena.tensor(shape, dtype, start)
-
         if not quantised:
             return memory(shape, dtype)
-        return Fp8Cache(memory(shape, FP8), memory(vectors, torch.float32, math.prod(shape)))
+        return Fp8Cache(memory(shape, FP8), memory(vectors, torch.float32))
 
     @property
     def held_bytes(self) -> int:
@@ -135,9 +145,15 @@ class ModelRunner:
 
     def _tensors(self) -> list[Tensor]:
         """The tensors of the cache. 8-bit floats are viewed as bytes, which every device can copy."""
-        if isinstance(self.cache, Tensor):
-            return [self.cache]
-        return [self.cache.data.view(torch.uint8), self.cache.scale]
+        cache = self.cache
+        if isinstance(cache, Tensor):
+            return [cache]
+        if isinstance(cache, LatentCache):
+            return [
+                *(data if cache.scales is None else data.view(torch.uint8) for data in cache.data),
+                *(cache.scales or ()),
+            ]
+        return [cache.data.view(torch.uint8), cache.scale]
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -163,9 +179,8 @@ class ModelRunner:
                 return self._logits(tokens, self._exact_attend(place, rotations), place, last)
             rows, starts = (np.array(x) for x in zip(*((s.row, s.start) for s in chunks), strict=True))
             seen = None if blocks is None else PictureAttention(blocks, self.device)
-            attend = PrefillAttention(
-                rows, starts, lengths, place, rotations, self.block_size, self.windows, self.softcap, seen
-            )
+            made = LatentPrefill if isinstance(self.cache, LatentCache) else PrefillAttention
+            attend = made(rows, starts, lengths, place, rotations, self.block_size, self.windows, self.softcap, seen)
             return self._logits(tokens, attend, place, last)
 
     def _picture_pass(self, chunks: Sequence[PrefillChunk]) -> PicturePass | None:
@@ -203,20 +218,26 @@ class ModelRunner:
             graph.replay()
 
     def _splits(self, rows: int, lengths: Sequence[int]) -> int:
-        return 1 if self.exact else num_splits(rows, self.model.arch.num_kv_heads, lengths)
+        return 1 if self.exact else num_splits(rows, num_row_programs(self.model.arch), lengths)
 
     def _step(self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int) -> None:
         row_ids = self.row_ids[:num_rows]
         place = Placement(row_ids, state.ints[POSITION, :num_rows], state.block_table, state.rotation(num_rows))
-        least = min_split_keys(num_rows, self.model.arch.num_kv_heads)
+        least = min_split_keys(num_rows, num_row_programs(self.model.arch))
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
             tables = self.rotations[layer]
             return decode_attention(qkv, *tables, place, norms, keys, values, window, splits, least, self.softcap)
 
+        def attend_latents(
+            layer: int, heads: LatentHeads, norms: HeadNorms | None, latents: Pages, keys: Pages
+        ) -> Tensor:
+            return latent_decode(heads, *self.rotations[layer], place, latents, keys, splits, least)
+
         tokens = state.ints[LAST_TOKEN, :num_rows]
-        logits = self._logits(tokens, self._exact_attend(place, self.rotations) if self.exact else attend, place)
+        chosen = attend_latents if isinstance(self.cache, LatentCache) else attend
+        logits = self._logits(tokens, self._exact_attend(place, self.rotations) if self.exact else chosen, place)
         state.draw(logits, row_ids, row_ids, flags)
 
     def _logits(self, tokens: Tensor, attend: PagedAttend, place: Placement, which: Tensor | None = None) -> Tensor:

@@ -29,7 +29,7 @@ from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner
 from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
 from burnish.inference.picture_requests import drop_trained_features, longest_position, rotation_delta_of
-from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, kv_token_bytes, plan_cache
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, cache_token_bytes, num_row_programs, plan_cache
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
@@ -69,7 +69,7 @@ class PagedEngine:
         """While at most so many rows run, half as many steps are launched at once: a new request waits less for its first token."""
         self.num_contexts = 0
         """Episodes of several turns whose blocks the cache keeps between turns, if the memory allows it. Set before the first request."""
-        self.token_bytes = _kv_token_bytes(model, quantised)
+        self.token_bytes = _token_bytes(model, quantised, exact)
         self.cache_bytes = num_blocks * BLOCK_SIZE * self.token_bytes if num_blocks is not None else cache_bytes
         self.waiting: deque[RequestState] = deque()
         """Preempted requests first, then by priority and arrival."""
@@ -169,7 +169,7 @@ class PagedEngine:
             free_bytes=self._free_bytes(),
             cache_bytes=self.cache_bytes,
             block_size=BLOCK_SIZE,
-            kv_heads=self.model.arch.num_kv_heads if has_splits else None,
+            kv_heads=num_row_programs(self.model.arch) if has_splits else None,
             num_contexts=self.num_contexts,
         )
 
@@ -392,7 +392,6 @@ def free_device_bytes(device: torch.device, runner: ModelRunner | None) -> int |
     return free + (0 if runner is None else runner.held_bytes)
 
 
-def _kv_token_bytes(model: Decoder, quantised: bool) -> int:
-    arch = model.arch
+def _token_bytes(model: Decoder, quantised: bool, exact: bool) -> int:
     each = (1, FP8_SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
-    return kv_token_bytes(arch.num_layers, arch.num_kv_heads, arch.head_dim, *each)
+    return cache_token_bytes(model.arch, *each, is_expanded=exact)

@@ -94,8 +94,25 @@ class Fp8Cache:
         return keys, values
 
 
-KVCache = Tensor | Fp8Cache
-"""`cache[layer]` is the pair of the layer's keys and values."""
+class LatentCache:
+    """The cache of latent attention (`latent_ops.py`): latents [layers, 1, P, 1, page, rank] and rotated keys [layers, 1, P, 1, page, rope].
+
+    `scales` [layers, 1, P, 1, page] of both are there in fp8. The second dimension makes pages the third one, as in other caches.
+    """
+
+    def __init__(self, latents: Tensor, keys: Tensor, scales: tuple[Tensor, Tensor] | None = None) -> None:
+        self.data, self.scales = (latents, keys), scales
+
+    def __getitem__(self, layer: int) -> tuple[Pages, Pages]:
+        latents, keys = (data[layer, 0] for data in self.data)
+        if self.scales is None:
+            return latents, keys
+        of_latents, of_keys = (scale[layer, 0] for scale in self.scales)
+        return Fp8Pages(latents, of_latents), Fp8Pages(keys, of_keys)
+
+
+KVCache = Tensor | Fp8Cache | LatentCache
+"""`cache[layer]` is the pair of the layer's keys and values, or of its latents and rotated keys."""
 
 
 def quantise_fp8(x: Tensor) -> Fp8Pages:

@@ -1,0 +1,158 @@
+"""Latent attention over a paged cache of latents (DeepSeek-V2, 2405.04434): 576 numbers a token and layer in place of 49,152.
+
+The cache has two vectors of a token: its normed latent c (pages of `rank` numbers) and the rotated key k that all heads share (pages of
+`rope_dim` numbers). Decode steps never expand them. With W_k and W_v the parts of `kv_up` of a head,
+
+    q_nope (W_k c) = (W_k^T q_nope) c          sum_i w_i W_v c_i = W_v (sum_i w_i c_i)
+
+so the query is multiplied by W_k once, the heads attend to the latents themselves, and W_v is applied to the sum. Prefill expands the
+latents of its rows: with many queries to a key the expanded heads need fewer operations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from burnish.models.kernels.device import use_triton
+from burnish.models.kernels.elementwise import rotate
+from burnish.models.kernels.inference_ops import PrefillAttention, gather_pages
+from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
+from burnish.models.latent_shape import LatentShape
+
+
+class LatentHeads(NamedTuple):
+    """What latent attention computes of new tokens before their rotation."""
+
+    q: Tensor  # [N, heads, nope_dim + rope_dim]
+    latent: Tensor  # [N, rank], normed
+    k_rope: Tensor  # [N, rope_dim]
+    kv_up: nn.Linear
+    shape: LatentShape
+    query_scale: float
+
+
+def store_latents(
+    heads: LatentHeads, cos: Tensor, sin: Tensor, placement: Placement, latents: Pages, keys: Pages
+) -> tuple[Tensor, Tensor]:
+    """Write the latents and the rotated keys of new tokens to the cache.
+
+    Returns the rotated part of the queries [N, heads, rope_dim] and the keys [N, rope_dim]. `cos` and `sin` are the tables of whole heads.
+    """
+    if use_triton(heads.q):
+        from burnish.models.kernels.triton.latent_decode import store_latents as triton_store
+
+        return triton_store(heads, cos, sin, placement, latents, keys)
+    shape, position = heads.shape, placement.position
+    tables = [_rotated_part(table, shape)[position] for table in (cos, sin)]
+    together = torch.cat([heads.q[..., shape.nope_dim :], heads.k_rope[:, None]], 1)
+    if shape.interleaved:
+        together = torch.cat([together[..., 0::2], together[..., 1::2]], -1)
+    turned = rotate(together, *tables)
+    q_rope, k_rope = turned[:, :-1], turned[:, -1]
+    page = latents.shape[2]
+    where = placement.table[placement.owner, position.clamp(min=0) // page].long().masked_fill(position < 0, 0)
+    at = (where, 0, position % page)
+    write_pages(latents, at, heads.latent)
+    write_pages(keys, at, k_rope)
+    return q_rope, k_rope
+
+
+def _rotated_part(table: Tensor, shape: LatentShape) -> Tensor:
+    """The columns of a table of whole heads [P, 1, D] that belong to the rotated dimensions."""
+    low, high = table.chunk(2, -1)
+    still = shape.nope_dim // 2
+    return torch.cat([low[..., still:], high[..., still:]], -1)
+
+
+def latent_decode(
+    heads: LatentHeads,
+    cos: Tensor,
+    sin: Tensor,
+    placement: Placement,
+    latents: Pages,
+    keys: Pages,
+    splits: int = 1,
+    least: int = 64,
+) -> Tensor:
+    """Attention of each row's new token over its cached past and itself; [rows, heads * value_dim].
+
+    On a GPU the keys of a row are divided into up to `splits` ranges of at least `least` keys.
+    """
+    q_rope, _ = store_latents(heads, cos, sin, placement, latents, keys)
+    w_k, w_v = up_matrices(heads)
+    q = absorbed_queries(heads, w_k)
+    if use_triton(q):
+        from burnish.models.kernels.triton.latent_decode import attend_latents as triton_attend
+
+        mixed = triton_attend(q, q_rope, latents, keys, placement, heads.shape.head_dim, splits, least)
+    else:
+        mixed = attend_latents(q, q_rope, latents, keys, placement, heads.shape.head_dim)
+    return expanded_values(mixed, w_v)
+
+
+def up_matrices(heads: LatentHeads) -> tuple[Tensor, Tensor]:
+    """The matrices of keys [heads, nope_dim, rank] and of values [heads, value_dim, rank] in `kv_up`."""
+    shape, module = heads.shape, heads.kv_up
+    if type(module) is nn.Linear:
+        weight = module.weight
+    else:  # adapters, or 4 bits: the product with the identity is the matrix, whatever the layer does
+        weight = module(torch.eye(shape.rank, dtype=heads.q.dtype, device=heads.q.device)).t().contiguous()
+    w_k, w_v = weight.view(heads.q.shape[1], -1, shape.rank).split([shape.nope_dim, shape.value_dim], 1)
+    return w_k, w_v
+
+
+def absorbed_queries(heads: LatentHeads, w_k: Tensor) -> Tensor:
+    """query_scale W_k^T q_nope of every head; [N, heads, rank]."""
+    q = heads.q[..., : heads.shape.nope_dim].transpose(0, 1)
+    # The factor is part of the product, so that it costs no rounding.
+    found = torch.baddbmm(q.new_empty(1), q, w_k, beta=0, alpha=heads.query_scale)
+    return found.transpose(0, 1)
+
+
+def expanded_values(mixed: Tensor, w_v: Tensor) -> Tensor:
+    """W_v of every head's weighted sum of latents [N, heads, rank]; [N, heads * value_dim]."""
+    return torch.bmm(mixed.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+def attend_latents(
+    q: Tensor, q_rope: Tensor, latents: Pages, keys: Pages, placement: Placement, head_dim: int
+) -> Tensor:
+    """Weighted sums of the latents of each row [rows, heads, rank], in torch; queries are [rows, heads, rank] and [rows, heads, rope]."""
+    position, table = placement.position, placement.table
+    longest = int(position.max()) + 1
+    if longest <= 0:
+        return torch.zeros_like(q)
+    rows = q.shape[0]
+    c, k = (gather_pages(x, table[:rows], longest, q.dtype)[:, 0] for x in (latents, keys))  # [rows, longest, ...]
+    unseen = torch.arange(longest, device=q.device) > position[:, None].clamp(min=0)
+    # Stale entries of a page may be NaN, and 0 * NaN is NaN.
+    c = c.masked_fill(unseen[:, :, None], 0)
+    scores = (q @ c.transpose(1, 2) + q_rope @ k.transpose(1, 2)) * head_dim**-0.5
+    return scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1) @ c
+
+
+class LatentPrefill(PrefillAttention):
+    """Attention of prefill chunks over expanded latents: those of the chunks, or of their whole rows if they continue rows."""
+
+    def __call__(  # type: ignore[override]  # the tokens of latent attention have no fused projection
+        self, layer: int, heads: LatentHeads, norms: HeadNorms | None, latents: Pages, keys: Pages
+    ) -> Tensor:
+        shape, kv_up = heads.shape, heads.kv_up
+        q_rope, k_rope = store_latents(heads, *self.rotations[layer], self.placement, latents, keys)
+        c = heads.latent
+        # 8-bit latents are read back, so that a prompt's tokens see what later tokens will see.
+        if bool(self.starts.any()) or not isinstance(latents, Tensor):
+            where, _, offset = self._seen
+            c, k_rope = (read_pages(x, (where, 0, offset), c.dtype) for x in (latents, keys))  # [all ends, ...]
+        k_nope, v = (
+            kv_up(c).view(c.shape[0], -1, shape.nope_dim + shape.value_dim).split([shape.nope_dim, shape.value_dim], 2)
+        )
+        q = torch.cat([heads.q[..., : shape.nope_dim] * heads.query_scale, q_rope], -1)
+        k = torch.cat([k_nope, k_rope[:, None].expand(-1, k_nope.shape[1], -1)], -1)
+        # The kernel of packed attention needs values of the width of keys.
+        mixed = self._attention(q, k, functional.pad(v, (0, shape.head_dim - shape.value_dim)), None)
+        return mixed[..., : shape.value_dim].flatten(1)
