@@ -31,13 +31,12 @@ FROM_LATENTS = ("q_up", "kv_up")
 
 def check_divisible(arch: Architecture, size: int, key: str) -> None:
     """Refuse a number of ranks that cannot have equal parts of the layers. `key` is the config key that sets it."""
-    if arch.experts is not None and arch.experts.shared_size:
-        raise UserError(f"{key}={size}: the shared experts of a {arch.family} model are not divided yet: set it to 1")
     sizes = {"query heads": arch.num_heads}
     if arch.num_expert_layers < arch.num_layers:
         sizes["MLP columns"] = arch.mlp_size
     if arch.experts is not None:
         sizes["experts"] = arch.experts.num_experts
+        sizes["columns of shared experts"] = arch.experts.shared_size
     for what, number in sizes.items():
         if number % size:
             raise UserError(f"{key}={size} does not divide the model's {number} {what}")
@@ -52,7 +51,7 @@ def rank_architecture(arch: Architecture, size: int) -> Architecture:
     """The architecture of one rank's layers. With fewer key/value heads than ranks, several ranks hold the same one."""
     kv_heads, experts = max(1, arch.num_kv_heads // size), arch.experts
     if experts is not None:
-        experts = replace(experts, num_experts=experts.num_experts // size)
+        experts = replace(experts, num_experts=experts.num_experts // size, shared_size=experts.shared_size // size)
     heads, mlp_size = arch.num_heads // size, arch.mlp_size // size
     return replace(arch, num_heads=heads, num_kv_heads=kv_heads, mlp_size=mlp_size, experts=experts)
 
@@ -63,23 +62,26 @@ def vocabulary_range(vocab_size: int, rank: int, size: int) -> Range:
     return min(rank * each, vocab_size), min((rank + 1) * each, vocab_size)
 
 
-def rank_ranges(arch: Architecture, projection: str, rank: int, size: int) -> Range:
-    """The outputs of a Hugging Face projection (`q_proj`, `gate_proj`, ...) that a rank has, counted within the projection."""
+def rank_ranges(arch: Architecture, projection: str, rank: int, size: int, layer: int = 0) -> Range:
+    """The outputs of a Hugging Face projection (`q_proj`, `gate_proj`, ...) that a rank has, counted within the projection.
+
+    The MLP of a `layer` with experts is that of its shared experts.
+    """
     if projection in ("k_proj", "v_proj"):
         first = rank * arch.num_kv_heads // size
         return first * arch.head_dim, (first + max(1, arch.num_kv_heads // size)) * arch.head_dim
-    total = arch.num_heads * arch.head_dim if projection == "q_proj" else arch.mlp_size
+    total = arch.num_heads * arch.head_dim if projection == "q_proj" else arch.dense_size(layer)
     return rank * total // size, (rank + 1) * total // size
 
 
-def fused_ranges(arch: Architecture, module: str, rank: int, size: int) -> list[Range]:
+def fused_ranges(arch: Architecture, module: str, rank: int, size: int, layer: int = 0) -> list[Range]:
     """The rows of a fused matrix that a rank has, one range for each projection in it."""
     if module == "qkv":
         q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         parts = [("q_proj", 0), ("k_proj", q), ("v_proj", q + kv)]
     else:
-        parts = [("gate_proj", 0), ("up_proj", arch.mlp_size)]
-    return [_shifted(rank_ranges(arch, name, rank, size), start) for name, start in parts]
+        parts = [("gate_proj", 0), ("up_proj", arch.dense_size(layer))]
+    return [_shifted(rank_ranges(arch, name, rank, size, layer), start) for name, start in parts]
 
 
 def rank_blocks(
@@ -96,6 +98,7 @@ def rank_blocks(
     `shape` is that of the full tensor. The B matrices of a fused layer stack those of its `lora_projections`, in that order.
     """
     owner, module, kind = ("", "", *name.split("."))[-3:]
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
     if size == 1 or name.startswith(TOWER):
         return _whole(shape)
     if owner == "experts" and module in ("gate_up", "down"):  # experts are runs of rows of every tensor
@@ -107,9 +110,9 @@ def rank_blocks(
     if module in FROM_LATENTS and kind != "lora_a":
         return _along(shape, 0, [_equal_part(shape[0], rank, size)])
     if module in ("qkv", "gate_up") and kind == "lora_b":
-        return _along(shape, 0, _adapter_ranges(arch, lora_projections, rank, size))
+        return _along(shape, 0, _adapter_ranges(arch, lora_projections, rank, size, layer))
     if module in ("qkv", "gate_up") and kind != "lora_a":
-        return _along(shape, 0, fused_ranges(arch, module, rank, size))
+        return _along(shape, 0, fused_ranges(arch, module, rank, size, layer))
     if arch.wide_qk_norm and module in ("q_norm", "k_norm"):
         return _along(shape, 0, [rank_ranges(arch, f"{module[0]}_proj", rank, size)])
     return _whole(shape)
@@ -123,13 +126,13 @@ def _whole(shape: Sequence[int]) -> list[PlacedShard]:
     return [PlacedShard(full_shard(shape), (0,) * len(shape))]
 
 
-def _adapter_ranges(arch: Architecture, projections: Sequence[str], rank: int, size: int) -> list[Range]:
+def _adapter_ranges(arch: Architecture, projections: Sequence[str], rank: int, size: int, layer: int) -> list[Range]:
     ranges, start = [], 0
     for name in projections:
-        ranges.append(_shifted(rank_ranges(arch, name, rank, size), start))
+        ranges.append(_shifted(rank_ranges(arch, name, rank, size, layer), start))
         is_kv = name in ("k_proj", "v_proj")
         heads = arch.num_kv_heads if is_kv else arch.num_heads
-        start += arch.mlp_size if name in ("gate_proj", "up_proj") else heads * arch.head_dim
+        start += arch.dense_size(layer) if name in ("gate_proj", "up_proj") else heads * arch.head_dim
     return ranges
 
 

@@ -148,7 +148,7 @@ class ParallelDecoder(Decoder):
             if lora is not None:
                 wrap_with_lora(self, lora)
             for layer in cast("list[Layer]", self.layers):
-                for name in BY_INPUTS if layer.experts is None else ("out",):
+                for name in BY_INPUTS if layer.has_dense_mlp else ("out",):
                     setattr(layer, name, divided_by_inputs(getattr(layer, name), ranks))
                 if layer.experts is not None and whole.experts is not None:
                     layer.experts = DividedExperts(layer.experts, whole.hidden_size, whole.experts, ranks)

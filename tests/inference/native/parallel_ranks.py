@@ -33,6 +33,11 @@ GEMMA = {"out_norms": True, "window": 5, "local_layers": (True, False), "local_t
          "activation": "gelu_tanh", "norm_shift": 1.0, "scaled_embedding": True, "query_scale": 1.3}  # fmt: skip
 EXPERTS = {"family": "qwen3_moe", "experts": ExpertShape(8, 3, 16, layers=(True, False))}
 LATENT = {"family": "deepseek_v3", "num_kv_heads": 4, "head_dim": 12, "latent": LatentShape(10, 6, 8, 4, 6)}
+DEEPSEEK = LATENT | {
+    "experts": ExpertShape(
+        8, 2, 16, (False, True), scoring="sigmoid", has_score_bias=True, num_groups=4, chosen_groups=2, shared_size=24
+    )
+}
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 Play = Callable[[Engine, Decoder], dict[str, Completion]]
 
@@ -57,12 +62,21 @@ CASES = {
     "experts with adapters, norms over all heads": Case(
         EXPERTS | {"wide_qk_norm": True}, lora=Lora(rank=2, alpha=4, targets=["o_proj", "gate_proj", "down_proj"])
     ),
-    "latent attention": Case(LATENT),
+    "latent attention, shared experts": Case(DEEPSEEK),
+    "latent attention in 8 bits, adapters": Case(
+        DEEPSEEK,
+        {"quantised": True},
+        lora=Lora(
+            rank=2,
+            alpha=4,
+            targets=["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj", "down_proj"],
+        ),
+    ),
     "a small cache": Case(engine={"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "8-bit cache": Case(engine={"quantised": True}),
     "a life": Case(play="life"),
 }
-OF_FOUR = ("untied", "adapters", "experts, recorded")
+OF_FOUR = ("untied", "adapters", "experts, recorded", "latent attention, shared experts")
 """The cases of four ranks, two of which have the same key heads."""
 
 
