@@ -22,6 +22,8 @@ MAX_FREE_SHARE = 0.4
 """Most of the free GPU memory that the cache takes by default."""
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Batch sizes with CUDA graphs; above these every multiple of 1024."""
+MAX_CACHE_RANKS = 8
+"""Neighbours that divide a cache of latents exchange queries and results in every layer, which should stay within a machine."""
 GIB = 2**30
 PROGRAMS_TO_FILL_GPU = 132 * 4
 MAX_SPLITS = 32
@@ -77,9 +79,17 @@ def cache_token_bytes(arch: Architecture, element_bytes: int, scale_bytes: int =
     return arch.num_layers * ((arch.latent.rank + arch.latent.rope_dim) * element_bytes + 2 * scale_bytes)
 
 
-def num_row_programs(arch: Architecture) -> int:
-    """Programs of the decode kernel for one row and one split: one for each key head, or for each `HEADS_PER_PROGRAM` heads with latents."""
-    return arch.num_kv_heads if arch.latent is None else -(-arch.num_heads // HEADS_PER_PROGRAM)
+def num_cache_ranks(size: int) -> int:
+    """How many neighbours among the ranks of an engine divide the blocks of a cache of latents."""
+    return max(num for num in range(1, MAX_CACHE_RANKS + 1) if size % num == 0)
+
+
+def num_row_programs(arch: Architecture, cache_ranks: int = 1) -> int:
+    """Programs of the decode kernel for one row and one split: one for each key head, or for each `HEADS_PER_PROGRAM` heads with latents.
+
+    The ranks that divide a cache of latents have the heads of all of them.
+    """
+    return arch.num_kv_heads if arch.latent is None else -(-arch.num_heads * cache_ranks // HEADS_PER_PROGRAM)
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, scale_bytes: int = 0) -> int:

@@ -413,9 +413,14 @@ def decode_step_seconds(work: Workload, rows: int, length: float, engine_gpus: i
         read += int(shape.num_expert_layers * shape.routed_size * chosen)
     flops = 2.0 * rows * (shape.active_size + shape.embedding_size)
     products = max(read * element / bandwidth, flops / (gpu.half_flops * DECODE_SHARE * engine_gpus))
-    cached = rows * length * shape.kv_size * shape.num_layers * element
-    keys = cached / (gpu.bandwidth * BANDWIDTH_SHARE * shape.cache_parts(engine_gpus))
+    cached, parts = rows * length * shape.kv_size * shape.num_layers, shape.cache_parts(engine_gpus)
+    keys = cached * element / (gpu.bandwidth * BANDWIDTH_SHARE * parts)
     small = shape.num_layers * LAYER_OVERHEAD_S
+    if shape.is_latent:  # every head multiplies the whole latent, as a key and as a value
+        keys = max(keys, 4.0 * cached * shape.num_heads / (gpu.half_flops * DECODE_SHARE * engine_gpus))
+    if shape.is_latent and parts > 1:  # queries and results of the ranks that divide the cache
+        moved = 2 * rows * shape.num_heads / engine_gpus * shape.kv_size * element * (parts - 1)
+        small += shape.num_layers * (3 * COLLECTIVE_LATENCY_S + moved / cluster.ring_bandwidth(parts, 1))
     if engine_gpus > 1:
         sent = 2 * 2 * rows * shape.hidden_size * element * (1 - 1 / engine_gpus)
         small += shape.num_layers * (2 * COLLECTIVE_LATENCY_S + sent / cluster.ring_bandwidth(engine_gpus, 1))

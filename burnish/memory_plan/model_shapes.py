@@ -13,6 +13,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.config.model import Model
+from burnish.memory_plan.kv_cache import num_cache_ranks
 from burnish.models.architecture import Architecture, read_config
 from burnish.models.policy import find_directory
 
@@ -57,12 +58,15 @@ class ModelShape:
     def divides_engine(self, size: int) -> bool:
         """Whether the native engine can have this number of ranks (`models/tensor_shards.py`)."""
         divided = [self.num_heads, *([self.mlp_size] if self.num_expert_layers < self.num_layers else [])]
-        divided += [self.num_experts] if self.num_experts else []
+        divided += [self.num_experts, self.shared_size] if self.num_experts else []
         return not any(one % size for one in divided) and not (self.num_kv_heads % size and size % self.num_kv_heads)
 
     def cache_parts(self, size: int) -> int:
-        """Parts into which the ranks of an engine divide the KV cache. With fewer key/value heads than ranks, several have the same one."""
-        return min(size, self.num_kv_heads)
+        """Parts into which the ranks of an engine divide the KV cache. With fewer key/value heads than ranks, several have the same one.
+
+        Blocks of latents are divided among neighbours; heads that other ranks have read the same latents.
+        """
+        return num_cache_ranks(size) if self.is_latent else min(size, self.num_kv_heads)
 
     @property
     def num_expert_layers(self) -> int:
@@ -171,7 +175,7 @@ def shape_from_hf(config: dict[str, Any], name: str) -> ModelShape:
 def _latent_attention(config: dict[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
     """Head width, parameters of a layer and cached numbers of a token, with multi-head latent attention.
 
-    The native engine caches the expanded heads, with values padded to the width of keys (`models/latent_attention.py`).
+    The native engine caches the latent and the rotated key that all heads share (`models/kernels/latent_ops.py`).
     """
     latent, rope, nope, value = (
         int(config[key]) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -180,7 +184,7 @@ def _latent_attention(config: dict[str, Any], hidden: int, heads: int) -> tuple[
     queries = heads * (nope + rope)
     of_queries = hidden * queries if not rank else int(rank) * (hidden + queries)
     of_keys = hidden * (latent + rope) + latent * heads * (nope + value)
-    return (nope + rope + value) // 2, of_queries + of_keys + heads * value * hidden, 2 * queries
+    return (nope + rope + value) // 2, of_queries + of_keys + heads * value * hidden, latent + rope
 
 
 def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:

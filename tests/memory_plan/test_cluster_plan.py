@@ -19,6 +19,7 @@ from burnish.config.recipe_names import recipe_path
 from burnish.config.schema import TrainConfig
 from burnish.memory_plan.cluster_plan import ClusterPlan, parallel_of, plan_cluster, possible_meshes
 from burnish.memory_plan.hardware import GPUS, parse_cluster
+from burnish.memory_plan.kv_cache import cache_token_bytes
 from burnish.memory_plan.mesh_cost import Workload, device_memory, learner_traffic, stage_sizes, step_time
 from burnish.memory_plan.model_shapes import ModelShape, published_shape, shape_from_hf, shape_of
 from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, RunSetup, plan_memory
@@ -189,7 +190,8 @@ def test_engines_divide_the_model_and_cache_what_the_native_engine_caches() -> N
     }  # fmt: skip
     arch, found = architecture_from_hf(config), shape_from_hf(config, "it")
     assert found.is_latent
-    assert found.kv_size == 2 * arch.num_kv_heads * arch.head_dim
+    assert found.kv_size * found.num_layers == cache_token_bytes(arch, 1) == 2 * (16 + 4)
+    assert [found.cache_parts(size) for size in (1, 4, 6, 64)] == [1, 4, 6, 8]
     assert not found.divides_learner(2, 1)
     assert [size for size in (1, 2, 3, 4, 8) if found.divides_engine(size)] == [1, 2, 4]
     experts = shape("Qwen3-30B-A3B")  # 32 heads, 4 key heads, 128 experts

@@ -21,15 +21,39 @@ from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import LAST_TOKEN, POSITION, DeviceRows, SamplerFlags
 from burnish.inference.native.kernel_warmup import warm_up_kernels
 from burnish.inference.native.vmm_arena import VmmArena
-from burnish.memory_plan.kv_cache import CachePlan, graph_batch_size, min_split_keys, num_row_programs, num_splits
+from burnish.memory_plan.kv_cache import (
+    CachePlan,
+    cache_token_bytes,
+    graph_batch_size,
+    min_split_keys,
+    num_row_programs,
+    num_splits,
+)
 from burnish.models.cached_forward import PagedAttend, paged_forward, pass_rotations
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
-from burnish.models.kernels.latent_ops import LatentHeads, LatentPrefill, latent_decode
-from burnish.models.kernels.paged_cache import FP8, Fp8Cache, HeadNorms, KVCache, LatentCache, Pages, Placement
+from burnish.models.kernels.latent_ops import (
+    CacheRanks,
+    LatentHeads,
+    LatentPrefill,
+    latent_decode,
+    num_own_pages,
+    own_pages,
+    own_placement,
+)
+from burnish.models.kernels.paged_cache import (
+    FP8,
+    FP8_SCALE_BYTES,
+    Fp8Cache,
+    HeadNorms,
+    KVCache,
+    LatentCache,
+    Pages,
+    Placement,
+)
 from burnish.models.kernels.picture_attention import PictureAttention, piece_blocks, tokens_ahead
 from burnish.models.router_pass import EngineRecorder
 from burnish.models.vision.interfaces import PicturePass
@@ -57,11 +81,19 @@ def row_options(model: Decoder) -> tuple[frozenset[int], bool]:
     return (frozenset(), False) if shape is None else (shape.placeholder_tokens, shape.rotation is not None)
 
 
+def token_bytes_of(model: Decoder, quantised: bool, exact: bool) -> int:
+    """Bytes of a token in an engine's cache."""
+    each = (1, FP8_SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
+    return cache_token_bytes(model.arch, *each, is_expanded=exact)
+
+
 class ModelRunner:
     """A model, its paged cache and the state of its rows on one device."""
 
     capture_error_mode = "global"
     """Which threads may not call CUDA functions that a capture forbids (`torch.cuda.graph`)."""
+    cache_ranks: CacheRanks | None = None
+    """The ranks that divide the blocks of a cache of latents, if several do."""
 
     def __init__(
         self, model: Decoder, plan: CachePlan, stats: EngineStats, exact: bool = False, quantised: bool = False
@@ -69,7 +101,12 @@ class ModelRunner:
         weight = model.embedding.weight
         self.model, self.device, self.exact, self.stats = model, weight.device, exact, stats
         self.block_size = plan.block_size
-        self.arena = VmmArena(plan.bytes, weight.device) if weight.is_cuda else None
+        self.num_pages = (
+            plan.num_blocks if self.cache_ranks is None else num_own_pages(plan.num_blocks, self.cache_ranks)
+        )
+        self.row_programs = num_row_programs(model.arch, 1 if self.cache_ranks is None else self.cache_ranks.num)
+        size = self.num_pages * plan.block_size * token_bytes_of(model, quantised, exact)
+        self.arena = VmmArena(size, weight.device) if weight.is_cuda else None
         self.cache = self._make_cache(plan, weight.dtype, quantised)
         self.has_kernels = use_triton(weight)
         self._clear()
@@ -108,13 +145,13 @@ class ModelRunner:
             return torch.empty(shape, dtype=dtype) if self.arena is None else self.arena.tensor(shape, dtype, begin)
 
         if arch.latent is not None and not self.exact:
-            vectors = (arch.num_layers, 1, plan.num_blocks, 1, plan.block_size)
+            vectors = (arch.num_layers, 1, self.num_pages, 1, plan.block_size)
             kept = FP8 if quantised else dtype
             latents, keys = (memory((*vectors, width), kept) for width in (arch.latent.rank, arch.latent.rope_dim))
             if not quantised:
                 return LatentCache(latents, keys)
             return LatentCache(latents, keys, (memory(vectors, torch.float32), memory(vectors, torch.float32)))
-        vectors = (arch.num_layers, 2, plan.num_blocks, arch.num_kv_heads, plan.block_size)
+        vectors = (arch.num_layers, 2, self.num_pages, arch.num_kv_heads, plan.block_size)
         shape = (*vectors, arch.head_dim)
         if not quantised:
             return memory(shape, dtype)
@@ -181,6 +218,8 @@ class ModelRunner:
             seen = None if blocks is None else PictureAttention(blocks, self.device)
             made = LatentPrefill if isinstance(self.cache, LatentCache) else PrefillAttention
             attend = made(rows, starts, lengths, place, rotations, self.block_size, self.windows, self.softcap, seen)
+            if isinstance(attend, LatentPrefill):
+                attend.ranks = self.cache_ranks
             return self._logits(tokens, attend, place, last)
 
     def _picture_pass(self, chunks: Sequence[PrefillChunk]) -> PicturePass | None:
@@ -195,9 +234,19 @@ class ModelRunner:
         """Copy blocks into others, in all layers."""
         to, of = (self._send(np.array(x, dtype=np.int64)) for x in (targets, sources))
         for tensor in self._tensors():
-            tensor[:, :, to] = tensor[:, :, of]
+            if self.cache_ranks is None:
+                tensor[:, :, to] = tensor[:, :, of]
+            else:
+                self._copy_divided(tensor, of, to, self.cache_ranks)
         if self.recorder is not None:
             self.recorder.copy_pages(of, to)
+
+    def _copy_divided(self, tensor: Tensor, of: Tensor, to: Tensor, ranks: CacheRanks) -> None:
+        """Copy blocks that may be on other ranks: each gives those that it has."""
+        source, is_own = own_pages(of, ranks)
+        found = tensor[:, :, source]
+        found.masked_fill_(~is_own.view(1, 1, -1, *[1] * (tensor.dim() - 3)), 0)
+        tensor[:, :, own_pages(to, ranks)[0]] = ranks.sum(found)
 
     def draw(self, logits: Tensor, source: Sequence[int], rows: Sequence[int], flags: SamplerFlags) -> None:
         """Draw the first token of each row from `logits[source]`."""
@@ -218,27 +267,34 @@ class ModelRunner:
             graph.replay()
 
     def _splits(self, rows: int, lengths: Sequence[int]) -> int:
-        return 1 if self.exact else num_splits(rows, num_row_programs(self.model.arch), lengths)
+        return 1 if self.exact else num_splits(rows, self.row_programs, lengths)
 
     def _step(self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int) -> None:
         row_ids = self.row_ids[:num_rows]
         place = Placement(row_ids, state.ints[POSITION, :num_rows], state.block_table, state.rotation(num_rows))
-        least = min_split_keys(num_rows, num_row_programs(self.model.arch))
+        least = min_split_keys(num_rows, self.row_programs)
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
             tables = self.rotations[layer]
             return decode_attention(qkv, *tables, place, norms, keys, values, window, splits, least, self.softcap)
 
-        def attend_latents(
-            layer: int, heads: LatentHeads, norms: HeadNorms | None, latents: Pages, keys: Pages
-        ) -> Tensor:
-            return latent_decode(heads, *self.rotations[layer], place, latents, keys, splits, least)
-
         tokens = state.ints[LAST_TOKEN, :num_rows]
-        chosen = attend_latents if isinstance(self.cache, LatentCache) else attend
+        chosen = self._latent_attend(place, splits, least) if isinstance(self.cache, LatentCache) else attend
         logits = self._logits(tokens, self._exact_attend(place, self.rotations) if self.exact else chosen, place)
         state.draw(logits, row_ids, row_ids, flags)
+
+    def _latent_attend(self, place: Placement, splits: int, least: int) -> PagedAttend:
+        """Attention of a decode step over a cache of latents."""
+        own: tuple[CacheRanks, Placement] | None = None
+        if self.cache_ranks is not None:
+            place, here = own_placement(place, place.position.shape[0], self.block_size, self.cache_ranks)
+            own = self.cache_ranks, here
+
+        def attend(layer: int, heads: LatentHeads, norms: HeadNorms | None, latents: Pages, keys: Pages) -> Tensor:
+            return latent_decode(heads, *self.rotations[layer], place, latents, keys, splits, least, own)
+
+        return attend
 
     def _logits(self, tokens: Tensor, attend: PagedAttend, place: Placement, which: Tensor | None = None) -> Tensor:
         """Logits after all tokens, or after those of index `which`."""

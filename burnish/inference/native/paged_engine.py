@@ -26,13 +26,12 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.engine_common import EngineStats, check_native_request, check_requests, copy_weights
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
-from burnish.inference.native.model_runner import ModelRunner
+from burnish.inference.native.model_runner import ModelRunner, token_bytes_of
 from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
 from burnish.inference.picture_requests import drop_trained_features, longest_position, rotation_delta_of
-from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, cache_token_bytes, num_row_programs, plan_cache
+from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, num_row_programs, plan_cache
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
-from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
 
 STEPS_PER_LAUNCH = 8
 """Decode steps that the host launches at once."""
@@ -69,7 +68,7 @@ class PagedEngine:
         """While at most so many rows run, half as many steps are launched at once: a new request waits less for its first token."""
         self.num_contexts = 0
         """Episodes of several turns whose blocks the cache keeps between turns, if the memory allows it. Set before the first request."""
-        self.token_bytes = _token_bytes(model, quantised, exact)
+        self.token_bytes = self._token_bytes()
         self.cache_bytes = num_blocks * BLOCK_SIZE * self.token_bytes if num_blocks is not None else cache_bytes
         self.waiting: deque[RequestState] = deque()
         """Preempted requests first, then by priority and arrival."""
@@ -172,6 +171,10 @@ class PagedEngine:
             kv_heads=num_row_programs(self.model.arch) if has_splits else None,
             num_contexts=self.num_contexts,
         )
+
+    def _token_bytes(self) -> int:
+        """Bytes of a token in the cache of this process."""
+        return token_bytes_of(self.model, self.quantised, self.exact)
 
     def _free_bytes(self) -> int | None:
         """GPU memory that a new cache may take, with that of the present one; None on a CPU."""
@@ -390,8 +393,3 @@ def free_device_bytes(device: torch.device, runner: ModelRunner | None) -> int |
     torch.cuda.empty_cache()  # torch's cached memory is free as well
     free, _ = torch.cuda.mem_get_info(device)
     return free + (0 if runner is None else runner.held_bytes)
-
-
-def _token_bytes(model: Decoder, quantised: bool, exact: bool) -> int:
-    each = (1, FP8_SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
-    return cache_token_bytes(model.arch, *each, is_expanded=exact)

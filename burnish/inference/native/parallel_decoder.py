@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
+from burnish.memory_plan.kv_cache import num_cache_ranks
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.expert_shape import ExpertShape
@@ -51,6 +52,8 @@ class EngineRanks:
     """For tensors: NCCL on GPUs, gloo on CPUs."""
     control: ProcessGroup
     """For Python objects, over gloo."""
+    cache_group: ProcessGroup | None = None
+    """Among these ranks, which are neighbours, a cache of latents is divided (`kernels/latent_ops.py`); None if each has all of it."""
     is_muted: bool = False
     """While set, collectives do nothing: kernels compile in threads, in another order on each rank."""
 
@@ -72,6 +75,41 @@ class EngineRanks:
 
         if not self.is_muted:
             all_reduce(x, group=self.group)
+        return x
+
+    @property
+    def index(self) -> int:
+        """This rank among those that divide a cache."""
+        return self.rank % self.num
+
+    @property
+    def num(self) -> int:
+        return 1 if self.cache_group is None else self.cache_group.size()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks that divide a cache [num, ...]."""
+        from torch.distributed import all_gather_into_tensor
+
+        found = x.new_zeros(self.num * x.shape[0], *x.shape[1:])
+        if not self.is_muted:
+            all_gather_into_tensor(found, x.contiguous(), group=self.cache_group)
+        return found.unflatten(0, (self.num, -1))
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send part i of `parts` [num, ...] to rank i of those that divide a cache; return what they sent to this one."""
+        from torch.distributed import all_to_all_single
+
+        found = torch.zeros_like(parts)
+        if not self.is_muted:
+            all_to_all_single(found, parts, group=self.cache_group)
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks that divide a cache, in place."""
+        from torch.distributed import all_reduce
+
+        if not self.is_muted:
+            all_reduce(x, group=self.cache_group)
         return x
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
@@ -122,7 +160,12 @@ def join_engine_ranks(on_gpu: bool) -> EngineRanks:
     world = distributed.group.WORLD
     assert world is not None, "the process group was just made"
     control = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-    return EngineRanks(distributed.get_rank(), distributed.get_world_size(), world, control)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    num = num_cache_ranks(size)
+    groups = (
+        [distributed.new_group(list(range(first, first + num))) for first in range(0, size, num)] if num > 1 else []
+    )
+    return EngineRanks(rank, size, world, control, groups[rank // num] if groups else None)
 
 
 class ParallelDecoder(Decoder):

@@ -60,6 +60,11 @@ class ParallelRows(DeviceRows):
         self.ranks.broadcast(self.ints)
 
 
+def cache_ranks_of(model: ParallelDecoder) -> EngineRanks | None:
+    """The ranks that divide the cache of a model with latent attention. Other caches are divided by their heads."""
+    return model.ranks if model.arch.latent is not None and model.ranks.num > 1 else None
+
+
 class ParallelRunner(ModelRunner):
     """A rank's part of a model and of its cache. On the leader, operations are sent to the followers first."""
 
@@ -69,6 +74,7 @@ class ParallelRunner(ModelRunner):
         self, model: ParallelDecoder, plan: CachePlan, stats: EngineStats, quantised: bool, send: Send
     ) -> None:
         self.ranks, self.send = model.ranks, send
+        self.cache_ranks = cache_ranks_of(model)
         super().__init__(model, plan, stats, quantised=quantised)
 
     def compile(self, rows: int, flags: SamplerFlags) -> None:
@@ -138,6 +144,10 @@ class ParallelEngine(PagedEngine):
     def close(self) -> None:
         """End the followers."""
         self._send("close")
+
+    def _token_bytes(self) -> int:
+        ranks = cache_ranks_of(self.model)
+        return -(-super()._token_bytes() // (1 if ranks is None else ranks.num))
 
     def _free_bytes(self) -> int | None:
         """The smallest free memory of all ranks: they have caches of the same size."""

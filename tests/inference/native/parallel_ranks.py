@@ -72,6 +72,7 @@ CASES = {
             targets=["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj", "down_proj"],
         ),
     ),
+    "latent attention, a small cache": Case(LATENT, {"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "a small cache": Case(engine={"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "8-bit cache": Case(engine={"quantised": True}),
     "a life": Case(play="life"),
@@ -142,8 +143,9 @@ def run_cases(folder: Path, rank: int) -> None:
         engine = ParallelEngine(part, **options)
         results[name]["several"] = PLAYS[case.play](engine, model)
         engine.close()
-        results[name]["stats"] = engine.stats
-        results[name]["one"] = PLAYS[case.play](PagedEngine(model, **options), model)
+        alone = PagedEngine(model, **options)
+        results[name] |= {"stats": engine.stats, "token_bytes": (engine.token_bytes, alone.token_bytes)}
+        results[name]["one"] = PLAYS[case.play](alone, model)
     if ranks.size == 4:
         results["resharded"] = {name: resharded(*case, ranks.control) for name, case in RESHARDED.items()}
         torch.save(results["resharded"], folder / f"resharded-{rank}.pt")

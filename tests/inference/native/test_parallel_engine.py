@@ -45,8 +45,10 @@ def test_several_ranks_sample_the_tokens_of_one(results: tuple[int, dict[str, An
 def test_a_rank_holds_its_part_of_the_model(results: tuple[int, dict[str, Any]]) -> None:
     size, found = results
     assert 1 / size <= found["untied"]["share"] < 1.2 / size + 0.05
-    if size == 2:
-        assert found["a small cache"]["stats"].preemptions > 0, "rows were preempted on all ranks alike"
+    several, one = found["latent attention, shared experts"]["token_bytes"]
+    assert size * several == one, "the ranks divide the blocks of latents"
+    for case in ("a small cache", "latent attention, a small cache") if size == 2 else ():
+        assert found[case]["stats"].preemptions > 0, "rows were preempted on all ranks alike"
 
 
 def test_what_cannot_be_divided_is_refused(results: tuple[int, dict[str, Any]]) -> None:

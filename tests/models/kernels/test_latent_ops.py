@@ -106,13 +106,14 @@ def test_the_kernels_do_what_the_operations_do(
         q = latent_ops.absorbed_queries(heads, latent_ops.up_matrices(heads)[0])
         # Stored fp8 numbers are compared below and may differ by one fp8 step.
         seen = [Fp8Pages(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
-        mixed = latent_ops.attend_latents(q, expected[0], *seen, place, shape.head_dim)
+        mixed, joint = latent_ops.attend_latents(q, expected[0], *seen, place, shape.head_dim)
     known = POSITIONS >= 0
     for mine, twin in zip(got, expected, strict=True):
         close(mine.cpu()[known], twin[known], dtype)
-    found = attend_latents(*on_device(q, expected[0]), *there, moved, shape.head_dim, splits, least)
+    found, totals = attend_latents(*on_device(q, expected[0]), *there, moved, shape.head_dim, splits, least)
     assert found.isfinite().all()
     close(found.cpu()[known], mixed[known], dtype)
+    close(totals.cpu()[known], joint.float()[known], dtype)
     for mine, twin in zip(there, pages, strict=True):
         if isinstance(twin, Fp8Pages):
             assert isinstance(mine, Fp8Pages)

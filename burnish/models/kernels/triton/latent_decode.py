@@ -2,8 +2,9 @@
 
 A program has some of the query heads of one row. All heads read the same key, the latent with the rotated key behind it, and the latent
 is the value too: it is loaded once for both products. The programs of one row run at the same time and share its pages in the L2 cache.
-The past of a long row is divided into splits, which the kernel of `decode_attention.py` combines (flash decoding). FlashMLA (DeepSeek)
-has the same arithmetic in CUDA.
+The past of a long row is divided into splits, which a second kernel combines (flash decoding). Where several ranks have parts of the
+cache, `joints` has the logarithm of each softmax total, by which their results are combined. FlashMLA (DeepSeek) has the same
+arithmetic in CUDA.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, Pages, Placement
-from burnish.models.kernels.triton.decode_attention import LOG2_E, _split_ranges, _to_fp8, combine_splits
+from burnish.models.kernels.triton.decode_attention import LOG2_E, _split_ranges, _to_fp8
 from burnish.models.latent_shape import HEADS_PER_PROGRAM
 
 if TYPE_CHECKING:
     from burnish.models.kernels.latent_ops import LatentHeads
 
 TILE_CONFIG = (32, 4, 2)
-"""Keys per loop step, warps and stages of a program, in half types."""
+"""Keys per loop step, warps and stages of a program, in half types. Chosen to fit the shared memory of an A100; not measured."""
 FLOAT32_TILE_CONFIG = (16, 4, 1)
 """`TILE_CONFIG` in float32."""
 NO_WINDOW = 1 << 30
@@ -165,6 +166,7 @@ def _attend_latents(
     table_ptr,
     position_ptr,
     out_ptr,
+    joint_ptr,
     sums_ptr,
     joints_ptr,
     scale,
@@ -233,14 +235,54 @@ def _attend_latents(
         real = is_head & (column < RANK)
         if active == 1:
             where = (row.to(tl.int64) * HEADS + head[:, None]) * RANK + column
-            # An empty row has total 0 and gets zeros.
-            mixed = sums / tl.where(total > 0, total, 1.0)[:, None]
+            # An empty row has total 0. It gets zeros, and minus infinity as the logarithm.
+            divisor = tl.where(total > 0, total, 1.0)
+            mixed = sums / divisor[:, None]
             tl.store(out_ptr + where, mixed.to(out_ptr.dtype.element_ty), mask=real)
+            tl.store(joint_ptr + row * HEADS + head, best + tl.log2(divisor), mask=head < HEADS)
         else:
             at_query = (row * splits + split) * HEADS + head
             tl.store(sums_ptr + at_query[:, None].to(tl.int64) * RANK + column, sums, mask=real)
             tl.store(joints_ptr + at_query * 2, best, mask=head < HEADS)
             tl.store(joints_ptr + at_query * 2 + 1, total, mask=head < HEADS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["splits", "least"])
+def _combine_latents(
+    sums_ptr,
+    joints_ptr,
+    position_ptr,
+    out_ptr,
+    joint_ptr,
+    window,
+    splits,
+    least,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr + row).to(tl.int32)
+    _, _, active = _split_ranges(position + 1, window, splits, least, BLOCK)
+    if active > 1:  # a row with one split has already written its result
+        column = tl.arange(0, RANK_BLOCK)
+        best = tl.full([1], -float("inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        sums = tl.zeros([RANK_BLOCK], tl.float32)
+        for split in range(active):
+            at = (row * splits + split) * HEADS + head
+            here = tl.load(joints_ptr + at * 2 + tl.zeros([1], tl.int32))
+            top = tl.maximum(best, here)
+            shrink, grow = tl.exp2(best - top), tl.exp2(here - top)
+            total = total * shrink + tl.load(joints_ptr + at * 2 + 1 + tl.zeros([1], tl.int32)) * grow
+            found = tl.load(sums_ptr + at.to(tl.int64) * RANK + column, mask=column < RANK, other=0.0)
+            sums = sums * shrink + found * grow
+            best = top
+        at = row * HEADS + head
+        where = at.to(tl.int64) * RANK + column
+        tl.store(out_ptr + where, (sums / total).to(out_ptr.dtype.element_ty), mask=column < RANK)
+        tl.store(joint_ptr + at + tl.zeros([1], tl.int32), best + tl.log2(total))
 
 
 def attend_latents(
@@ -252,13 +294,15 @@ def attend_latents(
     head_dim: int,
     splits: int,
     least: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`burnish.models.kernels.latent_ops.attend_latents` in one kernel, or two with several splits."""
     rows, num_heads, rank = q.shape
     page, rope = latents.shape[2], q_rope.shape[2]
     (latents, latent_scale), (keys, key_scale) = (x if isinstance(x, Fp8Pages) else (x, q) for x in (latents, keys))
     count = rows * num_heads * splits if splits > 1 else 0
     out = torch.empty(rows, num_heads, rank, dtype=q.dtype, device=q.device)
+    joint = torch.empty(rows, num_heads, dtype=torch.float32, device=q.device)
+    rank_block = max(16, triton.next_power_of_2(rank))
     sums, joints = (torch.empty(count, n, dtype=torch.float32, device=q.device) for n in (rank, 2))
     block, warps, stages = TILE_CONFIG if q.dtype != torch.float32 else FLOAT32_TILE_CONFIG
     _attend_latents[(triton.cdiv(num_heads, HEADS_PER_PROGRAM), rows, splits)](
@@ -271,6 +315,7 @@ def attend_latents(
         placement.table,
         placement.position,
         out,
+        joint,
         sums,
         joints,
         head_dim**-0.5 * LOG2_E,
@@ -283,7 +328,7 @@ def attend_latents(
         HEADS=num_heads,
         QUERIES=HEADS_PER_PROGRAM,
         RANK=rank,
-        RANK_BLOCK=max(16, triton.next_power_of_2(rank)),
+        RANK_BLOCK=rank_block,
         ROPE=rope,
         ROPE_BLOCK=max(16, triton.next_power_of_2(rope)),
         PAGE=page,
@@ -294,7 +339,19 @@ def attend_latents(
         num_stages=stages,
     )
     if splits > 1:
-        whole = out.view(rows, num_heads * rank)
-        # Its keys end before the position it is given, and here the new token's is among them.
-        combine_splits(sums, joints, placement.position + 1, whole, NO_WINDOW, splits, least, 1, rank, block)
-    return out
+        _combine_latents[(rows, num_heads)](
+            sums,
+            joints,
+            placement.position,
+            out,
+            joint,
+            NO_WINDOW,
+            splits,
+            least,
+            HEADS=num_heads,
+            RANK=rank,
+            RANK_BLOCK=rank_block,
+            BLOCK=block,
+            num_warps=1,
+        )
+    return out, joint
