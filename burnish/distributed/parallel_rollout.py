@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ import torch
 from burnish.config.placement import ROLLOUT, RayPlacement
 from burnish.config.schema import TrainConfig
 from burnish.core.dispatch import CallHandle, WorkerLost, Workers, dispatch
+from burnish.core.engine import Engine
 from burnish.core.random_keys import MASK_64
 from burnish.distributed import roles
 from burnish.distributed.role_workers import RolloutWorker
+from burnish.distributed.weight_link import LinkAddress, Member, WeightLink
 from burnish.inference import weight_sync
 from burnish.inference.native.parallel_decoder import ParallelDecoder, join_engine_ranks
 from burnish.inference.native.parallel_engine import ParallelFollower
@@ -35,8 +38,20 @@ from burnish.models.kernels.device import use_deterministic_algorithms
 from burnish.models.lora.peft_files import read_lora_config
 from burnish.models.policy import PolicyModel, resolve_device
 
-TO_ALL_RANKS = ("take", "checksums")
+TO_ALL_RANKS = ("take", "take_resharded", "checksums")
 """Calls that every rank of an engine gets. All others go to its first rank."""
+
+
+NO_VERSION = -1
+"""The version that a rank reports whose weights did not all arrive."""
+
+
+@dataclass(frozen=True)
+class ReshardedWeights:
+    """Weights that come over the link from the learner's ranks."""
+
+    version: int
+    complete: bool
 
 
 class ParallelRolloutWorker(RolloutWorker):
@@ -59,7 +74,8 @@ class ParallelRolloutWorker(RolloutWorker):
         self.probe = probe_request(outline.tokenizer.vocab_size, outline.max_positions)
         self.version: int | None = None
         self._taken: list[str] = []
-        self._sent_weights: queue.SimpleQueue[tuple[Publication, Future[None]]] = queue.SimpleQueue()
+        self._sent_weights: queue.SimpleQueue[tuple[Publication | ReshardedWeights, Future[None]]] = queue.SimpleQueue()
+        self._link: WeightLink | None = None
         if self.ranks.is_leader:
             self.thread = EngineThread(roles.build_parallel_engine(model, config.rollout, outline.tokenizer.decode))
         else:
@@ -80,6 +96,53 @@ class ParallelRolloutWorker(RolloutWorker):
         return EngineReport(self.version, digest(self.checksums()), (), np.empty(0, dtype=np.float32))
 
     @dispatch("broadcast", "list")
+    def join_link(self, address: LinkAddress, process: int) -> bool:
+        """Join the link to the learner, as this process of all engines; returns False if another did not come."""
+        model = self.policy.module
+        assert isinstance(model, ParallelDecoder)
+        own = Member(gethostname(), names=[name for name, _ in model.named_parameters()])
+        self._link = None  # close the last one
+        try:
+            self._link = WeightLink(address, address.num_learners + process, model.whole, model.lora, own)
+        except RuntimeError as error:
+            print(f"the link to the learner was not made: {error}", file=sys.stderr, flush=True)
+        return self._link is not None
+
+    @dispatch("broadcast", "list")
+    def take_resharded(self, version: int, complete: bool) -> EngineReport:
+        """Receive a rank's part of new weights from the learner's ranks. A rank that did not get all of it reports no version."""
+        sent = ReshardedWeights(version, complete)
+        if not self.ranks.is_leader:
+            written: Future[None] = Future()
+            self._sent_weights.put((sent, written))
+            written.result()
+            return EngineReport(self._reported, 0, (), np.empty(0, dtype=np.float32))
+
+        def write(engine: Engine) -> None:
+            engine.load(version, ())  # the followers receive at the same time
+            self._receive(sent)
+
+        self.thread.do(write)
+        if self._reported == NO_VERSION:
+            return EngineReport(NO_VERSION, 0, (), np.empty(0, dtype=np.float32))
+        return EngineReport(self._reported, 0, *self.thread.do(self._show))
+
+    @property
+    def _reported(self) -> int:
+        return NO_VERSION if self.version is None else self.version
+
+    def _receive(self, sent: ReshardedWeights) -> None:
+        """Write what comes over the link. Each bucket is verified by its checksum."""
+        assert self._link is not None, "opened before"
+        try:
+            self._link.move(sent.complete, {}, dict(self.policy.module.named_parameters()))
+        except RuntimeError as error:
+            print(f"the link to the learner broke in version {sent.version}: {error}", file=sys.stderr, flush=True)
+            self.version = None
+        else:
+            self.version = sent.version
+
+    @dispatch("broadcast", "list")
     def checksums(self) -> dict[str, int]:
         """Report checksums of a rank's part of the tensors loaded last."""
         found = super().checksums()
@@ -95,6 +158,10 @@ class ParallelRolloutWorker(RolloutWorker):
             ) from None
         if publication.version != version:
             raise RuntimeError(f"the leader has weights of version {version}, and {publication.version} were sent here")
+        if isinstance(publication, ReshardedWeights):
+            self._receive(publication)
+            written.set_result(None)
+            return
         if publication.base is not None and publication.base != self.version:
             raise RuntimeError(f"a delta from version {publication.base} does not apply to version {self.version}")
         weight_sync.apply_publication(publication, self._weights(), self.store.get)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from burnish.config.errors import UserError
 from burnish.config.extras import install_hint
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, RayPlacement
 from burnish.config.schema import TrainConfig
+from burnish.core.dispatch import WorkerLost
 from burnish.core.engine import Engine, Request
 from burnish.distributed.parallel_rollout import ParallelEngines, ParallelRolloutWorker
 from burnish.distributed.remote_reward_pool import RemoteRewardPool, RewardWorker
@@ -30,6 +31,7 @@ from burnish.distributed.role_proxies import (
 )
 from burnish.distributed.role_workers import PROCESS, TRAINING_ROLES, RolloutWorker, TrainingWorker
 from burnish.distributed.roles import is_foreign
+from burnish.distributed.weight_link import LinkAddress
 from burnish.distributed.worker_group import WorkerGroup
 from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
@@ -213,6 +215,10 @@ def build_remote_engine(
     tolerances = FOREIGN_PROBE_TOLERANCE if is_foreign(config.rollout) else PROBE_TOLERANCE
     tolerance = tolerances[config.model.dtype]
     trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, tolerance)
+    if uses_link(config, actor.size):
+        trainer = replace(
+            trainer, open_link=partial(open_link, config.placement, actor, rollout, note), reshard=actor.reshard.later
+        )
     asked = probe_request(policy.tokenizer.vocab_size, policy.max_positions)
     at_once = config.rollout.source.name != "sync"  # else sampling and learning alternate
     assert isinstance(config.placement, RayPlacement)
@@ -223,6 +229,36 @@ def build_remote_engine(
         # Before the first update: a resumed run learns from its journal while engines sample for later steps.
         engine.load(0, ())
     return engine
+
+
+def uses_link(config: TrainConfig, num_learners: int) -> bool:
+    """Whether weights go straight from the learner's ranks to those of engines (`weight_link.py`), both of which must be several.
+
+    Deltas, and weights that engines get while the learner trains, need a copy of the last version, which the object store has.
+    """
+    placement = config.placement
+    is_full = isinstance(placement, RayPlacement) and placement.engine_tensor > 1 and placement.sync == "full"
+    return is_full and num_learners > 1 and config.rollout.source.name == "sync"
+
+
+def open_link(placement: RayPlacement, actor: WorkerGroup, rollout: WorkerGroup, note: Callable[[str], None]) -> bool:
+    """Connect the learner's ranks with those of all engines. If one does not come, weights go through the object store."""
+    host, port = actor.host_link()
+    address = LinkAddress(host, port, actor.size, rollout.size, placement.engine_tensor, placement.timeout_s)
+    joining = actor.join_link.later(address)
+    handles = rollout.send_each("join_link", {process: (address, process) for process in range(rollout.size)})
+    rollout.wait_all(handles)
+    why = "a process did not come"
+    try:
+        has_joined = [rollout.result(handle) for handle in handles]
+    except WorkerLost as error:  # the engine is started again when it does not take weights
+        has_joined, why = [False], str(error)
+    if all([*has_joined, *joining.result()]):
+        return True
+    note(
+        f"this version of the weights goes through the object store, since the link to the engines was not made: {why}"
+    )
+    return False
 
 
 def freeze_garbage_collector() -> None:

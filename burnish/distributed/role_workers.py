@@ -10,11 +10,13 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
 
 from burnish.algorithms.losses.policy_loss import Loss
 from burnish.config.errors import UserError
@@ -28,9 +30,11 @@ from burnish.core.engine import Completion, Engine
 from burnish.distributed import roles
 from burnish.distributed.roles import build_process_reward_model
 from burnish.distributed.server_process import ServerProcess, start_server
+from burnish.distributed.weight_link import LinkAddress, Member, WeightLink, host_store
 from burnish.inference import weight_sync
 from burnish.inference.native.parallel_decoder import rank_part
 from burnish.inference.request_arrays import PackedCompletions, PackedRequests, pack_completions, unpack_requests
+from burnish.inference.reshard_transfer import learner_layout
 from burnish.inference.threaded_engine import EngineThread
 from burnish.inference.weight_sync import EngineReport, Publication, Publisher, checksum, digest, probe_request
 from burnish.models.decoder import Decoder
@@ -43,6 +47,7 @@ from burnish.training.forward import Needs, batch_outputs
 from burnish.training.learner import Learner, Update
 from burnish.training.meter import MeterReading, memory_metrics, reset_peak_memory
 from burnish.training.parallel.fsdp import full_parameters, full_quantised_tensors, parameter_names
+from burnish.training.parallel.fsdp import reshard as reshard_parameters
 from burnish.training.parallel.ranks import SOLO, is_launched, join_process_group, parallelize_model
 
 PROCESS, POLICY = "process", "policy"
@@ -78,6 +83,8 @@ class TrainingWorker:
         self._delta, self._overlaps = config.placement.sync == "delta", config.rollout.source.name != "sync"
         self._engine_ranks = config.placement.engine_tensor
         self._publisher: Publisher | None = None
+        self._link: WeightLink | None = None
+        self._link_store: Any = None
         self._staged: dict[str, list[Content]] = {}
 
     def _build(self, config: TrainConfig, base: Path | None, policy: PolicyModel, parts: Collection[str]) -> None:
@@ -185,15 +192,54 @@ class TrainingWorker:
     @dispatch("broadcast", "first")
     def publish(self, version: int, complete: bool) -> Publication | None:
         """Gather the weights and put them into the object store; the first rank returns the publication."""
-        trained = self.learner.trained_names
-        tensors = self._tensors(None if complete else trained, complete)
+        tensors = self._tensors(None if complete else self.learner.trained_names, complete)
         if not self._is_publisher(tensors):
             return None
+        return self._weight_publisher().publish(version, tensors, as_delta=not complete, complete=complete)
+
+    def _weight_publisher(self) -> Publisher:
         if self._publisher is None:
-            keeps_buckets = self._overlaps and not self._delta
+            trained, keeps_buckets = self.learner.trained_names, self._overlaps and not self._delta
             ranks, cut = self._engine_ranks, self._part_of_engine
             self._publisher = Publisher(self.store.put, trained, self._delta, keeps_buckets, num_parts=ranks, cut=cut)
-        return self._publisher.publish(version, tensors, as_delta=not complete, complete=complete)
+        return self._publisher
+
+    @dispatch("first", "first")
+    def host_link(self) -> tuple[str, int]:
+        """Open a store where the processes of a link meet; returns its address."""
+        host = os.environ["MASTER_ADDR"]  # where the learner's own ranks met
+        self._link_store = host_store(host)
+        return host, int(self._link_store.port)
+
+    @dispatch("broadcast", "list")
+    def join_link(self, address: LinkAddress) -> bool:
+        """Join the link to the engines; returns False if a process did not come."""
+        module = self.policy.module
+        assert isinstance(module, Decoder), "engines of several ranks have native decoders"
+        sizes = {name: parameter.element_size() for name, parameter in module.named_parameters()}
+        own = Member(gethostname(), learner_layout(module), sizes, list(self.learner.trained_names))
+        self._link = None  # close the last one
+        try:
+            self._link = WeightLink(address, get_rank(), module.arch, module.lora, own)
+        except RuntimeError as error:
+            print(f"the link to the engines was not made: {error}", file=sys.stderr, flush=True)
+        return self._link is not None
+
+    @dispatch("broadcast", "first")
+    def reshard(self, version: int, complete: bool) -> Publication:
+        """Send each rank's part of the weights to the engines' ranks that need it."""
+        assert self._link is not None, "opened before"
+        self._weight_publisher().skip(version)
+        module = self.policy.module
+        reshard_parameters(module)
+        plan = self._link.plan(complete)
+        try:
+            self._link.move(complete, dict(module.named_parameters()), {})
+        except RuntimeError as error:  # engines that have not all blocks say so
+            print(f"the link to the engines broke in version {version}: {error}", file=sys.stderr, flush=True)
+        return Publication(
+            version, (), is_complete=complete, num_parts=self._engine_ranks, moved_bytes=plan.moved_bytes
+        )
 
     @dispatch("broadcast", "first")
     def publish_again(self) -> Publication | None:
@@ -205,8 +251,7 @@ class TrainingWorker:
         tensors = self._tensors(names, complete=True)
         if not self._is_publisher(tensors):
             return None
-        assert self._publisher is not None, "nothing was published"
-        return self._publisher.publish_again(tensors)
+        return self._weight_publisher().publish_again(tensors)
 
     def _tensors(self, names: Collection[str] | None, complete: bool) -> Iterator[tuple[str, Tensor]]:
         """The parameters in `names`, or all; if `complete`, also the 4-bit tensors, which are frozen."""
@@ -331,19 +376,20 @@ class RolloutWorker:
             weight_sync.apply_publication(publication, weights, self.store.get)
             engine.load(publication.version, ())
 
-        def show(engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
-            engine.submit([self.probe])
-            done: list[Completion] = []
-            while not done:  # a stream may be interrupted
-                done = list(engine.stream())
-            return tuple(done[0].tokens.tolist()), done[0].logp
-
         self.thread.do(write)
         self.version = publication.version
         self._taken = list(weights if publication.is_complete else publication.checksums)
-        shown = self.thread.begin(show)
+        shown = self.thread.begin(self._show)
         found = digest(self.checksums())  # computed while the engine runs the probe
         return EngineReport(self.version, found, *self.thread.wait(shown))
+
+    def _show(self, engine: Engine) -> tuple[tuple[int, ...], np.ndarray]:
+        """The engine's continuation of the probe, and its log-probs."""
+        engine.submit([self.probe])
+        done: list[Completion] = []
+        while not done:  # a stream may be interrupted
+            done = list(engine.stream())
+        return tuple(done[0].tokens.tolist()), done[0].logp
 
     @dispatch("broadcast", "list")
     def checksums(self) -> dict[str, int]:

@@ -267,6 +267,7 @@ class RemoteEngine:
         self.count("controller/restarts", 1)
         self.note(f"engine {rank} is started again, and its {len(lost)} unfinished requests are issued again: {error}")
         self.workers.restart(rank)
+        self.sync.is_linked = False
         if lost:
             self._send_requests(group_by_prompt(lost))
 

@@ -16,6 +16,7 @@ from itertools import product
 
 from burnish.core.sharded_tensors import PlacedShard, Shard
 from burnish.inference.resharding import TensorLayout, chunks_of
+from burnish.models.tensor_shards import layer_ranges
 
 Range = tuple[int, int]
 
@@ -49,6 +50,8 @@ class LearnerMesh:
     ep: int = 1
     tp: int = 1
     replicate: int = 1
+    head_layers: float = 0.0
+    """The work of the output head in layers, by which the last stage has fewer (`training/parallel/pipeline.py`)."""
 
     @property
     def size(self) -> int:
@@ -90,7 +93,7 @@ def learner_blocks(
 ) -> list[PlacedShard]:
     """The blocks of a tensor on a rank; none if it belongs to another pipeline stage."""
     pp, _, dp, cp, ep, tp = place
-    if stage_of(spec, mesh.pp, num_layers) != pp:
+    if stage_of(spec, mesh, num_layers) != pp:
         return []
     columns = _divided(spec, tp, 1 if spec.is_vocabulary else mesh.tp)
     experts: Range | None = None
@@ -112,11 +115,12 @@ def engine_blocks(spec: TensorSpec, mesh: EngineMesh, rank: int) -> list[PlacedS
     return _blocks(spec, _divided(spec, tp, mesh.tp), experts)
 
 
-def stage_of(spec: TensorSpec, num_stages: int, num_layers: int) -> int:
-    """The pipeline stage of a tensor: embeddings first, final norm and head last, layers in equal runs."""
+def stage_of(spec: TensorSpec, mesh: LearnerMesh, num_layers: int) -> int:
+    """The pipeline stage of a tensor: embeddings first, final norm and head last."""
     if spec.layer is None:
-        return 0 if spec.name.startswith("embedding") else num_stages - 1
-    return spec.layer * num_stages // num_layers
+        return 0 if spec.name.startswith("embedding") else mesh.pp - 1
+    ranges = layer_ranges(num_layers, mesh.pp, mesh.head_layers)
+    return next(stage for stage, layers in enumerate(ranges) if spec.layer in layers)
 
 
 def _divided(spec: TensorSpec, rank: int, size: int) -> list[Range]:

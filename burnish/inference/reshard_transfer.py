@@ -2,7 +2,8 @@
 
 All ranks make the same plan from the same layouts, so that only weights are exchanged. Blocks between two ranks travel together in
 buckets. Each bucket ends with a checksum of its bits. The receiver computes it again from the tensors it has written, so that a wrong
-offset is found as well as a wrong bit. Blocks that a rank hands on are sent after all others have arrived.
+offset is found as well as a wrong bit. Blocks that a rank hands on are sent after all others have arrived. The group is gloo's, and
+messages are in host memory: the ranks of a learner and of an engine may share a GPU, which NCCL refuses.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 CHECKSUM_BYTES = 8
+TAG = 0
+"""Of messages. Those between two ranks arrive in the order in which they were sent."""
 
 
 def learner_layout(model: nn.Module) -> dict[str, list[PlacedShard]]:
@@ -75,10 +78,7 @@ def _exchange(
     bucket_bytes: int,
 ) -> int:
     """Send and receive blocks, a bucket for each peer at a time."""
-    from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
-
     rank, received = group.rank(), 0
-    device = next((tensor.device for tensor in (*sources.values(), *targets.values())), torch.device("cpu"))
     by_peer: dict[tuple[int, bool], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         is_sent = transfer.source == rank
@@ -89,15 +89,15 @@ def _exchange(
         messages: dict[tuple[int, bool], Tensor] = {}
         for (peer, is_sent), some in present.items():
             if is_sent:
-                messages[peer, is_sent] = _packed([_source_view(one, sources, targets) for one in some], device)
+                messages[peer, is_sent] = _packed([_source_view(one, sources, targets) for one in some])
             else:
                 size = sum(one.num_bytes for one in some) + CHECKSUM_BYTES
-                messages[peer, is_sent] = torch.empty(size, dtype=torch.uint8, device=device)
-        operations = [
-            P2POp(isend if is_sent else irecv, message, group=group, group_peer=peer)
+                messages[peer, is_sent] = torch.empty(size, dtype=torch.uint8)
+        works = [
+            (group.send if is_sent else group.recv)([message], peer, TAG)
             for (peer, is_sent), message in sorted(messages.items(), key=lambda item: item[0])
         ]
-        for work in batch_isend_irecv(operations):
+        for work in works:
             work.wait()
         for (peer, is_sent), some in present.items():
             if not is_sent:
@@ -119,10 +119,10 @@ def _in_buckets(transfers: Sequence[Transfer], bucket_bytes: int) -> list[list[T
     return buckets
 
 
-def _packed(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The bytes of blocks, and their checksum."""
-    raw = torch.cat([_raw(view) for view in views])
-    total = torch.tensor([to_int64(checksum(raw))], device=device).view(torch.uint8)
+def _packed(views: Sequence[Tensor]) -> Tensor:
+    """The bytes of blocks in host memory, and their checksum."""
+    raw = torch.cat([_raw(view) for view in views]).cpu()
+    total = torch.tensor([to_int64(checksum(raw))]).view(torch.uint8)
     return torch.cat([raw, total])
 
 
@@ -134,7 +134,7 @@ def _unpack(message: Tensor, transfers: Sequence[Transfer], targets: Mapping[str
         raw = message[start : start + one.num_bytes].clone()  # aligned, as a view of wider values must be
         view.copy_(raw.view(view.dtype).view(one.sizes))
         start += one.num_bytes
-    if not torch.equal(_packed([_target_view(one, targets) for one in transfers], message.device), message):
+    if not torch.equal(_packed([_target_view(one, targets) for one in transfers]), message):
         raise SyncError(
             f"weights from rank {peer} did not arrive: {transfers[0].tensor} and {len(transfers) - 1} more blocks have another checksum "
             "than there; the run stops before anything is sampled with them"

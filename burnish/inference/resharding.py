@@ -73,6 +73,8 @@ class Plan:
     node_of: Callable[[int], int]
     keeps_transfers: bool = True
     """Whether `transfers` are listed; otherwise only counted."""
+    rank: int | None = None
+    """If set, only transfers from or to this rank are listed."""
     transfers: list[Transfer] = field(default_factory=list)
     num_transfers: int = 0
     within: Load = field(default_factory=Load)
@@ -88,7 +90,7 @@ class Plan:
 
     def add(self, transfer: Transfer) -> None:
         self.num_transfers += 1
-        if self.keeps_transfers:
+        if self.keeps_transfers and self.rank in (None, transfer.source, transfer.target):
             self.transfers.append(transfer)
         if transfer.is_local:
             self.kept_bytes += transfer.num_bytes
@@ -126,9 +128,17 @@ class TensorLayout:
     targets: Holders
 
 
-def make_plan(tensors: Iterable[TensorLayout], node_of: Callable[[int], int], keeps_transfers: bool = True) -> Plan:
-    """Plan the transfer of all tensors. `node_of(rank)` is the rank's machine. Millions of transfers may be counted and not listed."""
-    plan = Plan(node_of, keeps_transfers)
+def make_plan(
+    tensors: Iterable[TensorLayout],
+    node_of: Callable[[int], int],
+    keeps_transfers: bool = True,
+    rank: int | None = None,
+) -> Plan:
+    """Plan the transfer of all tensors. `node_of(rank)` is the rank's machine.
+
+    Millions of transfers may be counted and not listed, or only those of one `rank` listed.
+    """
+    plan = Plan(node_of, keeps_transfers, rank)
     for tensor in tensors:
         for block in shared_blocks(tensor):
             _plan_block(plan, tensor, block)

@@ -136,6 +136,8 @@ class Publication:
     """Whether it has all tensors, also frozen 4-bit matrices; otherwise only the trained parameters."""
     num_parts: int = 1
     """Ranks of an engine, each with a part of every tensor."""
+    moved_bytes: int = 0
+    """Bytes that went straight from the learner's ranks to the engines', without buckets."""
 
     def of_rank(self, rank: int) -> Publication:
         """The parts of one rank of an engine."""
@@ -147,7 +149,7 @@ class Publication:
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.stop - entry.start for entry in self.entries)
+        return self.moved_bytes + sum(entry.stop - entry.start for entry in self.entries)
 
     @property
     def checksums(self) -> dict[str, int]:
@@ -203,6 +205,10 @@ class Publisher:
         self._last_buckets = buckets if self.keeps_buckets else ()
         self._version = version
         return Publication(version, buckets, base, complete, self.num_parts)
+
+    def skip(self, version: int) -> None:
+        """Record a version that reached the engines another way, so that it can be published again."""
+        self._last_buckets, self._version = (), version
 
     def publish_again(self, others: Iterable[tuple[str, Tensor]]) -> Publication:
         """Publish all tensors of the last version again. `others` are those without a copy or a bucket, which never change."""
@@ -410,6 +416,10 @@ class TrainerClient:
     """`score(prompt, tokens)`: log-probs at temperature 1."""
     tolerance: float
     """Largest difference of an engine's log-probs from the trainer's."""
+    open_link: Callable[[], bool] | None = None
+    """Connects the trainer's ranks with those of all engines; False if one did not come. None if weights go through the object store."""
+    reshard: Callable[[int, bool], PendingPublication] | None = None
+    """`reshard(version, complete)`: send weights over the link."""
 
 
 @dataclass(frozen=True)
@@ -420,6 +430,7 @@ class _PendingSync:
     ranks: list[int]
     handles: Sequence[CallHandle]
     is_repeated: bool
+    is_resharded: bool = False
     guessed: dict[tuple[int, ...], PendingScores] = field(default_factory=dict)
 
 
@@ -431,6 +442,8 @@ class WeightSync:
     ) -> None:
         self.workers, self.trainer, self.probe, self.count = workers, trainer, probe, count
         self.has_published = False
+        self.is_linked = False
+        """Whether weights can go straight from the trainer's ranks to the engines'. Set to False if an engine is started again."""
         self._sent: _PendingSync | None = None
         self._last: tuple[int, ...] | None = None
         self._expected: dict[tuple[int, ...], list[float]] = {}
@@ -443,11 +456,25 @@ class WeightSync:
 
     def begin(self, version: int, ranks: Sequence[int], complete: bool) -> None:
         """Publish and send weights. Without `complete`, only what changed since the last time may be sent."""
-        sent = self._send(self.trainer.publish(version, complete), ranks)
+        if self._has_link(ranks):
+            assert self.trainer.reshard is not None, "there is a link"
+            handles = self.workers.send_same(ranks, "take_resharded", version, complete)
+            published = self.trainer.reshard(version, complete)
+            sent = self._sent = _PendingSync(published, list(ranks), handles, False, is_resharded=True)
+        else:
+            sent = self._send(self.trainer.publish(version, complete), ranks)
         self.has_published, self._expected = True, {}
         # Most steps do not change the greedy continuation: the trainer scores the last one while the engines receive the weights.
         if self._last is not None:
             sent.guessed[self._last] = self.trainer.score(self.probe.tokens, self._last)
+
+    def _has_link(self, ranks: Sequence[int]) -> bool:
+        """Whether there is a link to all engines; opens one if there should be."""
+        if self.trainer.open_link is None or len(ranks) < self.workers.size:
+            return False
+        if not self.is_linked:
+            self.is_linked = self.trainer.open_link()
+        return self.is_linked
 
     def repeat(self, ranks: Sequence[int]) -> None:
         """Send the weights published last to engines that have none."""
@@ -476,8 +503,15 @@ class WeightSync:
                 reports[handle.rank] = self.workers.result(handle)
             except WorkerLost as error:
                 lost.append(error)
-        gone = {error.rank for error in lost}
-        self._verify(publication, sent, reports, [rank for rank in sent.ranks if rank not in gone])
+        here = [rank for rank in sent.ranks if rank not in {error.rank for error in lost}]
+        missed = [rank for rank in here if sent.is_resharded and reports[rank].version != publication.version]
+        self._verify(publication, sent, reports, [rank for rank in here if rank not in missed])
+        if lost or missed:
+            self.is_linked = False
+        if missed:  # a process ended in the middle, and engines that waited for it have parts of two versions
+            self.count("controller/resharding_failures", len(missed))
+            self._send(self.trainer.publish_again(), missed)
+            lost += self.finish()
         return lost
 
     def _verify(

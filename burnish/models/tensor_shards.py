@@ -6,7 +6,8 @@ experts a rank has some whole experts, and the router. An engine also divides th
 Norms are whole on every rank, except those over all heads.
 
 The full tensor has Hugging Face's order of rows. A rank's rows of a fused matrix are several blocks of it, which lie one after the
-other in the rank's tensor. Nothing here needs torch: plans of weight transfers (`inference/resharding.py`) are made from it.
+other in the rank's tensor. `layer_ranges` has the layers of pipeline stages. Nothing here needs torch: plans of weight transfers
+(`inference/resharding.py`) are made from it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,28 @@ def rank_architecture(arch: Architecture, size: int) -> Architecture:
         experts = replace(experts, num_experts=experts.num_experts // size, shared_size=experts.shared_size // size)
     heads, mlp_size = arch.num_heads // size, arch.mlp_size // size
     return replace(arch, num_heads=heads, num_kv_heads=kv_heads, mlp_size=mlp_size, experts=experts)
+
+
+def layer_ranges(num_layers: int, num_stages: int, head_layers: float = 0.0) -> list[range]:
+    """The layers of each stage: consecutive, such that the slowest stage has as little work as possible.
+
+    The last stage also has the head, whose work is that of `head_layers` layers, so it may have fewer layers. No stage has more layers than in
+    an even division, so that the memory of the largest stage stays the same.
+    """
+    if num_layers < num_stages:
+        raise UserError(f"parallel.pipeline={num_stages} needs as many layers, and the model has {num_layers}")
+    if num_stages == 1:
+        return [range(num_layers)]
+    most = -(-num_layers // num_stages)
+
+    def slowest(last: int) -> float:
+        return max(last + head_layers, -(-(num_layers - last) // (num_stages - 1)))
+
+    candidates = range(max(1, num_layers - most * (num_stages - 1)), num_layers // num_stages + 1)
+    last = min(candidates, key=lambda last: (slowest(last), -last))
+    each, more = divmod(num_layers - last, num_stages - 1)
+    starts = [stage * each + min(stage, more) for stage in range(num_stages)]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], num_layers], strict=True)]
 
 
 def vocabulary_range(vocab_size: int, rank: int, size: int) -> Range:

@@ -197,6 +197,12 @@ def parallel_engine(folder: Path, facts: Facts) -> None:
         with at_deal(3, signal.SIGKILL, victims):
             run(folder, "parallel", *where)
         facts["parallel"] = len(victims)
+        # Two ranks that train and two that sample: weights go from one to the other, also to an engine that was started again.
+        both = placed(2, 2, "placement.engine_tensor=2", "parallel.data=2")
+        killed: list[int] = []
+        with at_deal(3, signal.SIGKILL, killed):
+            run(folder, "resharded", *both, "training.steps=5")
+        facts["resharded"] = len(killed)
     finally:
         ray_cluster.Cluster = PooledCluster
 

@@ -74,6 +74,7 @@ def stored(path: Path) -> dict[str, np.ndarray]:
     ("one", "two", "steps", "within"),
     [
         ("one", "copies", 3, 1e-9),
+        ("one", "resharded", 5, 1e-9),
         ("one-mixed", "two-mixed", 3, 1e-9),
         ("one-adapters", "two-adapters", 3, 1e-9),
         ("one-adapters", "cut-adapters", 3, 1e-9),
@@ -105,6 +106,15 @@ def test_an_engine_that_lost_one_of_its_processes_is_started_again_as_a_whole(
     said = (folder / "parallel" / "log.txt").read_text()
     assert "engine 0 is started again, and its 16 unfinished requests are issued again" in said
     assert "rollout rank 1 of 2 has ended" in said
+
+
+def test_weights_go_straight_to_the_ranks_of_an_engine_also_after_it_was_started_again(
+    folder: Path, facts: dict[str, Any]
+) -> None:
+    assert facts["resharded"] == 1
+    said = (folder / "resharded" / "log.txt").read_text()
+    assert "engine 0 is started again" in said
+    assert "goes through the object store" not in said, "a new link was made"
 
 
 def test_a_server_of_another_engine_has_the_weights_of_every_step_and_is_started_again_when_it_ends(

@@ -136,7 +136,7 @@ def test_heads_that_cannot_be_divided_are_refused() -> None:
 def test_a_wrong_bit_is_noticed_after_the_tensors_are_written() -> None:
     theirs, ours = torch.arange(12.0).view(3, 4), {"t": torch.zeros(3, 4)}
     block = Transfer("t", (2, 2), 0, (1, 1), 1, (1, 1), 16)
-    message = _packed([theirs[1:3, 1:3]], torch.device("cpu"))
+    message = _packed([theirs[1:3, 1:3]])
     _unpack(message, [block], ours, peer=0)
     assert torch.equal(ours["t"][1:3, 1:3], theirs[1:3, 1:3])
     message[5] ^= 1

@@ -9,7 +9,7 @@ that the paged forward, its kernels and its cache run on it unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
+from burnish.core.sharded_tensors import PlacedShard
 from burnish.memory_plan.kv_cache import num_cache_ranks
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
@@ -220,14 +221,21 @@ class ParallelDecoder(Decoder):
             parameters[name].copy_(part)
 
 
-def rank_part(arch: Architecture, lora: Lora | None, name: str, full: Tensor, rank: int, size: int) -> Tensor:
-    """The part of a decoder's parameter that a rank of an engine has: a view of the full tensor if its rows are adjacent there."""
+def part_blocks(
+    arch: Architecture, lora: Lora | None, name: str, shape: Sequence[int], rank: int, size: int
+) -> list[PlacedShard]:
+    """The blocks of a decoder's parameter that a rank of an engine has."""
     adapted: list[str] = []
     if lora is not None and name.endswith(".lora_b"):
         _, layer, *_, module, _ = name.split(".")
         adapted = [target.name for target in lora_targets(arch, lora, int(layer)) if target.module == module]
+    return rank_blocks(arch, name, shape, rank, size, lora_projections=adapted)
+
+
+def rank_part(arch: Architecture, lora: Lora | None, name: str, full: Tensor, rank: int, size: int) -> Tensor:
+    """The part of a decoder's parameter that a rank of an engine has: a view of the full tensor if its rows are adjacent there."""
     parts = []
-    for block in rank_blocks(arch, name, full.shape, rank, size, lora_projections=adapted):
+    for block in part_blocks(arch, lora, name, full.shape, rank, size):
         starts, sizes = block.shard.offsets, block.shard.sizes
         parts.append(full[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))])
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -29,6 +29,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.flops import matrix_sizes
 from burnish.models.heads import ValueModel
 from burnish.models.nf4 import quantised_tensors
+from burnish.models.tensor_shards import layer_ranges
 from burnish.models.vision.tensor_names import TOWER
 from burnish.training.parallel.fsdp import backbone_of
 
@@ -42,28 +43,6 @@ VALUE_HEAD = "head"
 
 
 # --- Dividing a model --------------------------------------------------------------------------------------------------
-
-
-def layer_ranges(num_layers: int, num_stages: int, head_layers: float = 0.0) -> list[range]:
-    """The layers of each stage: consecutive, such that the slowest stage has as little work as possible.
-
-    The last stage also has the head, whose work is that of `head_layers` layers, so it may have fewer layers. No stage has more layers than in
-    an even division, so that the memory of the largest stage stays the same.
-    """
-    if num_layers < num_stages:
-        raise UserError(f"parallel.pipeline={num_stages} needs as many layers, and the model has {num_layers}")
-    if num_stages == 1:
-        return [range(num_layers)]
-    most = -(-num_layers // num_stages)
-
-    def slowest(last: int) -> float:
-        return max(last + head_layers, -(-(num_layers - last) // (num_stages - 1)))
-
-    candidates = range(max(1, num_layers - most * (num_stages - 1)), num_layers // num_stages + 1)
-    last = min(candidates, key=lambda last: (slowest(last), -last))
-    each, more = divmod(num_layers - last, num_stages - 1)
-    starts = [stage * each + min(stage, more) for stage in range(num_stages)]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], num_layers], strict=True)]
 
 
 def head_layers(arch: Architecture) -> float:

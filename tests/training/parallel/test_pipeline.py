@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from burnish.config.errors import UserError
 from burnish.models.architecture import Architecture
-from burnish.training.parallel.pipeline import OneForwardOneBackward, StageLayers, head_layers, layer_ranges
+from burnish.models.tensor_shards import layer_ranges
+from burnish.training.parallel.pipeline import OneForwardOneBackward, StageLayers, head_layers
 
 
 def test_layers_are_divided_evenly_and_the_last_stage_has_fewer_if_the_head_makes_it_the_slowest() -> None:
