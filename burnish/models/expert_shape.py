@@ -100,6 +100,8 @@ def _num_experts(config: Mapping[str, Any]) -> Any:
 
 def qwen3_moe_why_unsupported(config: Mapping[str, Any]) -> str | None:
     """Why the native decoder does not support a Qwen3-MoE config."""
+    if _num_experts(config) == 0:
+        return None  # every layer is dense
     if not isinstance(config.get("moe_intermediate_size"), int):
         return "it gives no number for 'moe_intermediate_size'"
     step = config.get("decoder_sparse_step", 1)
@@ -110,6 +112,8 @@ def qwen3_moe_why_unsupported(config: Mapping[str, Any]) -> str | None:
 
 def qwen3_moe_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Experts of a Qwen3-MoE config. Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` lists it."""
+    if _num_experts(config) == 0:
+        return {"experts": None}
     num_layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
     dense = set(config.get("mlp_only_layers") or ())
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))

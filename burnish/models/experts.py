@@ -69,28 +69,40 @@ def route(
 ) -> tuple[Choice, Tensor]:
     """The experts of each token with their weights, and the scores [N, E], from the router's logits [N, E].
 
-    `replayed` [N, k] gives the experts instead; entries below 0 leave the choice of that token to the router. The weights
-    are differentiable in both cases.
+    `replayed` [N, k] gives the experts instead; entries below 0 leave the choice to the router, which chooses none that the row has
+    already. The weights are differentiable in both cases.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.softmax(-1) if shape.scoring == "softmax" else _Sigmoid.apply(wide)
-    chosen = choose_experts(scores.detach(), shape, score_bias)
+    chosen = choose_experts(scores.detach(), shape, score_bias, replayed)
     if replayed is not None:
-        chosen = torch.where(replayed < 0, chosen, replayed.to(chosen.dtype))
+        is_open = replayed < 0
+        # The k-th open slot of a row has the k-th best expert that is not in it.
+        best = chosen.gather(1, (is_open.cumsum(1) - 1).clamp(min=0))
+        chosen = torch.where(is_open, best, replayed.to(chosen.dtype))
     weights = scores.gather(1, chosen)
     if shape.normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return Choice(chosen, weights if shape.weight_scale == 1.0 else weights * shape.weight_scale), scores
 
 
-def choose_experts(scores: Tensor, shape: ExpertShape, score_bias: Tensor | None = None) -> Tensor:
-    """The numbers [N, k] of the experts with the best scores [N, E], within the best groups if there are several."""
+def choose_experts(
+    scores: Tensor, shape: ExpertShape, score_bias: Tensor | None = None, taken: Tensor | None = None
+) -> Tensor:
+    """The numbers [N, k] of the experts with the best scores [N, E], within the best groups if there are several.
+
+    Experts that a row of `taken` [N, k] has are ranked last; entries below 0 are none.
+    """
     ranked = scores if score_bias is None else scores + score_bias
     if shape.num_groups > 1:
         grouped = ranked.view(ranked.shape[0], shape.num_groups, -1)
         best = grouped.topk(2, -1).values.sum(-1).topk(shape.chosen_groups, -1).indices
         is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=best.device).scatter_(1, best, False)
         ranked = grouped.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)
+    if taken is not None:
+        is_taken = torch.zeros(ranked.shape[0], ranked.shape[1] + 1, dtype=torch.bool, device=ranked.device)
+        is_taken.scatter_(1, torch.where(taken < 0, ranked.shape[1], taken.long()), True)
+        ranked = ranked.masked_fill(is_taken[:, :-1], -torch.inf)
     return ranked.topk(shape.experts_per_token, -1).indices
 
 

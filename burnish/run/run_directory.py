@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "parallel.data",
     "parallel.context",
     "parallel.expert",
+    "parallel.tensor",
     "parallel.offload",
     "placement.name",
     "placement.workers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from burnish.config.model import Lora, NewModel
 from burnish.models.architecture import Architecture, new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.expert_shape import ExpertShape
-from burnish.models.experts import ExpertMlp, route
+from burnish.models.experts import ExpertMlp, choose_experts, route
 from burnish.models.kernels.elementwise import swiglu
 from burnish.models.lora.adapters import adapters, adapters_disabled, add_lora, merged_tensors
 from burnish.models.lora.peft_files import load_adapter, save_adapter
@@ -99,6 +100,35 @@ def test_a_replayed_choice_has_the_routers_weights_and_a_gradient() -> None:
     assert torch.allclose(choice.weights, scores / scores.sum(-1, keepdim=True))
     grad = torch.autograd.grad(choice.weights[:, 0].sum(), logits)[0]
     assert grad.gather(1, choice.experts).abs().min() > 0
+
+
+def test_a_model_whose_layers_are_all_dense_is_read_back_here_and_by_transformers(tmp_path: Path) -> None:
+    model = Decoder(replace(ARCH, experts=None))
+    initialise(model, 0, 0.3)
+    save_decoder(model, tmp_path, source=None)
+    found = load_decoder(tmp_path, torch.float32, CPU)
+    assert found.arch.experts is None
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        ours = found.logits(found.hidden(TOKENS[:8], OFFSETS[:2]))
+        torch.testing.assert_close(ours, theirs(TOKENS[None, :8]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_row_that_is_known_in_part_has_no_expert_twice(groups: int) -> None:
+    shape = ExpertShape(9, 4, 8, scoring="sigmoid", num_groups=groups, chosen_groups=min(groups, 2))
+    logits = torch.randn(60, 9, generator=torch.Generator().manual_seed(1))
+    own = route(logits, shape)[0].experts
+    unknown = torch.rand(own.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    recorded = own.flip(0).masked_fill(unknown, -1)  # experts of other tokens
+    chosen = route(logits, shape, replayed=recorded)[0].experts
+    assert torch.equal(chosen[~unknown], recorded[~unknown])
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
+    best = choose_experts(logits.sigmoid(), shape)
+    for row, known, ranked in zip(chosen.tolist(), recorded.tolist(), best.tolist(), strict=True):
+        open_slots = [expert for expert, before in zip(row, known, strict=True) if before < 0]
+        free = [expert for expert in ranked if expert not in known]
+        assert open_slots[: len(free)] == free[: len(open_slots)], "the best of those that the row has not"
 
 
 @pytest.mark.parametrize("base", ["dtype", "nf4"])

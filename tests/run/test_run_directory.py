@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.config.placement import RayPlacement
+from burnish.config.placement import Parallel, RayPlacement
 from burnish.run.durable_files import folder_id
 from burnish.run.journal import Journal
 from burnish.run.run_directory import MAY_CHANGE, RunDirectory, earlier_configs, flatten_keys
@@ -174,6 +174,7 @@ def test_what_may_change_is_told_and_the_config_before_is_kept(tmp_path: Path) -
 
 def test_a_run_may_go_on_in_any_other_place() -> None:
     assert {f"placement.{key}" for key in RayPlacement.model_fields} <= set(MAY_CHANGE)
+    assert {f"parallel.{key}" for key in Parallel.model_fields} <= set(MAY_CHANGE)
 
 
 @pytest.mark.parametrize(("model", "is_allowed"), [("{path: m}", True), ("{new: {layers: 1}}", False)])
