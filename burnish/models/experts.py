@@ -164,6 +164,15 @@ class ExpertMlp(nn.Module):
         if shape.has_score_bias:
             self.score_bias = nn.Parameter(torch.zeros(shape.num_experts), requires_grad=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertMlp:
+        """Keep the bias of the choice in float32 at least, as transformers does: rounded to a half type it changes the choice."""
+        before = self.score_bias.detach() if self.shape.has_score_bias else None
+        super()._apply(fn, recurse)
+        if before is not None and self.score_bias.dtype.itemsize < 4:
+            wide = before.to(device=self.score_bias.device, dtype=torch.float32)
+            self.score_bias = nn.Parameter(wide, requires_grad=False)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         """The experts' output of tokens [N, hidden]."""
         return self.compute(x, self.choose(self.router(x)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,26 @@ def test_the_published_sizes_and_yarn() -> None:
     assert round(whole.num_parameters / 1e9) == 671
     assert round(whole.num_active_parameters / 1e9) == 38  # 37 without the embedding
     assert architecture_from_hf(architecture_to_hf(whole, "bfloat16", (1,), None)) == whole
+
+
+def test_the_bias_of_the_choice_keeps_its_digits_in_a_half_type(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """In bfloat16 biases near 4 would be multiples of 1/32. Neither a conversion nor a saved directory rounds them."""
+    directory = tiny_model("deepseek-moe")[1]
+    wide = load_decoder(directory, torch.float32, CPU)
+    name = "layers.1.experts.score_bias"
+    bias = dict(wide.named_parameters())[name]
+    with torch.no_grad():
+        bias.copy_(torch.linspace(3.99, 4.01, len(bias)))
+    half = copy.deepcopy(wide).to(torch.bfloat16)
+    save_decoder(half, tmp_path, source=directory)
+    again = load_decoder(tmp_path, torch.bfloat16, CPU)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = [dict(model.named_parameters())[name] for model in (half, again)]
+    for one in (*found, theirs.model.layers[1].mlp.gate.e_score_correction_bias):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, bias)
+    assert again.embedding.weight.dtype == torch.bfloat16
+    assert dict(half.double().named_parameters())[name].dtype == torch.float64
 
 
 def test_a_step_trains_all_but_the_bias_of_the_choice(tiny_model: TinyModel, packed: Packed) -> None:

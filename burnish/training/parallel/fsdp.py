@@ -50,10 +50,11 @@ def apply_fsdp(
     on_gpu = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
 
-    def shard(module: nn.Module, mesh: DeviceMesh = mesh) -> None:
+    def shard(module: nn.Module, mesh: DeviceMesh = mesh, whole: nn.Parameter | None = None) -> None:
         is_half = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
+        ignored = None if whole is None else {whole}
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy, ignored_params=ignored)
 
     backbone = backbone_of(model)
     for layer in layers_of(backbone):
@@ -61,7 +62,7 @@ def apply_fsdp(
             for linear, method in ((layer.experts.gate_up, "from_tokens"), (layer.experts.down, "to_tokens")):
                 shard(linear, expert_mesh)
                 register_fsdp_forward_method(linear, method)
-        shard(layer)
+        shard(layer, whole=_wide_bias(layer, mesh.device_type))
     shard(backbone)
     if isinstance(model, ValueModel) and model.head is not None:  # wider than the rest, and an FSDP group has one type
         shard(model)
@@ -70,6 +71,16 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _wide_bias(layer: nn.Module, device_type: str) -> nn.Parameter | None:
+    """The bias of a router's choice in a layer of a half type, on the rank's device. It is float32, and an FSDP group has one type."""
+    experts = layer.experts if isinstance(layer, Layer) else None
+    if experts is None or not experts.shape.has_score_bias or experts.score_bias.dtype == experts.router.weight.dtype:
+        return None
+    if not experts.score_bias.is_meta:
+        experts.score_bias.data = experts.score_bias.data.to(device_type)
+    return experts.score_bias
 
 
 def reshard(model: nn.Module) -> None:
