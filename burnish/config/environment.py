@@ -50,7 +50,7 @@ class ToolEntry(Record):
     """A tool that the model may call."""
 
     name: str
-    """A built-in tool (python, python_session, calculator, search, search_http, table_lookup, mcp) or `path/to/file.py:function`."""
+    """A built-in tool (python, python_session, calculator, search, search_http, table_lookup, image_crop, image_zoom, mcp) or `path/to/file.py:function`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the tool."""
 
