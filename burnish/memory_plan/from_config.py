@@ -149,7 +149,9 @@ def _plan_setup(config: AnyConfig, setup: RunSetup) -> MemoryPlan:
     is_cut = not isinstance(config, RewardModelConfig) and config.parallel.tensor > 1
     mismatch = config.rollout.mismatch if isinstance(config, TrainConfig) else None
     is_changed = mismatch is not None and mismatch.name in WEIGHT_FAULTS
-    return plan_memory(replace(setup, may_quantise=config.model.adapter is None and not is_cut and not is_changed))
+    may_quantise = config.model.adapter is None and not is_cut and not is_changed
+    tower = config.model.vision or ("frozen" if config.model.new is None else "trained")
+    return plan_memory(replace(setup, may_quantise=may_quantise, tower=tower))
 
 
 def _data_sources(config: AnyConfig) -> list[Source]:

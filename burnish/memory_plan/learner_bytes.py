@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from burnish.config.model import Lora, Optimizer
+from burnish.config.model import Lora, Optimizer, Vision
 from burnish.models.activation_bytes import ActivationEstimate
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
@@ -24,8 +24,8 @@ from burnish.models.heads import ScoreModel, ValueModel
 from burnish.models.kernels.logprob import CHUNK_ELEMENTS
 from burnish.models.lora.adapters import wrap_with_lora
 from burnish.models.nf4 import dequantise_bytes, weight_bytes
-from burnish.models.vision.tower_cost import TowerPart
-from burnish.models.vision.training import train_part, trained_part
+from burnish.models.policy import choose_trained_vision
+from burnish.models.vision.training import trained_part
 from burnish.models.weight_files import on_meta_device
 from burnish.training.optimizers.base_optimizer import HALF_DTYPES, MAX_PART_SIZE
 from burnish.training.optimizers.base_optimizer import BaseOptimizer as MadeOptimizer
@@ -45,7 +45,7 @@ _meta_models: dict[str, Decoder] = {}
 """The last two meta models, as of a policy and a process reward model. Plans that differ in other settings reuse them."""
 
 
-def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None, tower: TowerPart = "frozen") -> Decoder:
+def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None, tower: Vision = "frozen") -> Decoder:
     """The policy on the meta device; `tower` is what is trained of a vision tower. It is cached: do not change it."""
     key = f"{arch} {dtype} {lora!r} {tower}"
     if key not in _meta_models:
@@ -53,7 +53,7 @@ def meta_policy(arch: Architecture, dtype: torch.dtype, lora: Lora | None, tower
             model = Decoder(arch).to(dtype)
             if lora is not None:
                 wrap_with_lora(model, lora)
-            train_part(model, tower)
+            choose_trained_vision(model, tower)
         if len(_meta_models) > 1:
             del _meta_models[next(iter(_meta_models))]
         _meta_models[key] = model

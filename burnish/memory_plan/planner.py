@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from burnish.config.model import Lora, Optimizer
+from burnish.config.model import Lora, Optimizer, Vision
 from burnish.memory_plan.learner_bytes import LearnerFootprint, LearnerPasses, learner_footprint, meta_policy
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel, new_score_model
 from burnish.models.nf4 import weight_bytes
 from burnish.models.vision.feature_cache import MAX_BYTES as MAX_FEATURE_BYTES
-from burnish.models.vision.tower_cost import TowerPart
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
@@ -46,7 +45,7 @@ class RunSetup:
     """Most tokens of an update."""
     activations: str = "keep"
     lora: Lora | None = None
-    tower: TowerPart = "frozen"
+    tower: Vision = "frozen"
     """What of a vision tower is trained."""
     is_reward_model: bool = False
     """Whether a reward model is trained: a scalar head in place of the output head."""

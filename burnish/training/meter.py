@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from burnish.config.model import Lora
+from burnish.config.model import Lora, Vision
 from burnish.models.architecture import Architecture, Windows
 from burnish.models.decoder import Decoder
 from burnish.models.flops import ForwardCounts, backward_flops, forward_flops, packed_counts, recomputed_flops
 from burnish.models.heads import ScoreModel, ValueModel
-from burnish.models.vision.tower_cost import Grid, TowerPart, pass_flops
+from burnish.models.vision.tower_cost import Grid, pass_flops
 from burnish.models.vision.training import trained_part
 from burnish.training.parallel.ranks import SOLO, Ranks
 
@@ -50,7 +50,7 @@ class ModelFlops:
     lora: Lora | None = None
     activations: str = "keep"
     fused_attention: bool = False
-    tower: TowerPart = "frozen"
+    tower: Vision = "frozen"
     """What of a vision tower is trained."""
     processes: int = 1
     """Number of processes that divide each micro-batch, by its rows or by the weights; this one does its part."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from burnish.core.pictures import Picture
+from burnish.models.vision.tower_cost import tower_bytes
 
 if TYPE_CHECKING:
     from burnish.models.vision.axis_rotation import AxisRotation
@@ -105,6 +106,12 @@ class SiglipShape:
         """A black picture of one image."""
         side, tokens = self.image_size, self.tokens_per_side
         return Picture(np.zeros((1, side, side, 3), dtype=np.uint8), (1, tokens, tokens))
+
+    def saved_bytes(self, num_tokens: int, element: int, recomputes: bool) -> int:
+        """Bytes that a trained tower saves for pictures of this many tokens."""
+        patches = -(-num_tokens // self.tokens_per_side**2) * (self.image_size // self.patch_size) ** 2
+        sizes = self.num_layers, self.hidden_size, self.mlp_size
+        return tower_bytes(patches, *sizes, is_gated=False, element=element, recomputes=recomputes)
 
     def tower_flops(self, grids: Sequence[tuple[int, int, int]]) -> float:
         """Floating-point operations of a forward pass over pictures with these grids of placeholder tokens."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from burnish.config.model import Vision
 
 if TYPE_CHECKING:
     from burnish.models.vision.interfaces import VisionShape
 
 Grid = tuple[int, int, int]
-TowerPart = Literal["frozen", "projector", "trained"]
-"""What of a tower is trained."""
 BLOCK_STATES = 11
 """Tensors as wide as the residual stream that a block saves: two inputs, two normed ones, the projections (3), rotated queries and
 keys (2), and the output of attention before and after its heads are joined (2)."""
@@ -30,7 +30,7 @@ def tower_bytes(
 
 
 def pass_flops(
-    shape: VisionShape, grids: Sequence[Grid], part: TowerPart, with_gradient: bool, recomputes: bool
+    shape: VisionShape, grids: Sequence[Grid], part: Vision, with_gradient: bool, recomputes: bool
 ) -> tuple[int, int]:
     """FLOPs of the tower in a learner's pass: those that the mathematics needs, and those executed.
 

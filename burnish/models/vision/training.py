@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burnish.config.model import Vision
 from burnish.models.decoder import Decoder
 from burnish.models.vision.interfaces import PicturePass
 from burnish.models.vision.positions import AXES
-from burnish.models.vision.tower_cost import TowerPart
 
 
 def is_tower_trained(model: Decoder) -> bool:
@@ -16,20 +16,13 @@ def is_tower_trained(model: Decoder) -> bool:
     return model.vision is not None and any(parameter.requires_grad for parameter in model.vision.parameters())
 
 
-def trained_part(model: Decoder) -> TowerPart:
+def trained_part(model: Decoder) -> Vision:
     """What of a decoder's vision tower is trained."""
     if model.vision is None or not is_tower_trained(model):
         return "frozen"
     num_trained = sum(parameter.numel() for parameter in model.vision.parameters() if parameter.requires_grad)
     of_projector = sum(parameter.numel() for parameter in model.vision.projector.parameters())
     return "projector" if num_trained <= of_projector else "trained"
-
-
-def train_part(model: Decoder, part: TowerPart) -> None:
-    """Freeze a decoder's vision tower, or train its projector or all of it; the decoder stays as it is."""
-    if model.vision is not None:
-        model.vision.requires_grad_(part == "trained")
-        model.vision.projector.requires_grad_(part != "frozen")
 
 
 def blank_pass(model: Decoder, offsets: Tensor) -> PicturePass:
