@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from burnish.algorithms.terms.spec import Router
 from burnish.config.model import Lora, LoraBase, Optimizer
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
+from burnish.core.pictures import Picture, PictureSpan
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
@@ -27,6 +29,8 @@ from burnish.models.heads import ValueModel
 from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.model_families import FAMILIES
+from burnish.models.vision.axis_rotation import AxisRotation
+from burnish.models.vision.qwen_shape import QwenVisionShape
 from burnish.training.forward import ReferenceFn
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
@@ -93,6 +97,8 @@ class Case:
     """Latent attention, and a layer with shared experts and groups of experts behind a dense one."""
     even_routers: bool = False
     """Whether all scores of the routers are the same at first, so that the same two experts compute all tokens."""
+    pictures: bool = False
+    """A vision tower that is trained. The prompts of the first and the last group are pictures, so that some ranks have none."""
 
 
 DEEPSEEK: dict[str, Any] = {
@@ -100,6 +106,10 @@ DEEPSEEK: dict[str, Any] = {
     "latent": LatentShape(10, 6, 8, 4, 6),
     "experts": ExpertShape(4, 2, 12, (False, True), True, "sigmoid", True, 2, 1, 1.5, shared_size=10),
 }
+TOWER = QwenVisionShape(
+    8, 2, 2, 12, 32, 2, 2, 2, AxisRotation((2, 1, 1), is_interleaved=True), 1, 2, 3, 4, num_position_embeddings=9,
+    deep_layers=(0,), activation="gelu_pytorch_tanh",
+)  # fmt: skip
 FEW = 2
 """Updates of the cases beside the main ones."""
 MAIN = ("grpo", "sft", "dpo")
@@ -157,6 +167,11 @@ TWO: dict[str, Case] = {
     "pipeline, bfloat16": Case("grpo", {"pipeline": 2}, dtype="bfloat16", steps=FEW),
     "pipeline, gemma3": Case("grpo", {"pipeline": 2}, gemma3=True, token_budget=20, steps=FEW),
     **{f"{kind}, gemma3": Case("grpo", {kind: 2}, gemma3=True, steps=FEW) for kind in ("data", "context", "tensor")},
+    **{
+        f"{kind}, pictures": Case("grpo", {kind: 2}, pictures=True, token_budget=16, steps=FEW)
+        for kind in ("data", "context", "tensor", "pipeline")
+    },
+    "data, pictures, lora, recompute": Case("grpo", pictures=True, lora=2, activations="recompute", steps=FEW),
 }
 FOUR: dict[str, Case] = {
     "fsdp, sft": Case("sft"),
@@ -255,6 +270,8 @@ def make_model(case: Case) -> nn.Module:
     arch = Architecture(family, VOCAB, 32, case.layers, 4, case.kv_heads, 8, 48, 64, **fields, tied=case.tied)
     if case.deepseek:
         arch = replace(arch, **DEEPSEEK)
+    if case.pictures:
+        arch = replace(arch, family="qwen3_vl", vision=TOWER)
     decoder = Decoder(arch)
     initialise(decoder.double(), 0, std=0.3)
     if case.even_routers:
@@ -263,6 +280,8 @@ def make_model(case: Case) -> nn.Module:
                 nn.init.zeros_(parameter)
     if case.lora:
         add_lora(decoder, Lora(rank=case.lora, base=case.base), 0)
+    if decoder.vision is not None:
+        decoder.vision.requires_grad_(True)
     model: nn.Module = decoder
     if case.loss == "value":
         model = ValueModel(decoder)
@@ -317,7 +336,17 @@ def make_batch(case: Case, step: int, seed: int = 0) -> Batch:
     )
     observed = torch.where(written | (batch.positions == 0), 0.0, 0.1)  # only a loss that observes reads it
     weights = {"weight": aggregation_weights(batch, "token-mean"), OBSERVATION_WEIGHT: observed / (observed > 0).sum()}
-    return batch.with_token(**weights)
+    batch = batch.with_token(**weights)
+    return batch.with_pictures([_picture_spans(group, len(sizes)) for group in groups]) if case.pictures else batch
+
+
+def _picture_spans(group: int, num_groups: int) -> tuple[PictureSpan, ...]:
+    """The picture that a prompt of `make_batch` begins with: one of 2 + group tokens."""
+    if group not in (0, num_groups - 1):
+        return ()
+    grid = (1, 1, 2 + group)
+    pixels = np.random.default_rng(group).integers(0, 256, (1, 4, 4 * grid[2], 3), dtype=np.uint8)
+    return (PictureSpan(0, Picture(pixels, grid)),)
 
 
 def reference_of(case: Case, ranks: Ranks) -> ReferenceFn:
