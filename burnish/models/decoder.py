@@ -279,6 +279,14 @@ class Decoder(nn.Module):
             return tower_features(self.vision, pictures.pictures, one_by_one=self.exact is not None)
         return self.feature_cache.features(pictures.pictures, one_by_one=self.exact is not None)
 
+    def drop_features(self) -> None:
+        """Forget cached features. Call it after a write to the tower's weights that their version counters may not see.
+
+        Such are writes through `data`, and writes to shards that FSDP gathers later.
+        """
+        if self.feature_cache is not None:
+            self.feature_cache.clear()
+
     @contextmanager
     def with_pictures(self, pictures: PicturePass | None) -> Iterator[PicturePass | None]:
         """Set the pictures of the passes within; None for text."""
@@ -447,6 +455,13 @@ class Decoder(nn.Module):
         logp, entropy, squares = map(shard.gather_wanted, found)
         exact = self.exact_values(tokens, offsets, wanted, temperature)
         return (logp if exact is None else exact), entropy, squares
+
+
+def drop_features(model: nn.Module) -> None:
+    """Forget the cached features of pictures of all decoders in a model."""
+    for module in model.modules():
+        if isinstance(module, Decoder):
+            module.drop_features()
 
 
 def initialise(model: Decoder, seed: int, std: float = 0.02) -> None:

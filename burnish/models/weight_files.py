@@ -264,6 +264,7 @@ def load_tensors(
         weights.filled,
         stage_of(model) if stage is None else stage,
     )
+    model.drop_features()
 
 
 def load_weight_blocks(

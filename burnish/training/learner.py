@@ -31,6 +31,8 @@ from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.pipeline_stage import stage_of
+from burnish.models.decoder import drop_features
+from burnish.models.lora.adapters import trained_tower_weights
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
 from burnish.training.forward import (
@@ -110,6 +112,7 @@ class Learner:
         """The reference's distributions, for a loss with the KL over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trains_tower = bool(trained_tower_weights(model))
         """The trained parameters; of a model that is divided into stages, those of this process's stage."""
         self.stage = stage_of(model)
         self.trained_names = list(self.names) if self.stage is None else self.stage.trained_names
@@ -191,6 +194,8 @@ class Learner:
             return Update(stats, logp, f"the gradient is not finite (norm {norm})", entropy)
         with self.meter("optimizer"):
             self.optimizer.step(lr, self.updates)
+        if self.trains_tower:
+            drop_features(self.model)
         self.updates += 1
         return Update(stats, logp, None, entropy)
 

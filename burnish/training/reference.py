@@ -31,7 +31,7 @@ from burnish.algorithms.terms.loss_terms import ema_update
 from burnish.config.model import Model
 from burnish.core.batch import Batch
 from burnish.core.sharded_tensors import full_tensor
-from burnish.models.decoder import Decoder
+from burnish.models.decoder import Decoder, drop_features
 from burnish.models.kernels.logprob import Distribution, Distributions, Divergence
 from burnish.models.lora.adapters import (
     adapter_weights,
@@ -159,6 +159,7 @@ class EmaReference(Reference):
         self.ranks.reshard(self.model)
         ema_update(self.shadow.values(), [theta[name] for name in self.shadow], self.eta)
         self.has_moved = True
+        drop_features(self.model)
 
     @torch.no_grad()
     def _weights(self) -> AbstractContextManager[nn.Module]:
@@ -199,6 +200,7 @@ class HardSyncReference(Reference):
         self.ranks.reshard(self.model)
         for name, weight in self.weights.writable().items():
             weight.copy_(theta[name])
+        drop_features(self.model)
         return True
 
     def contents(self, stage: TensorStaging) -> list[Content]:

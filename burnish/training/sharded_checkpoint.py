@@ -36,7 +36,7 @@ from burnish.core.sharded_tensors import (
     local_tensor,
     plan_reads,
 )
-from burnish.models.decoder import Decoder
+from burnish.models.decoder import Decoder, drop_features
 from burnish.models.weight_layout import row_order_of
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import Content, WriterRank, writer_rank_of
@@ -294,3 +294,4 @@ def load_tensors_into(directory: Path, name: str, tensors: Mapping[str, Tensor],
         for key, tensor in tensors.items():
             here = local_tensor(tensor)
             here.copy_(stored.read(key, blocks.get(key), here.shape))
+    drop_features(model)

@@ -174,6 +174,8 @@ def test_adapters_are_trained_and_saved_with_what_is_trained_of_the_tower(part: 
     again = decoder()
     wrap_with_lora(again, read_lora_config(tmp_path))
     load_adapter(again, tmp_path)
+    fresh = Learner(again, Optimizer(), 1, 1000, 0.9).logprobs(batch)
+    assert torch.equal(learner.logprobs(batch), fresh), "features of the tower before an update are not used after it"
     for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q), name
 

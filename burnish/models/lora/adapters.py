@@ -30,7 +30,7 @@ from burnish.core.random_keys import fold
 from burnish.core.sharded_tensors import local_tensor, local_with_gradient
 from burnish.models import adapted_experts
 from burnish.models.adapted_experts import FrozenExperts
-from burnish.models.decoder import Decoder
+from burnish.models.decoder import Decoder, drop_features
 from burnish.models.experts import Dispatch, ExpertLinear
 from burnish.models.nf4 import Nf4, Nf4ExpertLinear, Nf4Weight, dense_weight, nf4_linear, quantise_layers
 from burnish.models.vision.tensor_names import TOWER
@@ -252,10 +252,15 @@ def swapped_adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> 
     own = {name: local_tensor(parameter) for name, parameter in adapter_weights(model).items()}
     saved = {name: tensor.clone() for name, tensor in own.items()}
     _copy_weights(own, weights)
+    has_tower = bool(trained_tower_weights(model))
+    if has_tower:
+        drop_features(model)
     try:
         yield
     finally:
         _copy_weights(own, saved)
+        if has_tower:
+            drop_features(model)
 
 
 def _copy_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

@@ -277,6 +277,7 @@ def load_adapter(model: Decoder, directory: Path, head: Tensor | None = None) ->
     parameters |= _tower_parameters(model)
     order, stage = partial(row_order_of, model), stage_of(model)
     load_weight_blocks(parameters, table, file_tensors(where), str(where), whose, order, stage=stage)
+    model.drop_features()
 
 
 def describe_lora(lora: Lora) -> str:

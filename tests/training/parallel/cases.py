@@ -374,4 +374,5 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
         update = learner.update(batch, LOSSES[case.loss], also=also)
         assert update.skipped is None
         assert update.logp.shape == batch.tokens.shape
-        yield update.stats
+        again = {"logp": float(learner.logprobs(batch).sum())} if case.pictures else {}  # with the tower's new weights
+        yield update.stats | ranks.sum_over_ranks(again)
