@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class Patches:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.image_mark, self.video_mark = tokens
         self.placeholder_tokens = frozenset(tokens)
+        self.texts_around: Mapping[int, tuple[str, str]] = {}
 
     def image(self, image: np.ndarray) -> Expansion:
         return self._expanded(self.image_mark, image[None], None)

@@ -32,6 +32,7 @@ from burnish.models.lora.peft_files import (
 )
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
+from burnish.models.vision.processor_files import kept_processor_files
 from burnish.models.weight_files import (
     decoder_contents,
     defer_decoder,
@@ -106,6 +107,8 @@ class PolicyModel:
             whole = adapter_contents(self.module, stage, self.source)
         else:
             whole = [self.module.contents(stage)]
+            if self.module.pixel_inputs is not None:
+                whole += kept_processor_files(self.module.pixel_inputs.directory)
         return [*whole, *tokenizer.contents()] if is_first else []
 
     @property

@@ -334,7 +334,16 @@ class Tokenizer:
         given["add_generation_prompt"] = add_generation_prompt
         if self._needs_blocks:
             messages = [_as_blocks(message) for message in messages]
-        return chat_template.render(source, self._control.literal_values(messages), given)
+        text = chat_template.render(source, self._control.literal_values(messages), given)
+        for name, (before, after) in self._texts_around_marks.items():
+            text = text.replace(name, before + name + after)  # text of a message has no unmarked name
+        return text
+
+    @cached_property
+    def _texts_around_marks(self) -> dict[str, tuple[str, str]]:
+        """Texts that stand before and after the mark of an image or a video, by the mark's name."""
+        around = {} if self.image_processor is None else self.image_processor.texts_around
+        return {str(self._inner.convert_ids_to_tokens(mark)): texts for mark, texts in around.items()}
 
     @cached_property
     def _needs_blocks(self) -> bool:
@@ -361,7 +370,8 @@ class Tokenizer:
         name = str(self._inner.convert_ids_to_tokens(mark))
         vocabulary = self._inner.get_vocab()
         is_framed = all(frame in vocabulary for frame in VISION_FRAME)
-        return f"{VISION_FRAME[0]}{name}{VISION_FRAME[1]}" if is_framed else name
+        before, after = self._texts_around_marks.get(name, VISION_FRAME if is_framed else ("", ""))
+        return before + name + after
 
     def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of messages up to the start of the assistant's turn."""

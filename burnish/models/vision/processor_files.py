@@ -20,8 +20,13 @@ def processor_contents(shape: VisionShape | None, source: Path | None) -> list[B
     if shape is None:
         return []
     if source is not None:
-        return [BytesFile(name, (source / name).read_bytes()) for name in PROCESSOR_FILES if (source / name).is_file()]
+        return kept_processor_files(source)
     return [BytesFile(PROCESSOR_FILES[0], json.dumps(new_processor_config(shape), indent=1))]
+
+
+def kept_processor_files(source: Path) -> list[BytesFile]:
+    """The files of a model directory that say how its images are resized."""
+    return [BytesFile(name, (source / name).read_bytes()) for name in PROCESSOR_FILES if (source / name).is_file()]
 
 
 def new_processor_config(shape: VisionShape) -> dict[str, Any]:

@@ -17,7 +17,11 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor as Thei
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor as TheirIdefics3
 
+from burnish.config.data import Source, Template
 from burnish.config.errors import UserError
+from burnish.data.row_formats import prompt_row
+from burnish.data.template import render
+from burnish.models.tokenizer import Tokenizer
 from burnish.models.vision.interfaces import Expansion, ImageProcessor
 from burnish.models.vision.processors import MODEL_LIMITS, PixelLimits, load_processor
 from burnish.models.vision.siglip_processors import number_words
@@ -159,6 +163,30 @@ def test_gemma3_has_the_pixels_and_tokens_of_transformers(tmp_path: Path) -> Non
         expansion = ours.image(image)
         np.testing.assert_allclose(normalised(expansion)[0], pixels, atol=1e-6)
         check_spans(expansion, ours.placeholder_tokens)
+
+
+GEMMA_CHAT = (
+    "{% for m in messages %}<start_of_turn>{{ m.role }}\n{% for part in m.content %}"
+    "{% if part.type == 'image' %}<start_of_image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_a_rendered_prompt_of_gemma3_has_the_tokens_of_transformers(tmp_path: Path, kind: str) -> None:
+    """The newline before the image becomes one token with the two of the processor. A mark that the user wrote stays text."""
+    _, theirs = gemma3(tmp_path)
+    image = images()[1]
+    (tmp_path / "chat_template.jinja").write_text(GEMMA_CHAT)
+    tokenizer = Tokenizer.load(tmp_path)
+    blocks = [{"type": "image", "image": image}, {"type": "text", "text": "What? <start_of_image>"}]
+    record = {"prompt": [{"role": "user", "content": blocks}], "answer": "a"}
+    found = render(prompt_row(record, "here", Source(path="x"), 0), tokenizer, Template(kind=kind))
+    before = "<start_of_turn>user\n" if kind == "chat" else ""
+    wanted = theirs(text=f"{before}<start_of_image>What? ", images=[[image]])["input_ids"][0]
+    assert found.tokens[: len(wanted)] == list(wanted)
+    assert found.tokens[len(wanted) :] == [tokenizer.encode(letter)[0] for letter in "<start_of_image>"]
+    (span,) = found.pictures
+    assert tokenizer.decode(found.tokens[span.start : span.end], skip_special=False) == "<image_soft_token>" * 16
 
 
 def test_gemma3_reads_one_size_and_no_videos(tmp_path: Path) -> None:

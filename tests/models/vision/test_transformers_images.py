@@ -20,9 +20,11 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from burnish.config.errors import UserError
+from burnish.config.model import Model
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.pictures import PictureSpan, shifted
 from burnish.inference.transformers_engine import TransformersEngine
+from burnish.models.policy import load_policy
 from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
 from burnish.models.vision.interfaces import ImageProcessor, PixelLimits
 from burnish.models.vision.processors import load_processor
@@ -180,3 +182,21 @@ def test_limits_and_videos(llava: Path, policy: TransformersPolicy) -> None:
     tokens, spans = prompt(small, random_image(0))
     with pytest.raises(UserError, match="reads text only"):
         engine.submit([Request("a", tokens, SamplingOptions(max_tokens=2), key=0, pictures=spans)])
+
+
+def test_a_saved_policy_has_its_image_processor(llava: Path, tmp_path: Path) -> None:
+    policy = load_policy(Model(path=str(llava), dtype="float32", device="cpu"), llava, None, 0)
+    assert "forward by transformers" in policy.note
+    assert policy.tokenizer.image_processor is not None
+    policy.save(tmp_path)
+    again = load_processor(tmp_path)
+    assert again is not None
+    assert again.image(random_image(0)).tokens == policy.tokenizer.image_processor.image(random_image(0)).tokens
+    read = TransformersPolicy.load(tmp_path, torch.float32, torch.device("cpu"))
+    assert read.pixel_inputs is not None
+    assert read.pixel_inputs.of([again.image(random_image(0)).pictures[0].picture])["pixel_values"].shape == (
+        1,
+        3,
+        8,
+        8,
+    )
