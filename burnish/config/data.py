@@ -19,7 +19,7 @@ class Source(Record):
     """The published data set whose columns the file has (gsm8k, math, mbpp, ...). Its rows get the prompts and the verifier that
     `burnish data prepare` would write. null: the format is detected from the columns."""
     task: str | None = None
-    """A generated task: sort_digits, addition, countdown, guess_number, calculator, reverse_text, proofs, pair_verdict, absolute_zero, knights_and_knaves, speak, a game (sokoban, ...), or reasoning-gym/<name>."""
+    """A generated task: sort_digits, addition, countdown, guess_number, calculator, reverse_text, proofs, pair_verdict, absolute_zero, knights_and_knaves, speak, count_shapes, read_chart, click_target, a game (sokoban, ...), or reasoning-gym/<name>."""
     plugin: str | None = None
     """`path/to/file.py:function` or `package.module:function`. It is called with `options` and returns an iterable of rows (dictionaries)."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -144,7 +144,7 @@ class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, search_r1, research, table_r1, ifeval, code, proof, lean, rm_r1, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
+    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, search_r1, research, table_r1, ifeval, code, proof, lean, rm_r1, gui_r1, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
     weight: float = 1.0
     """Weight of this part in the sum."""
     correct_at: float | None = None

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import json
 import logging
 import re
 import unicodedata
@@ -23,6 +24,7 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.extras import install_hint
+from burnish.data.gui_actions import gui_reward, read_target
 from burnish.data.tasks.proofs import checked_answer
 from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, normalized_words, token_f1
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
@@ -325,6 +327,13 @@ def rule_scores(completion: str, answer: Any, extra: Mapping[str, Any], *, rule:
 # --- dispatching to a row's own verifier ----------------------------------------------------------------------------
 
 
+def gui_r1(completion: str, answer: Any, extra: Mapping[str, Any], *, bare: bool = False) -> float:
+    """0.8 for the expected action on a screen and 0.2 for its form (GUI-R1, 2504.10458). `bare`: a click is its point alone."""
+    require_answer(answer)
+    expected = json.loads(answer) if isinstance(answer, str) else answer
+    return gui_reward(completion, read_target(expected, "the answer of the row"), bare)
+
+
 def row_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float | PartResult:
     """The score by the verifier that the row names in `extra["verifier"]`; `burnish data prepare` writes that column."""
     name = extra["verifier"]
@@ -352,6 +361,7 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "proof": proof,
     "lean": lean,
     "rm_r1": rm_r1,
+    "gui_r1": gui_r1,
     "row": row_verifier,
 }
 
@@ -372,6 +382,7 @@ NEEDS_ANSWER = frozenset(
         "proof",
         "lean",
         "rm_r1",
+        "gui_r1",
     }
 )
 """Verifiers that compare with the row's expected answer. Whether `row` needs one depends on the verifier that the row names."""

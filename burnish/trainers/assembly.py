@@ -33,6 +33,7 @@ from burnish.data.prompt_pool import Prompt, ReadRows
 from burnish.data.prompt_stream import PromptSample, PromptStream, validation_prompts
 from burnish.data.row_formats import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
+from burnish.data.tasks.picture_task import image_as_url
 from burnish.data.tasks.registry import make_demonstrations
 from burnish.distributed import roles
 from burnish.distributed.ray_roles import Roles, start_roles
@@ -538,9 +539,8 @@ def warm_start(parts: RunParts, config: Sft, run: Run, path: Path) -> None:
     for k, source in enumerate(config.data):
         if source.task is not None:  # write them where the user can look at them
             rows = make_demonstrations(source.task, source.options, seed)[: source.limit]
-            atomic_write(
-                run.directory.path / f"demonstrations-{k}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
-            )
+            lines = (json.dumps(row, default=image_as_url) + "\n" for row in rows)
+            atomic_write(run.directory.path / f"demonstrations-{k}.jsonl", "".join(lines))
     run.display.start(f"warm start on {len(parts.examples):,} demonstrations: {policy.note}", config.updates)
     set_activations(policy.module, config.activations)
     learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)

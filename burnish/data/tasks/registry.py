@@ -12,11 +12,14 @@ from burnish.data.tasks import (
     absolute_zero,
     arithmetic,
     calculator,
+    click_target,
+    count_shapes,
     games,
     guess_number,
     knights_and_knaves,
     pair_verdict,
     proofs,
+    read_chart,
     reasoning_gym,
     reverse_text,
     sort_digits,
@@ -39,6 +42,9 @@ TASKS: dict[str, type[Any]] = {
     absolute_zero.ABSOLUTE_ZERO: absolute_zero.AbsoluteZeroTask,
     knights_and_knaves.KNIGHTS_AND_KNAVES: knights_and_knaves.KnightsAndKnaves,
     speak.SPEAK: speak.Speak,
+    count_shapes.COUNT_SHAPES: count_shapes.CountShapes,
+    read_chart.READ_CHART: read_chart.ReadChart,
+    click_target.CLICK_TARGET: click_target.ClickTarget,
     **games.GAME_TASKS,
 }
 TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
@@ -53,6 +59,9 @@ TASK_SCORES: dict[str, Callable[[str, Any, dict[str, Any]], float]] = {
     absolute_zero.ABSOLUTE_ZERO: absolute_zero.score,
     knights_and_knaves.KNIGHTS_AND_KNAVES: knights_and_knaves.score,
     speak.SPEAK: speak.score,
+    count_shapes.COUNT_SHAPES: count_shapes.score,
+    read_chart.READ_CHART: read_chart.score,
+    click_target.CLICK_TARGET: click_target.score,
     **dict.fromkeys(games.GAME_TASKS, games.score),
 }
 

@@ -7,10 +7,13 @@ are spent. Unlike RAGEN, the history keeps the answer exactly as the model wrote
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
+from burnish.data.tasks.picture_task import picture_between
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Answer, End, Episode, Observation
+from burnish.environments.games.board_pictures import board_picture
 from burnish.environments.games.text_game import (
     SEPARATOR,
     Format,
@@ -28,12 +31,13 @@ from burnish.environments.games.text_game import (
 Direction = Literal["Up", "Down", "Left", "Right"]
 STEPS: dict[str, tuple[int, int]] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 """Change of (row, column) by direction."""
-ObservationKind = Literal["grid", "grid_coord"]
+ObservationKind = Literal["grid", "grid_coord", "picture"]
+"""How a board is shown: as text, as text with coordinates, or as a picture."""
 
 
 def check_observation(game: str, observation: str) -> None:
     """Raise a UserError for an unknown kind of observation."""
-    check_choice(game, "observation", observation, ("grid", "grid_coord"))
+    check_choice(game, "observation", observation, get_args(ObservationKind))
 
 
 def cell_name(cell: int, width: int) -> str:
@@ -48,6 +52,9 @@ class BoardGame(TextGame):
     """The actions; a game may set them in `reset`."""
     is_over = False
     is_solved = False
+    tile_layers: ClassVar[Mapping[str, str]] = {}
+    """What the symbols of the board are drawn as; empty for a game without pictures."""
+    observation: ObservationKind = "grid"
 
     def __init__(
         self,
@@ -106,8 +113,8 @@ class BoardGame(TextGame):
         self.turn = self.num_actions = self.num_invalid = 0
         self.is_over = self.is_solved = False
         self.reset(episode)
-        text = f"{self.rules()}\n\n{self._turn_text()}" if self.words else self._board_text()
-        return Observation(messages=(user_message(text),), state=self.board())
+        before = f"{self.rules()}\n\n{self._turn_head()}" if self.words else ""
+        return self._seen(before, 0.0)
 
     async def step(self, answer: Answer) -> Observation | End:
         self.turn += 1
@@ -125,8 +132,7 @@ class BoardGame(TextGame):
                 break
         if self.is_over or self.turn >= self.max_turns or self.actions_left == 0:
             return self._finish(reward)
-        text = self._reply_text(reward, is_valid) if self.words else self._board_text()
-        return Observation(messages=(user_message(text),), reward=reward, state=self.board())
+        return self._seen(self._reply_head(reward, is_valid) if self.words else "", reward)
 
     async def end(self, reason: Literal["turns", "length"]) -> End:
         return self._finish(0.0)
@@ -135,19 +141,27 @@ class BoardGame(TextGame):
         metrics = {"actions": float(self.num_actions), "invalid_turns": float(self.num_invalid)}
         return End(reward, success=self.is_solved, text=self._board_text(), metrics=metrics)
 
-    # Texts.
+    # What the model reads.
+
+    def _seen(self, before: str, reward: float) -> Observation:
+        """The board with the text before it and, in words, what may be answered behind it."""
+        behind = self._turn_tail() if self.words else ""
+        content: str | list[dict[str, Any]] = f"{before}{self._board_text()}{behind}"
+        if self.observation == "picture":
+            content = picture_between(before, board_picture(self.board(), self.tile_layers), behind)
+        return Observation(messages=(user_message(content),), reward=reward, state=self.board())
 
     def _board_text(self) -> str:
         details = self.details()
         return f"{self.board()}\n{details}" if details else self.board()
 
-    def _turn_text(self) -> str:
+    def _turn_head(self) -> str:
+        return f"Turn {self.turn + 1}:\nState:\n"
+
+    def _turn_tail(self) -> str:
         most = min(self.max_actions_per_turn, self.actions_left)
         example = f"first action {SEPARATOR} second action" if most > 1 else ""  # naming real ones would suggest them
-        return (
-            f"Turn {self.turn + 1}:\nState:\n{self._board_text()}\n"
-            f"{self._limits_text(most)}{format_sentence(self.format, example)}"
-        )
+        return f"\n{self._limits_text(most)}{format_sentence(self.format, example)}"
 
     def _limits_text(self, most: int) -> str:
         if self.max_actions == 1:
@@ -156,9 +170,9 @@ class BoardGame(TextGame):
         per_turn = f", at most {most} in this turn, separated by {SEPARATOR}" if most > 1 else ", one in this turn"
         return f"You have {left}{per_turn}. "
 
-    def _reply_text(self, reward: float, is_valid: bool) -> str:
+    def _reply_head(self, reward: float, is_valid: bool) -> str:
         problem = f"Invalid answer: expected actions out of {', '.join(self.actions)}.\n" if not is_valid else ""
-        return f"{problem}Reward: {reward:.3g}\n\n{self._turn_text()}"
+        return f"{problem}Reward: {reward:.3g}\n\n{self._turn_head()}"
 
     # Players.
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
+from burnish.data.row import Message
 from burnish.data.tasks.games import GAME_TASKS
+from burnish.data.tasks.picture_task import image_as_url
 from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Answer, End, Episode, Observation
@@ -59,11 +61,16 @@ def demonstrations(
             dice = Dice(name, "demonstrations", seed, index)
             conversations, _ = await play_episode(game, _episode(name, seed, index), noise, dice)
             rows += [
-                {"prompt": messages[0]["content"], "completion": messages[1:]} for messages in conversations.values()
+                {"prompt": _prompt(messages[0]), "completion": messages[1:]} for messages in conversations.values()
             ]
         return rows
 
     return asyncio.run(play_all())
+
+
+def _prompt(message: Message) -> str | list[Message]:
+    """The first message as a prompt: its text, or the message itself if it has pictures."""
+    return message["content"] if isinstance(message["content"], str) else [message]
 
 
 def _episode(name: str, seed: int, index: int) -> Episode:
@@ -85,7 +92,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = demonstrations(args.game, args.options, args.num, args.seed, args.noise)
-    args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    lines = (json.dumps(row, ensure_ascii=False, default=image_as_url) + "\n" for row in rows)
+    args.out.write_text("".join(lines), encoding="utf-8")
     print(f"{len(rows)} rows in {args.out}")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Episode
+from burnish.environments.games.board_pictures import LAKE_TILES
 from burnish.environments.games.boards import STEPS, BoardGame, ObservationKind, cell_name, check_observation
 from burnish.environments.games.text_game import Format, board_of_seed, check_number, check_whole, split_of
 
@@ -108,6 +109,7 @@ class FrozenLake(BoardGame):
 
     name = "frozen_lake"
     actions = ACTIONS
+    tile_layers = LAKE_TILES
 
     def __init__(
         self,
@@ -144,9 +146,12 @@ class FrozenLake(BoardGame):
             if self.success_rate < 1
             else ""
         )
+        cells = "Cells: P you, _ ice, O hole, G goal."
+        if self.observation == "picture":
+            cells = "Cells: pale blue is ice, dark circles are holes, the green flag is the goal. You wear blue."
         return (
             "Frozen lake: walk over the ice to the goal. A step into a hole ends the game.\n"
-            "Cells: P you, _ ice, O hole, G goal.\n"
+            f"{cells}\n"
             f"{slippery}Actions: {', '.join(self.actions)}.\n"
             "Rewards: 1 for reaching the goal, otherwise 0."
         )
@@ -155,7 +160,7 @@ class FrozenLake(BoardGame):
         return self.lake.text(self.player)
 
     def details(self) -> str:
-        if self.observation == "grid":
+        if self.observation != "grid_coord":
             return ""
         holes = ", ".join(cell_name(cell, self.size) for cell in sorted(self.lake.holes)) or "none"
         return (

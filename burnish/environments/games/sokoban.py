@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Episode
+from burnish.environments.games.board_pictures import SOKOBAN_TILES
 from burnish.environments.games.boards import STEPS, BoardGame, ObservationKind, cell_name, check_observation
 from burnish.environments.games.text_game import Format, board_of_seed, check_whole, choice, split_of
 
@@ -206,6 +207,7 @@ class Sokoban(BoardGame):
 
     name = "sokoban"
     actions = tuple(STEPS)
+    tile_layers = SOKOBAN_TILES
 
     def __init__(
         self,
@@ -233,16 +235,21 @@ class Sokoban(BoardGame):
         return (
             "Sokoban: you are the player, and every box has to stand on a target. Walking into a box pushes it one cell further, if the "
             "cell behind it is free. Boxes cannot be pulled, and two boxes cannot be pushed at once.\n"
-            "Cells: # wall, _ floor, O target, X box, √ box on a target, P you, S you on a target.\n"
+            f"{self._cells_text()}\n"
             f"Actions: {', '.join(self.actions)}.\n"
             "Rewards: -0.1 for each action, +1 for a box onto a target, -1 for a box off a target, +10 when all boxes are on targets."
         )
+
+    def _cells_text(self) -> str:
+        if self.observation == "picture":
+            return "Cells: bricks are walls, red rings are targets, brown crates are boxes, a crate framed in green is on a target. You wear blue."
+        return "Cells: # wall, _ floor, O target, X box, √ box on a target, P you, S you on a target."
 
     def board(self) -> str:
         return self.room.text(self.player, self.boxes)
 
     def details(self) -> str:
-        if self.observation == "grid":
+        if self.observation != "grid_coord":
             return ""
         boxes, targets = (
             ", ".join(cell_name(cell, self.size) for cell in sorted(cells)) for cells in (self.boxes, self.room.targets)

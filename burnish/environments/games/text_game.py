@@ -72,9 +72,9 @@ def format_sentence(format: Format, example: str = "", last: Literal["word", "li
     return f"End your answer with your choice as the last {last}" + (f", such as: {example}" if example else ".")
 
 
-def user_message(text: str) -> Message:
-    """A message that the model reads."""
-    return {"role": "user", "content": text}
+def user_message(content: str | list[dict[str, Any]]) -> Message:
+    """A message that the model reads: a text, or blocks of texts and pictures."""
+    return {"role": "user", "content": content}
 
 
 def split_of(episode: Episode) -> str:

@@ -16,6 +16,7 @@ from burnish.core.random_keys import hash_text
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import End, Observation
 from burnish.environments.games import GAMES
+from burnish.environments.games.board_pictures import LAKE_TILES, SOKOBAN_TILES, board_picture
 from burnish.environments.games.demonstrations import demonstrations
 from burnish.environments.games.text_game import answer_text, write_answer
 from tests.environments.games.transcripts import answer, episode, now, row_episode, transcript
@@ -247,3 +248,30 @@ def test_wrong_demonstrations_are_refused() -> None:
         demonstrations("sokoban", noise=2.0)
     with pytest.raises(UserError, match="did you mean 'size'"):
         demonstrations("sokoban", {"sise": 6})
+
+
+@pytest.mark.parametrize(("name", "tiles"), [("sokoban", SOKOBAN_TILES), ("frozen_lake", LAKE_TILES)])
+def test_a_picture_shows_every_cell_of_the_board_and_different_cells_differently(name: str, tiles: Any) -> None:
+    drawn = {symbol: board_picture(symbol, tiles) for symbol in tiles}
+    assert len({tile.tobytes() for tile in drawn.values()}) == len(tiles)
+    game: Any = GAMES[name](observation="picture")
+    seen = now(game.start(row_episode(name, "train", 0)))
+    content = seen.messages[0]["content"]  # type: ignore[index]
+    assert [block["type"] for block in content] == ["text", "image", "text"]
+    assert game.board() not in content[0]["text"]
+    image = content[1]["image"].load()
+    lines = game.board().splitlines()
+    assert image.shape == (16 * len(lines), 16 * len(lines[0]), 3)
+    for row, line in enumerate(lines):
+        for column, symbol in enumerate(line):
+            assert (image[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] == drawn[symbol]).all()
+    bare = now(GAMES[name](observation="picture", words=False).start(row_episode(name, "train", 0)))
+    assert [block["type"] for block in bare.messages[0]["content"]] == ["image"]  # type: ignore[index]
+
+
+def test_demonstrations_with_pictures_have_them_in_every_turn() -> None:
+    rows = demonstrations("frozen_lake", {"observation": "picture", "words": False, "max_actions_per_turn": 1}, num=3)
+    for row in rows:
+        shown = [*row["prompt"], *(message for message in row["completion"] if message["role"] == "user")]
+        assert all(message["content"][0]["type"] == "image" for message in shown)
+        assert len(shown) == sum(message["role"] == "assistant" for message in row["completion"])
