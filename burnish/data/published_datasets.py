@@ -21,57 +21,21 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean, unknown_name_error
 from burnish.data.files import LocatedRecord, Record
-from burnish.data.row import Message
+from burnish.data.picture_datasets import clevr, geometry3k
+from burnish.data.published_example import (
+    PublishedExample,
+    UnusableRow,
+    first_value,
+    question_of,
+    renamed_columns,
+    user_messages,
+)
 from burnish.data.tasks import arithmetic as countdown_task
 
 FOLDER_VARIABLE = "BURNISH_DATA"
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TAGGED_INSTRUCTION = "\nThink step by step, then give the answer alone, in a few words, inside <answer> </answer>."
 NUMBER = re.compile(r"-?\d+(\.\d+)?(/\d+)?")
-
-
-class UnusableRow(Exception):
-    """A row that cannot be used for training or evaluation; the text is the reason."""
-
-
-@dataclass(frozen=True)
-class PublishedExample:
-    """The question of a record, the messages that ask it, and the answer."""
-
-    question: str
-    messages: list[Message]
-    answer: Any
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-def user_messages(text: str) -> list[Message]:
-    """A text as one user message."""
-    return [{"role": "user", "content": text}]
-
-
-def first_value(record: Record, *names: str) -> Any:
-    """The first of these columns that has a value, or None."""
-    return next((record[name] for name in names if record.get(name) is not None), None)
-
-
-def question_of(record: Record) -> str:
-    """The question of a record; some files store it as a conversation of one turn."""
-    value = first_value(record, "question", "problem", "Problem", "query", "prompt", "text")
-    if isinstance(value, list):
-        turns = [turn.get("content", turn.get("value")) for turn in value if isinstance(turn, dict)]
-        if len(turns) != 1:
-            raise ValueError(f"expected one turn in the prompt, got {len(turns)}")
-        value = turns[0]
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"the question should be text, got {type(value).__name__}")
-    if not value or not value.strip():
-        raise UnusableRow("no question")
-    return str(value).strip()
-
-
-def renamed_columns(record: Record, **columns: str) -> dict[str, Any]:
-    """The given columns of a record that have a value, under our names (ours=theirs)."""
-    return {ours: record[theirs] for ours, theirs in columns.items() if record.get(theirs) is not None}
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------------
@@ -266,6 +230,8 @@ class DatasetShape:
     """For a file with several splits: the first and last `task_id` of each."""
     tests: tuple[str, ...] = ()
     """Benchmarks that must not overlap with this data."""
+    rows_under: str | None = None
+    """For a file that is one object: the key of the list of its rows."""
 
 
 QUESTION = ("question", "problem", "Problem", "query")
@@ -296,6 +262,13 @@ SHAPES: dict[str, DatasetShape] = {
     "hotpotqa": DatasetShape("HotpotQA", short_answer, (QUESTION, ("answer", "answers")), "knowledge", "qa"),
     "countdown": DatasetShape("Countdown", countdown, (("numbers", "nums"), ("target",)), "puzzle", "task"),
     "game24": DatasetShape("Game of 24", game24, (("Puzzles", "numbers"),), "puzzle", "task"),
+    "geometry3k": DatasetShape(
+        "Geometry3K, with images", geometry3k, (("images",), ("problem",), ("answer",)), "geometry", "math"
+    ),
+    "clevr": DatasetShape(
+        "CLEVR, with images", clevr, (("image", "images", "image_filename"), ("question", "problem"), ("answer", "solution")),
+        "counting", "qa", rows_under="questions",
+    ),
 }  # fmt: skip
 
 
@@ -321,13 +294,28 @@ def to_verl_layout(record: Record, where: str, name: str) -> Record:
         example = shape.read(record)
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{where}: not a row of {name}: {error}") from error
-    return {
+    images = {"images": list(example.images)} if example.images else {}
+    return images | {
         "data_source": name,
         "prompt": example.messages,
         "ability": shape.ability,
         "reward_model": {"style": "rule", "ground_truth": example.answer},
         "extra_info": {"question": example.question, "verifier": shape.verifier, **example.extra},
     }
+
+
+def listed_rows(located: Iterator[LocatedRecord], shape: DatasetShape) -> Iterator[LocatedRecord]:
+    """The records of a file; of one that is a single object with a list of rows (`rows_under`), its rows."""
+    for where, record in located:
+        rows = record.get(shape.rows_under) if shape.rows_under is not None else None
+        if not isinstance(rows, list):
+            yield where, record
+            continue
+        for index, row in enumerate(rows):
+            place = f"{where}, {shape.rows_under}[{index}]"
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: expected an object with named columns, got {type(row).__name__}")
+            yield place, row
 
 
 def in_split(record: Record, shape: DatasetShape, split: str | None) -> bool:
@@ -349,7 +337,7 @@ def check_shape_split(name: str, split: str | None) -> None:
 def read_shaped_records(located: Iterator[LocatedRecord], name: str, split: str | None) -> Iterator[LocatedRecord]:
     """Convert the records of a source that names its shape. An unusable row is an error."""
     check_shape_split(name, split)
-    for where, record in located:
+    for where, record in listed_rows(located, get_shape(name)):
         if in_split(record, get_shape(name), split):
             try:
                 yield where, to_verl_layout(record, where, name)

@@ -16,6 +16,7 @@ from PIL import Image
 
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError
+from burnish.data.curation.prepare import PrepareOptions, prepare
 from burnish.data.images import ImageInput, VideoInput, image_input, media_of, video_input
 from burnish.data.preference_pairs import EncodingOptions, load_pairs
 from burnish.data.prompt_pool import make_pools
@@ -274,3 +275,36 @@ def test_the_processor_of_a_directory_comes_with_its_tokenizer(tmp_path: Path, m
     )
     assert Tokenizer.load(tmp_path, (64, 256)).image_processor is made.image_processor
     assert asked == [(tmp_path, (64, 256))]
+
+
+# --- published data sets ----------------------------------------------------------------------------------------------
+
+
+def test_geometry_and_clevr_are_read_as_published_and_as_prepared(tmp_path: Path) -> None:
+    figure = {"images": [{"bytes": png(), "path": "x.png"}], "problem": "<image>Find x.", "answer": "3"}
+    pq.write_table(pa.Table.from_pylist([figure]), tmp_path / "geometry.parquet")
+    for folder in ("images/val", "questions"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "images/val/CLEVR_val_000000.png").write_bytes(png())
+    asked = {"image_filename": "CLEVR_val_000000.png", "split": "val", "question": "How many?", "answer": "5"}
+    (tmp_path / "questions/val.json").write_text(json.dumps({"info": {}, "questions": [asked, asked]}))
+    counted = {"image": data_url(), "problem": "How many?", "solution": "<answer> 5 </answer>"}
+    (tmp_path / "counted.jsonl").write_text(json.dumps(counted))
+    for name, path, answer, num in (
+        ("geometry3k", "geometry.parquet", "3", 1),
+        ("clevr", "questions/val.json", ["5"], 2),
+        ("clevr", "counted.jsonl", ["5"], 1),
+    ):
+        prepare(PrepareOptions(name, str(tmp_path / path)), tmp_path / "elsewhere/out.parquet")
+        raw = read_rows(Source(path=path, shape=name), tmp_path)
+        prepared = read_rows(Source(path="elsewhere/out.parquet"), tmp_path)
+        assert len(raw) == len(prepared) == num
+        for row in (*raw, *prepared):
+            (image,) = media_of(row.prompt)  # type: ignore[arg-type]
+            assert np.array_equal(image.load(), SEEN)
+            assert (row.answer, row.data_source) == (answer, name)
+            assert row.prompt[0]["content"][0]["type"] == "image"  # type: ignore[index]
+    gone = tmp_path / "images/val/CLEVR_val_000000.png"
+    gone.unlink()
+    with pytest.raises(UserError, match=r"val\.json:1, questions\[0\]: images\[0\]: no such file"):
+        read_rows(Source(path="questions/val.json", shape="clevr"), tmp_path)

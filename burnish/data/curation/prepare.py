@@ -18,11 +18,13 @@ from burnish.config.errors import UserError
 from burnish.data.curation.decontamination import NGRAM_WORDS, Overlap, count_repeated, find_overlap
 from burnish.data.curation.output_files import NUM_SHOWN, short_place, up_to_date_manifest, write_pair
 from burnish.data.files import READERS, WHOLE_SPLIT, Record, choose_split, file_format, find_files, find_splits
+from burnish.data.images import image_input
 from burnish.data.published_datasets import (
     DatasetShape,
     UnusableRow,
     get_shape,
     in_split,
+    listed_rows,
     look_for_benchmark_file,
     to_verl_layout,
 )
@@ -147,16 +149,32 @@ def read_source(wanted: PrepareOptions, files: Sequence[Path]) -> PreparedRows:
     rows, shape = PreparedRows(files=list(files)), get_shape(wanted.name)
     split = wanted.split if wanted.split in shape.splits else None
     for path in files:
-        for where, record in READERS[file_format(path)](path):
+        for where, record in listed_rows(READERS[file_format(path)](path), shape):
             if not in_split(record, shape, split):
                 rows.dropped["of another split"] += 1
                 continue
             try:
-                rows.records.append(to_verl_layout(record, where, wanted.name))
+                rows.records.append(
+                    _with_absolute_paths(to_verl_layout(record, where, wanted.name), where, path.parent)
+                )
                 rows.places.append(where)
             except UnusableRow as error:
                 rows.dropped[str(error)] += 1
     return rows
+
+
+def _with_absolute_paths(record: Record, where: str, folder: Path) -> Record:
+    """A record whose images are bytes, or paths that hold in any folder."""
+    if "images" not in record:
+        return record
+    found = [image_input(image, f"{where}: images[{index}]", folder) for index, image in enumerate(record["images"])]
+    images = [
+        {"bytes": None, "path": str(image.content)}
+        if isinstance(image.content, Path)
+        else {"bytes": image.content, "path": None}
+        for image in found
+    ]
+    return {**record, "images": images}
 
 
 # --- overlap ---------------------------------------------------------------------------------------------------------
