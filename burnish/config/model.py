@@ -65,10 +65,11 @@ def _as_pair(value: Any) -> Any:
 class NewModel(Record):
     """A new decoder with random weights."""
 
-    family: Literal["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"] = (
-        "llama"
-    )
-    """Architecture. qwen3_moe, mixtral and olmoe have experts."""
+    family: Literal[
+        "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe", "qwen3_vl"
+    ] = "llama"
+    """Architecture. qwen3_moe, mixtral and olmoe have experts. qwen3_vl sees: it has a small vision tower with half of hidden_size and as many
+    layers and heads, which makes one token of every 16 x 16 pixels."""
     hidden_size: int = Field(128, ge=1)
     """Width of the residual stream."""
     num_layers: int = Field(2, ge=1)

@@ -287,7 +287,12 @@ def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
     kv_heads = new.num_kv_heads or new.num_heads
     if new.num_heads % kv_heads:
         raise UserError(f"model.new: num_heads {new.num_heads} is not a multiple of num_kv_heads {kv_heads}")
-    fields = {**family.fixed, **family.new_model_fields(new.num_layers), **_new_experts(new, family)}
+    fields = {
+        **family.fixed,
+        **family.new_model_fields(new.num_layers),
+        **_new_experts(new, family),
+        **_new_vision(new),
+    }
     arch = Architecture(
         family=new.family,
         vocab_size=vocab_size,
@@ -303,6 +308,15 @@ def new_architecture(new: NewModel, vocab_size: int) -> Architecture:
     )
     # Mixtral and OLMoE have one size, that of their experts.
     return replace(arch, mlp_size=family.config_keys(arch).get("intermediate_size", arch.mlp_size))
+
+
+def _new_vision(new: NewModel) -> dict[str, Any]:
+    """The vision tower of a family that sees."""
+    if FAMILIES[new.family].vision_names is None:
+        return {}
+    from burnish.models.vision.new_models import new_vision_shape  # text models need none of it
+
+    return {"vision": new_vision_shape(new)}
 
 
 def _new_experts(new: NewModel, family: Family) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class ControlTokens:
             text = self._pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
         return text
 
+    def without_names(self, text: str) -> str:
+        """Remove every unmarked name of a control token from a text."""
+        return self._pattern.sub("", text)
+
     def find(self, text: str) -> int | None:
         """The position of the first unmarked name in a text."""
         found = self._pattern.search(text)

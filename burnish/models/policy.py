@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.model import Lora, Model, Vision
+from burnish.config.model import Lora, Model, NewModel, Vision
 from burnish.config.model_ids import model_directory
 from burnish.core.sharded_tensors import full_tensor
 from burnish.models.architecture import (
@@ -30,9 +30,11 @@ from burnish.models.lora.peft_files import (
     load_adapter,
     read_lora_config,
 )
+from burnish.models.model_families import FAMILIES
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
 from burnish.models.vision.processor_files import kept_processor_files
+from burnish.models.vision.qwen_shape import QwenVisionShape
 from burnish.models.weight_files import (
     decoder_contents,
     defer_decoder,
@@ -306,8 +308,25 @@ def _outline_new(config: Model, alphabet: str | None) -> PolicyOutline:
         raise UserError(
             "model.new needs a task with a known alphabet (sort_digits, addition, countdown); give model.path for other data"
         )
+    if FAMILIES[config.new.family].vision_names is not None:
+        return _outline_new_vision(config, config.new, alphabet)
+    unused = [key for key in ("vision", "image_pixels") if getattr(config, key) is not None]
+    if unused:
+        raise UserError(f"model.{unused[0]} has no effect: a new model of family {config.new.family} reads text only")
     tokenizer = Tokenizer.from_characters(alphabet)
     arch = new_architecture(config.new, tokenizer.vocab_size)
+    return PolicyOutline(tokenizer, arch.max_positions, arch)
+
+
+def _outline_new_vision(config: Model, new: NewModel, alphabet: str) -> PolicyOutline:
+    """A new model that sees: its tokenizer has the tokens, the template and the processor of images."""
+    from burnish.models.vision import new_models
+
+    marks, template = new_models.VISION_TOKENS, new_models.CHAT_TEMPLATE
+    tokenizer = Tokenizer.from_characters(alphabet, marks, template, new_models.processor_files())
+    arch = new_architecture(new, tokenizer.vocab_size)
+    assert isinstance(arch.vision, QwenVisionShape)
+    tokenizer.image_processor = new_models.new_processor(arch.vision, tokenizer.encode, config.image_pixels)
     return PolicyOutline(tokenizer, arch.max_positions, arch)
 
 

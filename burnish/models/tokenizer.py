@@ -67,6 +67,7 @@ class Tokenizer:
         self.pad_id: int = _first(inner.pad_token_id, *self.eos_ids, 0)
         self.vocab_size: int = len(inner)
         self._contents: list[Content] | None = None  # its saved files, which never change
+        self._more_files: dict[str, str] = {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -121,22 +122,34 @@ class Tokenizer:
         return cls(inner, generation_config, _needs_bos(directory / "config.json"), processor)
 
     @classmethod
-    def from_characters(cls, alphabet: str) -> Tokenizer:
-        """One token per character of the alphabet, plus `<pad>` and `<eos>`."""
+    def from_characters(
+        cls,
+        alphabet: str,
+        marks: Sequence[str] = (),
+        chat_template: str | None = None,
+        more_files: Mapping[str, str] | None = None,
+    ) -> Tokenizer:
+        """One token per character of the alphabet behind `<pad>`, `<eos>` and other special tokens (`marks`).
+
+        `more_files` are saved with it, by name.
+        """
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
         from transformers import PreTrainedTokenizerFast
 
         if len(set(alphabet)) != len(alphabet):
             raise UserError(f"the alphabet {alphabet!r} has a character twice")
-        backend = Backend(models.WordLevel({text: i for i, text in enumerate([PAD, EOS, *alphabet])}))
+        backend = Backend(models.WordLevel({text: i for i, text in enumerate([PAD, EOS, *marks, *alphabet])}))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Fuse()
-        return cls(
-            PreTrainedTokenizerFast(
-                tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
-            )
+        special = {"additional_special_tokens": list(marks)} if marks else {}
+        inner = PreTrainedTokenizerFast(
+            tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False, **special
         )
+        inner.chat_template = chat_template
+        tokenizer = cls(inner)
+        tokenizer._more_files = dict(more_files or {})
+        return tokenizer
 
     def save(self, directory: str | Path) -> None:
         """Write files that `transformers.AutoTokenizer` loads."""
@@ -153,6 +166,7 @@ class Tokenizer:
                 self._inner.save_pretrained(folder)
                 files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
                 self._contents = [BytesFile(str(path.relative_to(folder)), path.read_bytes()) for path in files]
+            self._contents += [BytesFile(name, text, if_absent=True) for name, text in self._more_files.items()]
             if self._generation_config:
                 text = json.dumps(self._generation_config, indent=2) + "\n"
                 self._contents.append(BytesFile(GENERATION_CONFIG, text, if_absent=True))
@@ -166,7 +180,8 @@ class Tokenizer:
         """
         text = _check_encodable(text)
         if self._alphabet is not None:
-            for character in unmarked(text):
+            # A chat template writes names of control tokens, whose characters need not be in the alphabet.
+            for character in unmarked(self._control.without_names(text) if self.has_chat_template else text):
                 if character not in self._alphabet:
                     raise UserError(
                         f"the character {character!r} in {text[:80]!r} is not in this tokenizer's alphabet "
