@@ -56,7 +56,8 @@ class Picture:
     def key(self) -> int:
         """The content's hash, which fits an int64 column. Equal pictures have equal keys in every process."""
         about = repr((self.pixels.shape, self.grid, self.seconds_per_frame)).encode()
-        digest = hashlib.blake2b(self.pixels.tobytes(), digest_size=8, key=hashlib.sha256(about).digest())
+        content = np.ascontiguousarray(self.pixels).data
+        digest = hashlib.blake2b(content, digest_size=8, key=hashlib.sha256(about).digest())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     @cached_property

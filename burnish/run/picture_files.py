@@ -23,7 +23,7 @@ PICTURES_FOLDER = "pictures"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 UP_FILTER = 2
 """Each byte is stored as its difference to the byte above it."""
-COMPRESSION = 4
+COMPRESSION = 1
 
 
 def picture_name(key: int) -> str:
