@@ -38,10 +38,11 @@ from burnish.core.batch import Batch
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.images import content_digest
+from burnish.data.media_columns import inline_media
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row import Message, Row
-from burnish.data.row_formats import prompt_row
+from burnish.data.row_formats import prompt_columns, prompt_row
 from burnish.data.template import render, template_kind
 from burnish.distributed.roles import build_engine
 from burnish.evaluation.evaluate import make_driver
@@ -108,7 +109,7 @@ class Policy:
     ) -> Policy:
         """Load a Hugging Face directory, a PEFT adapter, or the best checkpoint of a run.
 
-        `optimizer` and `template` are the sections of a recipe, `model` the keys of its section `model` (dtype, device, backend, lora).
+        `optimizer` and `template` are the sections of a recipe, `model` the keys of its section `model` (dtype, device, backend, lora, vision, image_pixels).
         Without `template`, a run's own is used.
         `temperature` is that of the samples: log-probs and losses are computed at it. `total_updates` is the length of a learning-rate
         schedule. `token_budget` limits a micro-batch, and `max_rows` the sequences that are decoded at once.
@@ -151,7 +152,7 @@ class Policy:
                 f"{data}: give rows, such as [json.loads(line) for line in open({str(data)!r})], or task:NAME"
             )
         source = Source(task=data.removeprefix(TASK_PREFIX)) if is_task else Source(path=name)
-        rows = [] if is_task else [prompt_row(dict(row), f"row {i}", source, i) for i, row in enumerate(data)]
+        rows = [] if is_task else [_row(dict(row), f"row {i}", source, i) for i, row in enumerate(data)]
         if not is_task and not rows:
             raise UserError("data holds no rows")
         settings = Data(train=[source], template=self.template, sampler=sampler)
@@ -199,7 +200,8 @@ class Policy:
         if isinstance(prompt, PromptSample):
             return prompt
         record = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-        row: Row = prompt_row(record, f"prompt {prompt!r:.60}", Source(path="prompts"), 0)
+        source, where = Source(path="prompts"), f"prompt {prompt!r:.60}"
+        row = _row(record, where, source, 0)
         content = json.dumps(row.prompt, sort_keys=True, default=content_digest).encode()
         digest = hashlib.blake2b(content, digest_size=8).hexdigest()
         row = Row(f"prompts/{digest}", row.prompt, row.data_source, row.answer, row.extra)
@@ -321,3 +323,8 @@ def _check_columns(batch: Batch, loss: Loss) -> None:
             "this loss has a KL term: add the reference's log-probs, as batch.with_token(ref_logp=reference.logprobs(batch)), or use a "
             "loss without one"
         )
+
+
+def _row(record: dict[str, Any], where: str, source: Source, index: int) -> Row:
+    """A row of data that is given in Python, with its images at their marks."""
+    return prompt_row(inline_media(record, prompt_columns(source), where, None), where, source, index)
