@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.core.engine import Completion, Engine, Request
+from burnish.core.pictures import Picture, PictureSpan
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.inference.native.parallel_decoder import EngineRanks, join_engine_ranks, parallel_decoder_of, rank_part
 from burnish.inference.native.parallel_engine import ParallelEngine, ParallelFollower
@@ -25,6 +27,8 @@ from burnish.models.decoder import Decoder
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import adapter_weights, add_lora
+from burnish.models.vision.axis_rotation import AxisRotation
+from burnish.models.vision.qwen_shape import QwenVisionShape
 from tests.inference.native.conftest import mixed_requests
 from tests.tiny_engines import decoder, requests, run
 from tests.training.parallel.forked_ranks import start_ranks, wait_for_ranks
@@ -38,6 +42,10 @@ DEEPSEEK = LATENT | {
         8, 2, 16, (False, True), scoring="sigmoid", has_score_bias=True, num_groups=4, chosen_groups=2, shared_size=24
     )
 }
+VISION = QwenVisionShape(
+    hidden_size=8, num_layers=2, num_heads=2, mlp_size=12, out_size=32, patch_size=4, temporal_patch_size=2, merge_size=2,
+    rotation=AxisRotation((2, 1, 1)), image_token=10, video_token=11, vision_start=9, vision_end=12, window_size=16, full_layers=(1,),
+)  # fmt: skip
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 Play = Callable[[Engine, Decoder], dict[str, Completion]]
 
@@ -76,6 +84,7 @@ CASES = {
     "a small cache": Case(engine={"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "8-bit cache": Case(engine={"quantised": True}),
     "a life": Case(play="life"),
+    "pictures": Case({"vision": VISION}, play="pictures"),
 }
 OF_FOUR = ("untied", "adapters", "experts, recorded", "latent attention, shared experts")
 """The cases of four ranks, two of which have the same key heads."""
@@ -123,7 +132,20 @@ def crowd(engine: Engine, model: Decoder) -> dict[str, Completion]:
     return run(engine, requests([(k, 5, 6) for k in range(7)], max_tokens=40))
 
 
-PLAYS: dict[str, Play] = {"some": some, "life": life, "crowd": crowd}
+def pictures(engine: Engine, model: Decoder) -> dict[str, Completion]:
+    """Prompts with pictures, before and after new weights of decoder and tower."""
+    random, wanted = np.random.default_rng(0), list[Request]()
+    for i, grid in enumerate(((1, 2, 3), (1, 4, 2), (1, 2, 3))):
+        pixels = random.integers(0, 256, (1, grid[1] * 8, grid[2] * 8, 3), dtype=np.uint8)
+        span = PictureSpan(2, Picture(pixels, grid))
+        tokens = (3, 9, *[10] * span.picture.num_tokens, 12, 4, 5)
+        wanted += [replace(r, id=f"{i}.{r.id}", pictures=(span,)) for r in requests([tokens], n=2, max_tokens=9)]
+    found = run(engine, wanted)
+    engine.load(1, [(name, 0.8 * p.detach()) for name, p in model.named_parameters()])
+    return found | run(engine, [replace(r, id=f"later {r.id}") for r in wanted])
+
+
+PLAYS: dict[str, Play] = {"some": some, "life": life, "crowd": crowd, "pictures": pictures}
 
 
 def run_cases(folder: Path, rank: int) -> None:
