@@ -257,13 +257,13 @@ class Decoder(nn.Module):
     def with_embeddings(self, x: Tensor, features: ImageFeatures) -> Tensor:
         """Embeddings of the tokens of a pass with those of its pictures in place of their placeholders'."""
         assert self.pictures is not None
-        rows, index = self.pictures.places()
+        rows, index = self.pictures.places
         return x.index_copy(0, rows, features.embeddings[index].to(x.dtype))
 
     def with_deep(self, x: Tensor, features: ImageFeatures, layer: int) -> Tensor:
         """Hidden states after a layer with its deep-stack features added."""
         assert self.pictures is not None
-        rows, index = self.pictures.places()
+        rows, index = self.pictures.places
         return x.index_add(0, rows, features.deep[layer][index].to(x.dtype))
 
     def picture_features(self, pictures: PicturePass) -> ImageFeatures:

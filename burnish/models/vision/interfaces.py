@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -143,14 +144,19 @@ class PicturePass:
     """What the tower computed before, such as a cache's; None computes `pictures` within the pass, with gradient."""
     pictures: tuple[Picture, ...] = ()
     """The pictures of the features, each once."""
+    known_places: tuple[Tensor, Tensor] | None = None
+    """`places`, if the host knows them: to find them it would wait for the GPU."""
 
     def select(self, choose: Callable[[Tensor], Tensor]) -> PicturePass:
         """The pass over some of the rows; `choose` selects them of a column and may add rows of zeros, which are text."""
         rotation = None if self.rotation is None else choose(self.rotation.t().contiguous()).t()
-        return replace(self, index=choose(self.index + 1) - 1, rotation=rotation)
+        return replace(self, index=choose(self.index + 1) - 1, rotation=rotation, known_places=None)
 
+    @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
         """Rows that are placeholders, and the index in the features of each."""
+        if self.known_places is not None:
+            return self.known_places
         rows = (self.index >= 0).nonzero().squeeze(1)
         return rows, self.index[rows]
 

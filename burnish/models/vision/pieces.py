@@ -48,9 +48,12 @@ def piece_pass(pieces: Sequence[Piece], shape: VisionShape, device: torch.device
         if shape.rotation is not None:
             rotations.append(rotation_positions(piece.stop, piece.spans, shape.rotation)[:, piece.start :])
     rotation = np.concatenate(rotations, 1) if rotations else np.empty((AXES, 0), dtype=np.int64)
+    index = np.concatenate(columns)
+    rows = np.flatnonzero(index >= 0)
     return PicturePass(
-        to_device(np.concatenate(columns), device),
+        to_device(index, device),
         to_device(rotation, device) if rotations else None,
         int(rotation.max(initial=-1)) + 1,
         pictures=tuple(pictures.values()),
+        known_places=(to_device(rows, device), to_device(index[rows], device)),
     )
