@@ -51,8 +51,15 @@ def longest_position(request: Request, model: Decoder) -> int:
     return len(request.tokens) + request.sampling.max_tokens + max(0, rotation_delta_of(request, model))
 
 
-def drop_trained_features(model: Decoder) -> None:
-    """Drop the cached features of pictures if the tower is trained. A frozen tower keeps them over updates of the decoder."""
-    if model.vision is not None and any(parameter.requires_grad for parameter in model.vision.parameters()):
-        assert model.feature_cache is not None
-        model.feature_cache.clear()
+def drop_stale_features(model: Decoder) -> None:
+    """Drop the cached features of pictures when an engine gets new weights, unless the tower is frozen.
+
+    It is known to be frozen if the engine has the learner's own module, which trains other weights. A copy of the module trains
+    none, and new weights may reach it in ways that no version counter sees.
+    """
+    if model.vision is None:
+        return
+    trains_decoder = any(parameter.requires_grad for parameter in model.parameters())
+    trains_tower = any(parameter.requires_grad for parameter in model.vision.parameters())
+    if trains_tower or not trains_decoder:
+        model.drop_features()

@@ -31,7 +31,7 @@ from burnish.inference.engine_common import (
 )
 from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache, DensePrefillAttention, RunningRows
 from burnish.inference.native.sampler import add_bias, sample
-from burnish.inference.picture_requests import drop_trained_features, rotation_delta_of
+from burnish.inference.picture_requests import drop_stale_features, rotation_delta_of
 from burnish.models.cached_forward import CDecodeStep, c_decode_step, decode_step_of
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import PackedAttention
@@ -145,7 +145,7 @@ class DenseEngine:
             )
         copy_weights(self.model, named_tensors)
         self.version, self._c_step = version, None
-        drop_trained_features(self.model)
+        drop_stale_features(self.model)
 
     def sleep(self) -> None:
         if self.waiting or len(self.rows):

@@ -28,7 +28,7 @@ from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner, token_bytes_of
 from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
-from burnish.inference.picture_requests import drop_trained_features, longest_position, rotation_delta_of
+from burnish.inference.picture_requests import drop_stale_features, longest_position, rotation_delta_of
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, num_row_programs, plan_cache
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
@@ -142,7 +142,7 @@ class PagedEngine:
         copy_weights(self.model, named_tensors)
         self.version = version
         self.block_manager.clear_prefix_cache()
-        drop_trained_features(self.model)
+        drop_stale_features(self.model)
 
     def sleep(self) -> None:
         if self._states:

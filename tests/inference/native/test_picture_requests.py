@@ -184,6 +184,33 @@ def test_features_are_dropped_when_the_tower_changes_and_only_then(tiny_vision: 
     assert cache.features([]).embeddings.shape == (0, 32)
 
 
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_new_weights_keep_the_features_of_a_frozen_tower_of_the_learner_only(
+    tiny_vision: TinyVision, kind: str
+) -> None:
+    """Writes through `data` have no version counter."""
+    model = load_decoder(tiny_vision("qwen2_5_vl")[1], torch.float32, CPU)
+    engine, requests = ENGINES[kind](model), requests_of("qwen2_5_vl", samples=1, max_tokens=3)
+    cache, vision = model.feature_cache, model.vision
+    assert cache is not None
+    assert vision is not None
+    vision.requires_grad_(False)
+    completed(engine, requests)
+    engine.load(1, ())
+    completed(engine, requests)
+    assert cache.num_computed == 4
+    for of_learner in (True, False):  # a trained tower, and the copy of a module, which trains nothing
+        model.requires_grad_(of_learner)
+        for parameter in vision.parameters():
+            parameter.data.mul_(1.1)
+        engine.load(2, ())
+        got = completed(engine, requests)
+        cache.clear()
+        torch.testing.assert_close(
+            engine_logprobs(requests, got), learner_logprobs(model, requests, got), atol=2e-4, rtol=1e-4
+        )
+
+
 def test_requests_whose_pictures_do_not_fit_their_tokens_are_refused(tiny_vision: TinyVision, tools: Any) -> None:
     model = load_decoder(tiny_vision("qwen2_5_vl")[1], torch.float32, CPU)
     picture, options = random_picture((1, 2, 2), 0), SamplingOptions(max_tokens=2)
