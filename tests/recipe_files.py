@@ -33,6 +33,23 @@ SHAPE = {
     "hidden_act": "silu",
 }
 """Qwen2.5-1.5B's config.json."""
+VISION_SHAPE = {
+    **SHAPE,
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 1536,
+        "patch_size": 14,
+    },
+    "image_token_id": 2,
+    "video_token_id": 3,
+}
+"""A config.json of Qwen2.5-VL with that decoder."""
 PROMPT = {
     "prompt": [{"role": "user", "content": "1+1?"}],
     "reward_model": {"style": "rule", "ground_truth": '{"asserts": ["assert 1 + 1 == 2"]}'},
@@ -63,8 +80,11 @@ def make_model(path: str, is_chat: bool = False) -> None:
     """A directory that says what a model looks like, with a tokenizer and without weights."""
     if not is_reference(path):
         Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "config.json").write_text(json.dumps(SHAPE))
-        tokenizer = Tokenizer.from_characters(string.printable)
+        sees = "-VL-" in path
+        (Path(path) / "config.json").write_text(json.dumps(VISION_SHAPE if sees else SHAPE))
+        marks = ("<|image_pad|>", "<|video_pad|>") if sees else ()
+        files = {"preprocessor_config.json": json.dumps({"patch_size": 14, "merge_size": 2})} if sees else {}
+        tokenizer = Tokenizer.from_characters(string.printable, marks, more_files=files)
         if is_chat:
             tokenizer._inner.chat_template = CHAT_TEMPLATE
         tokenizer.save(Path(path))

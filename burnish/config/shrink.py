@@ -1,7 +1,7 @@
 """`--shrink`: any recipe as a job of seconds that uses every slot of its algorithm.
 
 The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker. Board games stay what they are,
-with bare boards and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Self-made
+with bare boards (or pictures of them) and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Self-made
 tasks are written in a one-line language. Any other environment of several turns becomes the built-in game guess_number. Processes on Ray become one process. Numbers of steps, samples and
 tokens become small enough for two steps. The algorithm keeps all of its choices; only numbers that would have no effect in two steps of
 ten tokens change. A short warm start is kept or added: groups of a model that is never right carry no signal, and filters would leave
@@ -261,7 +261,8 @@ def _game_edits(tree: Tree) -> Iterator[Edit]:
     name = environment["name"]
     options = {**environment["options"], "words": False, "format": "last_word"}
     shown = {"plugin": GAME_DEMONSTRATIONS, "options": {"name": name, "options": options, "num": 64, "noise": 0.3}}
-    yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS}}
+    family = {"family": "qwen3_vl"} if options.get("observation") == "picture" else {}
+    yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS, **family}}
     updates = LONG_WARM_STARTS.get(name, WARM_START["updates"])
     yield "warm_start", {**WARM_START, "data": shown, "max_tokens": GAME_POSITIONS, "updates": updates}
     yield "environment", {"name": name, "options": options, "max_turns": environment["max_turns"], "max_tokens": None}

@@ -18,7 +18,6 @@ from burnish.config.schema import PreferConfig, TrainConfig
 from burnish.config.stages import StagesConfig
 
 SYSTEMS_PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
-VISION = "a policy that reads images: rows, templates and the decoder hold text alone"
 
 
 class System(NamedTuple):
@@ -94,12 +93,12 @@ SYSTEMS: tuple[System, ...] = (
     System("RM-R1", "2505.02387", ("rm_r1",), "our own question, asked in both orders of every pair; your pairs; not the distillation of reasoning chains before RL; sizes and rates are ours"),
     System("Absolute Zero", "2505.03335", ("absolute_zero",), "a 1.5B model, 16 tasks of each type and shorter answers; the 8 attempts that measure a task are trained on; the buffer begins with one task", ("AZR", "Absolute Zero Reasoner")),
     System("SPIRAL", "2506.24119", ("spiral",), "Kuhn poker alone, not three games at once; half of the games against earlier weights; 1024 tokens a turn"),
-    System("Vision-SR1", "2508.19652", (), f"{VISION}; the second pass over its own description"),
-    System("VAGEN", "2510.16907", (), f"{VISION}; environments that show pictures"),
-    System("Easy-R1", "github.com/hiyouga/EasyR1", (), f"{VISION}; its text runs are those of grpo"),
-    System("GUI-R1", "2504.10458", (), f"{VISION}; screenshots and a reward for clicked points"),
-    System("VTool-R1", "2505.19255", (), f"{VISION}; tools that return pictures"),
-    System("RACRO", "2506.04559", (), f"{VISION}; a reward that asks a reasoner with the caption alone (the part judge is near it)"),
+    System("Vision-SR1", "2508.19652", ("vision_sr1",), "not its prompts and cold start; the answer from the description alone is trained too"),
+    System("VAGEN", "2510.16907", ("vagen", "frozen_lake_pictures"), "our own boards and drawings; no reward for describing states, no robot and navigation tasks"),
+    System("Easy-R1", "github.com/hiyouga/EasyR1", ("easy_r1", "count_shapes"), "the number of steps; count_shapes is a run of minutes on a CPU"),
+    System("GUI-R1", "2504.10458", ("gui_r1", "click_target"), "sizes are ours; click_target is a run of minutes on a CPU with drawn screens"),
+    System("VTool-R1", "2505.19255", ("vtool_r1",), "built-in tools that crop, zoom, highlight and mask in place of code that the model writes; exact answers in place of a judge"),
+    System("RACRO", "2506.04559", ("racro",), "the reasoner also compares with the reference, which it therefore sees; sizes are ours"),
     System("SimpleVLA-RL", "2509.09674", ("simple_vla",), "a small decoder made from nothing in place of OpenVLA-OFT; a gripper on a table, whose positions the model reads as codes, in place of LIBERO and its pictures; a poor operator as the cold start", ("SimpleVLA",)),
     System("LLaSA-TTS", "2502.04128", ("llasa_tts",), "a small decoder made from nothing, a codec of two tones and its recogniser in place of Llasa, X-codec2 and Whisper; the error rate alone, not the likelihood of the text", ("Llasa",)),
 )  # fmt: skip

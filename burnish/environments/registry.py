@@ -36,6 +36,7 @@ BUILT_IN = {
     "deep_retrieval": "burnish.environments.deep_retrieval:DeepRetrieval",
     "absolute_zero": "burnish.environments.absolute_zero:AbsoluteZero",
     "multi_turn_correction": "burnish.environments.self_correction:SelfCorrection",
+    "describe": "burnish.environments.describe:DescribeThenAnswer",
     "prove": "burnish.environments.prove:Prove",
 }
 """Environments on messages, by name."""

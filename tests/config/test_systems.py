@@ -71,7 +71,7 @@ def test_the_command_prints_the_recipe_or_what_is_missing(capsys: pytest.Capture
     assert "reward rule_scores (logic_rl)" in out
     assert "not the same: our own generator" in out
     assert main(["recipes", "--system", "gui-r1"]) == 0
-    assert "cannot run here; missing: a policy that reads images" in capsys.readouterr().out
+    assert "burnish train gui_r1" in capsys.readouterr().out
     assert main(["recipes", "grpo", "--system", "gui-r1"]) == 2
 
 

@@ -40,9 +40,7 @@ def test_a_character_outside_the_alphabet_is_still_an_error(policy: PolicyModel)
         render(Row("x", [{"role": "user", "content": "<|image_pad|>"}], "x", None), policy.tokenizer, Template())
 
 
-def test_a_saved_model_is_read_back_and_transformers_loads_all_of_it(
-    policy: PolicyModel, tmp_path: Path
-) -> None:
+def test_a_saved_model_is_read_back_and_transformers_loads_all_of_it(policy: PolicyModel, tmp_path: Path) -> None:
     policy.save(tmp_path)
     again = load_policy(Model(path=str(tmp_path), device="cpu"), tmp_path, None, seed=1)
     row = make_task("count_shapes", {}, 0).row("train", 0)
