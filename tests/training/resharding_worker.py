@@ -31,6 +31,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.heads import ValueModel
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import add_lora
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ def run_layouts(folder: Path, rank: int) -> None:
         run(folder / optimizer, places, optimizer)
     load_in_parts(folder / "adamw" / "alone" / "step-000001", places)
     load_experts_in_parts(folder / "experts", rank)
+    keep_a_wide_bias(folder / "bias", rank)
 
 
 def load_in_parts(directory: Path, places: dict[str, Ranks | None]) -> None:
@@ -142,6 +144,27 @@ def load_experts_in_parts(directory: Path, rank: int) -> None:
         found = dict(full_parameters(divided))
         assert found.keys() == dict(whole.named_parameters()).keys()
         assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
+
+
+def keep_a_wide_bias(directory: Path, rank: int) -> None:
+    """The bias of DeepSeek's choice is float32 in a bfloat16 model, in a divided one too."""
+    experts = ExpertShape(4, 2, 16, (False, True), scoring="sigmoid", has_score_bias=True, shared_size=16)
+    latent, name = LatentShape(10, 6, 8, 4, 6), "layers.1.experts.score_bias"
+    bias = torch.linspace(3.99, 4.01, 4)
+    if rank == 0:
+        model = Decoder(Architecture("deepseek_v3", 13, 32, 2, 4, 4, 12, 48, 64, latent=latent, experts=experts))
+        initialise(model, 0, std=0.3)
+        dict(model.named_parameters())[name].data.copy_(bias)
+        save_decoder(model.bfloat16(), directory, None)
+    distributed.barrier()
+    ranks = join_process_group(Parallel(), on_gpu=False)
+    early, late = load_decoder(directory, torch.bfloat16, torch.device("cpu")), defer_decoder(directory, torch.bfloat16)
+    for divided in (early, late):
+        parallelize_model(divided, ranks)
+        divided.token_logprobs(torch.arange(9), torch.tensor([0, 9]), torch.arange(1, 9))[0].sum().backward()
+        found = dict(full_parameters(divided))[name]
+        assert found.dtype == torch.float32
+        assert torch.equal(found, bias)
 
 
 def run(folder: Path, places: dict[str, Ranks | None], optimizer: str) -> None:
