@@ -9,6 +9,7 @@ the rule above, which vLLM and `transformers` 4 have too. For images and for Qwe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -67,6 +68,14 @@ def frequency_axes(rotation: AxisRotation) -> Tensor:
 
 
 def rotation_rows(table: Tensor, positions: Tensor, rotation: AxisRotation) -> Tensor:
-    """Rows [N, 1, head_dim] of a rotation table [P, 1, head_dim] for positions [3, N]."""
-    axes = frequency_axes(rotation).repeat(2).to(table.device)
-    return table[positions[axes].t(), 0, torch.arange(axes.shape[0], device=table.device)][:, None]
+    """Rows [N, 1, head_dim] of a rotation table [P, 1, head_dim] for positions [3, N]; contiguous, as kernels read them."""
+    axes, columns = _table_columns(rotation, table.device)
+    # The result of an index has the strides of the index.
+    return table[positions[axes].t().contiguous(), 0, columns][:, None]
+
+
+@cache
+def _table_columns(rotation: AxisRotation, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[head_dim] the axis of each column of a rotation table, and the columns."""
+    axes = frequency_axes(rotation).repeat(2)
+    return axes.to(device), torch.arange(axes.shape[0], device=device)

@@ -17,7 +17,7 @@ from burnish.core.random_keys import fold
 from burnish.inference.native import scheduler
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.models.cached_forward import exact_logprobs
+from burnish.models.cached_forward import exact_logprobs, pass_rotations
 from burnish.models.decoder import Decoder
 from burnish.models.vision.pieces import Piece, piece_pass
 from burnish.models.weight_files import load_decoder
@@ -209,6 +209,18 @@ def test_new_weights_keep_the_features_of_a_frozen_tower_of_the_learner_only(
         torch.testing.assert_close(
             engine_logprobs(requests, got), learner_logprobs(model, requests, got), atol=2e-4, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotation_rows_are_contiguous_since_kernels_read_them_by_their_address(
+    tiny_vision: TinyVision, family: str
+) -> None:
+    model, (request, *_) = load_decoder(tiny_vision(family)[1], torch.float32, CPU), requests_of(family, samples=1)
+    assert model.arch.vision is not None
+    pieces = [Piece(3, len(request.tokens), request.pictures)]
+    with model.with_pictures(piece_pass(pieces, model.arch.vision, CPU)):
+        for tables in pass_rotations(model, 99):
+            assert all(table.is_contiguous() and table.shape[0] == len(request.tokens) - 3 for table in tables)
 
 
 def test_requests_whose_pictures_do_not_fit_their_tokens_are_refused(tiny_vision: TinyVision, tools: Any) -> None:
