@@ -40,6 +40,7 @@ from burnish.models.model_families import FAMILIES
 from burnish.models.nf4 import quantise_layers
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
+from burnish.models.vision.processor_files import processor_contents
 from burnish.models.weight_files import (
     WeightBlock,
     gathering_stage,
@@ -80,6 +81,9 @@ def without_head(policy: Decoder, copied: Collection[str] = ()) -> Decoder:
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("head.")}
     copy.load_state_dict({name: t.clone() if name in copied else t for name, t in state.items()}, assign=True)
     copy.unloaded_from = policy.unloaded_from
+    if policy.vision is not None and copy.vision is not None:  # assigned tensors are trained unless it is said
+        for own, theirs in zip(copy.vision.parameters(), policy.vision.parameters(), strict=True):
+            own.requires_grad_(theirs.requires_grad)
     return copy
 
 
@@ -146,6 +150,7 @@ class ScoreModel(nn.Module):
             files += [
                 BytesFile("config.json", json.dumps(self._config(source, tokenizer), indent=1)),
                 *tokenizer.contents(),
+                *processor_contents(self.arch.vision, source),
             ]
         tensors = chain(merged_tensors(self.backbone), [(SCORE_WEIGHT, full_tensor(self.head))])
         return [*files, *weight_contents(tensors, sizes, gathering_stage(stage, part), part)]
@@ -175,7 +180,7 @@ class ScoreModel(nn.Module):
             else read_config(source)
         )
         config.pop("torch_dtype", None)
-        name = FAMILIES[self.arch.family].hf_class.replace("ForCausalLM", "ForSequenceClassification")
+        name = f"{FAMILIES[self.arch.family].hf_class.rpartition('For')[0]}ForSequenceClassification"
         labels = {"num_labels": 1, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "problem_type": "regression"}
         return {**config, "architectures": [name], "dtype": dtype, "pad_token_id": tokenizer.pad_id, **labels}
 

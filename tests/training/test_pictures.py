@@ -20,15 +20,18 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
-from burnish.models.heads import ValueModel
+from burnish.models.heads import ValueModel, load_score_model, new_score_model
 from burnish.models.lora.adapters import add_lora, trained_tower_weights, wrap_with_lora
 from burnish.models.lora.peft_files import load_adapter, read_lora_config, save_adapter
 from burnish.models.vision.axis_rotation import AxisRotation
 from burnish.models.vision.qwen_shape import QwenVisionShape
 from burnish.models.vision.training import blank_pass
+from burnish.run.checkpoint.saver import keep_in_place
+from burnish.run.checkpoint.snapshot import write_contents
 from burnish.training.forward import Packing, micro_batches_of
 from burnish.training.learner import Learner
 from burnish.training.reference import make_reference
+from tests.made_tokenizers import byte_level
 
 VOCAB, IMAGE = 19, 17
 
@@ -142,6 +145,12 @@ def test_a_critic_reads_pictures_and_a_text_model_refuses_them() -> None:
     found, values = gradients(critic, batch, True, 1000)
     assert found["backbone.vision.blocks.0.attn.qkv.weight"].abs().max() > 0
     assert values.abs().max() > 0
+    frozen = decoder()
+    assert frozen.vision is not None
+    frozen.vision.requires_grad_(False)
+    for scalar in (ValueModel(frozen), new_score_model(frozen, 0)):
+        trained = {name for name, p in scalar.named_parameters() if p.requires_grad}
+        assert trained == {name for name, _ in scalar.named_parameters() if ".vision." not in name}
     text = Decoder(Architecture("qwen3", VOCAB, 16, 2, 4, 2, 8, 24, 256, qk_norm=True)).double()
     initialise(text, 0)
     with pytest.raises(UserError, match="a qwen3 model reads text only"):
@@ -191,3 +200,13 @@ def test_a_blank_picture_gives_the_tower_a_gradient_of_zero_and_changes_nothing_
     for name, parameter in model.vision.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+def test_a_reward_model_with_a_tower_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = new_score_model(decoder(), 3)
+    write_contents(tmp_path, model.contents(keep_in_place, None, byte_level()))
+    assert "Qwen3VLForSequenceClassification" in (tmp_path / "config.json").read_text()
+    assert (tmp_path / "preprocessor_config.json").is_file()
+    again = load_score_model(tmp_path, torch.float64, torch.device("cpu"))
+    for (name, p), q in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(p, q[1]), name
