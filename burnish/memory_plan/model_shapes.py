@@ -14,7 +14,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.memory_plan.kv_cache import num_cache_ranks
-from burnish.models.architecture import Architecture, read_config
+from burnish.models.architecture import Architecture, architecture_from_hf, read_config, why_not_native
 from burnish.models.policy import find_directory
 
 
@@ -45,6 +45,8 @@ class ModelShape:
     """Width of the experts that compute every token."""
     num_dense_layers: int = 0
     """Layers without experts, if the others have some."""
+    tower_size: int = 0
+    """Parameters of a vision tower with its projector."""
     is_latent: bool = False
     """Whether attention is multi-head latent attention, whose heads the learner does not divide."""
 
@@ -89,7 +91,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Number of parameters; a tied embedding counts once."""
-        return self.common_size + self.num_expert_layers * self.routed_size + self.embedding_size * (2 - self.tied)
+        layers = self.common_size + self.num_expert_layers * self.routed_size
+        return layers + self.embedding_size * (2 - self.tied) + self.tower_size
 
     @property
     def embedding_size(self) -> int:
@@ -151,6 +154,11 @@ def shape_of(model: Model, base: Path | None) -> ModelShape:
 
 def shape_from_hf(config: dict[str, Any], name: str) -> ModelShape:
     """The shape that a config.json describes."""
+    tower = 0
+    if config.get("vision_config") and why_not_native(config) is None:
+        shape = architecture_from_hf(config, name).vision
+        tower = 0 if shape is None else shape.num_parameters
+    tied = bool(config.get("tie_word_embeddings") or (config.get("text_config") or {}).get("tie_word_embeddings"))
     config = config.get("text_config") or config
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -168,7 +176,7 @@ def shape_from_hf(config: dict[str, Any], name: str) -> ModelShape:
         kv_size = 2 * kv_heads * head_dim
     return ModelShape(
         name, hidden, layers, vocab, heads, kv_heads, head_dim, attention, kv_size, mlp,
-        bool(config.get("tie_word_embeddings", False)), **_experts(config, layers), is_latent=bool(latent),
+        tied, **_experts(config, layers), tower_size=tower, is_latent=bool(latent),
     )  # fmt: skip
 
 

@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from burnish.config.model import Lora, Optimizer
+from burnish.memory_plan.model_shapes import shape_from_hf
 from burnish.memory_plan.planner import RunSetup, plan_memory
 from burnish.models.activation_checkpointing import checkpointed
-from burnish.models.architecture import Architecture
+from burnish.models.architecture import Architecture, architecture_to_hf
 from burnish.models.vision.axis_rotation import AxisRotation
 from burnish.models.vision.qwen_shape import QwenVisionShape
 from burnish.models.vision.qwen_tower import QwenTower
@@ -96,6 +97,9 @@ def test_the_memory_plan_has_the_tower() -> None:
     parts = {tower: {part.name: part.bytes for part in plan.parts} for tower, plan in plans.items()}
     assert {names["weights"] for names in parts.values()} == {2 * arch.num_parameters}
     text = replace(arch, vision=None).num_parameters
+    on_paper = shape_from_hf(architecture_to_hf(arch, "bfloat16", (1,), 0), "a model")
+    assert on_paper.tower_size == QWEN25.num_parameters
+    assert 0.98 * arch.num_parameters < on_paper.num_parameters <= arch.num_parameters
     assert parts["frozen"]["master copies"] == 4 * text
     assert parts["projector"]["master copies"] == 4 * (text + QWEN25.num_projector_parameters)
     assert parts["trained"]["master copies"] == 4 * arch.num_parameters
