@@ -79,9 +79,14 @@ class Idefics3Processor:
                 f"{{'longest_edge': {shape.image_size}}}"
             )
         check_normalisation(config, where)
+        if limits != PixelLimits() and not self.is_split:
+            raise UserError(
+                f"model.image_pixels: {where} has do_image_splitting=false, so every image has {self.tile} x {self.tile} pixels; "
+                "leave the key out"
+            )
         if limits.most is not None and limits.most < self.tile**2:
             raise UserError(
-                f"data.image_pixels: this model reads tiles of {self.tile} x {self.tile} pixels, so an image has at least "
+                f"model.image_pixels: this model reads tiles of {self.tile} x {self.tile} pixels, so an image has at least "
                 f"{self.tile**2} pixels; at most {limits.most} cannot be had"
             )
         self._start, self._global = encode("<fake_token_around_image>"), encode("<global-img>")
@@ -146,9 +151,9 @@ class Idefics3Processor:
         def pixels() -> int:
             return math.prod(_tiles(*self._longest_to(longest, height, width), self.tile)) * self.tile**2
 
-        while self.is_split and pixels() > most and longest > self.tile:
+        while pixels() > most and longest > self.tile:
             longest = self.tile * (math.ceil(longest / self.tile) - 1)
-        while self.is_split and pixels() < least and longest < min(MAX_TILES * self.tile, MAX_SIDE):
+        while pixels() < least and longest < min(MAX_TILES * self.tile, MAX_SIDE):
             longest = self.tile * (longest // self.tile + 1)
         return self._longest_to(longest, height, width)
 
@@ -186,9 +191,9 @@ class Gemma3Processor:
         if config.get("do_pan_and_scan"):
             raise UserError(f"{where}: do_pan_and_scan is not supported; set it to false")
         check_normalisation(config, where)
-        if not (limits.least or 0) <= side**2 <= (limits.most or math.inf):
+        if limits != PixelLimits():
             raise UserError(
-                f"data.image_pixels: Gemma 3 reads every image at {side} x {side} = {side**2} pixels; leave the key out"
+                f"model.image_pixels: Gemma 3 reads every image at {side} x {side} = {side**2} pixels; leave the key out"
             )
 
     def image(self, image: np.ndarray) -> Expansion:

@@ -19,7 +19,7 @@ from burnish.inference.native.device_state import LIVE, POSITION, DeviceRows, Ne
 from burnish.inference.native.sampler import truncate
 from burnish.models.cached_forward import paged_forward
 from burnish.models.decoder import Decoder
-from burnish.models.kernels import inference_ops
+from burnish.models.kernels import exact, inference_ops
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.elementwise import swiglu
 from burnish.models.kernels.inference_ops import (
@@ -238,6 +238,24 @@ def test_exact_attention_kernel(dtype: torch.dtype, heads: int, kv_heads: int, d
     there = positions >= 0
     close(got.cpu()[there], expected[there], dtype)
     assert got.isfinite().all()
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("window", [None, 5, 70])
+def test_exact_attention_reads_up_to_the_last_key_that_a_token_sees(dtype: torch.dtype, window: int | None) -> None:
+    """Tokens of a picture see those behind them."""
+    from burnish.models.kernels.triton.exact_kernels import exact_attention
+
+    positions, last = torch.tensor([0, 15, 16, -1, 63, 64, 150]), torch.tensor([9, 15, 30, -1, 80, 64, 155])
+    rows, table = len(positions), shuffled_table(len(positions), 10)
+    keys, values = (randn(rows * 10 + 1, 2, 16, 8, dtype=dtype, seed=s) for s in (1, 2))
+    q, owner = randn(rows, 4, 8, dtype=dtype), torch.arange(rows)
+    expected = exact._paged_online_softmax(q, table, positions, last, keys, values, window, None)
+    moved = Placement(*on_device(owner, positions, table), last=last.to(DEVICE))
+    got = exact_attention(*on_device(q, keys, values), moved, window).flatten(1)
+    there = positions >= 0
+    close(got.cpu()[there], expected[there], dtype)
 
 
 def state_of(rows: list[NewRow], size: int, device: str, never: tuple[int, ...] = ()) -> DeviceRows:

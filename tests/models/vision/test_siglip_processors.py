@@ -103,8 +103,10 @@ def test_limits_change_the_number_of_tiles(tmp_path: Path) -> None:
     few = idefics3(tmp_path, PixelLimits(None, 4 * TILE**2))[0].image(image)
     many = idefics3(tmp_path, PixelLimits(5 * 5 * TILE**2, None))[0].image(image)
     assert [len(found.pictures) for found in (few, free, many)] == [4 + 1, 16 + 1, 25 + 1]
-    with pytest.raises(UserError, match=r"data\.image_pixels.*tiles of 24"):
+    with pytest.raises(UserError, match=r"model\.image_pixels.*tiles of 24"):
         idefics3(tmp_path, PixelLimits(None, TILE**2 - 1))
+    with pytest.raises(UserError, match="do_image_splitting=false"):
+        idefics3(tmp_path, PixelLimits(None, 4 * TILE**2), do_image_splitting=False)
 
 
 def test_a_video_of_smolvlm_has_a_time_stamp_before_each_frame(tmp_path: Path) -> None:
