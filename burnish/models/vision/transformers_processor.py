@@ -119,6 +119,8 @@ class PixelInputs:
         return self._cached[keys]
 
     def _computed(self, pictures: Sequence[Picture]) -> Inputs:
+        if any(picture.is_video or picture.pixels.shape[0] != 1 for picture in pictures):
+            raise UserError("a model that runs through transformers reads no videos: give their frames as images")
         text = self.processor.image_token * len(pictures)
         images = [picture.pixels[0] for picture in pictures]
         found = self.processor(text=[text], images=images, return_tensors="pt", **self.options)

@@ -22,7 +22,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.core.pictures import PictureSpan, shifted
+from burnish.core.pictures import Picture, PictureSpan, shifted
 from burnish.inference.transformers_engine import TransformersEngine
 from burnish.models.policy import load_policy
 from burnish.models.transformers_model import TransformersBackbone, TransformersPolicy
@@ -177,6 +177,10 @@ def test_limits_and_videos(llava: Path, policy: TransformersPolicy) -> None:
     assert sizes[1][0] * sizes[1][1] >= 1000
     with pytest.raises(UserError, match="frames as images"):
         small.video([random_image(0)], 1.0)
+    assert policy.pixel_inputs is not None
+    video = Picture(np.stack([random_image(0)] * 2), (1, 1, 4), seconds_per_frame=1.0)
+    with pytest.raises(UserError, match="reads no videos"):
+        policy.pixel_inputs.of([video])
     text_only = TransformersPolicy(policy.inner)
     engine = TransformersEngine(text_only, 8, lambda tokens: "", pad_id=0)
     tokens, spans = prompt(small, random_image(0))
