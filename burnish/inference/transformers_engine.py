@@ -117,7 +117,7 @@ class TransformersEngine:
         if self.pixel_inputs is not None:
             never = torch.tensor(sorted(self.pixel_inputs.placeholder_tokens), device=self.device)
             if batch[0].pictures:
-                extra = self.pixel_inputs.joined([pictures_of(request) for request in batch], prompts)
+                extra = self.pixel_inputs.joined([pictures_of(request) for request in batch], prompts, self.model.dtype)
         draw = _SamplingProcessor(batch, width, self.device, never)
         config = GenerationConfig(
             do_sample=False, max_new_tokens=options.max_tokens, pad_token_id=self.pad_id, use_cache=True

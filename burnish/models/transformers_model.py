@@ -239,7 +239,7 @@ def _padded_forward(
             [torch.arange(int(offsets[i]), int(offsets[i + 1]), device=offsets.device) for i in members]
         )
         some = tokens[elements]
-        extra = inputs.joined([pictures[i] for i in members], to_padded(some, starts))
+        extra = inputs.joined([pictures[i] for i in members], to_padded(some, starts), model.inner.dtype)
         parts.append(from_padded(_padded_output(model.inner, output, some, starts, extra), chosen)[0])
         order.append(elements)
     return torch.cat(parts)[torch.cat(order).argsort()]

@@ -131,8 +131,11 @@ class PixelInputs:
         inputs = self.of(pictures)
         return tuple((name, tuple(inputs[name].shape[1:])) for name in sorted(inputs) if name not in TYPE_INPUTS)
 
-    def joined(self, sequences: Sequence[Sequence[Picture]], tokens: Tensor) -> Inputs:
-        """The inputs of a batch of sequences with equal signatures, whose padded tokens are [b, L], on the device of the tokens."""
+    def joined(self, sequences: Sequence[Sequence[Picture]], tokens: Tensor, dtype: torch.dtype) -> Inputs:
+        """The inputs of a batch of sequences with equal signatures, whose padded tokens are [b, L], on the device of the tokens.
+
+        Pixels have the model's `dtype`, which not every model of transformers turns them into.
+        """
         each = [self.of(pictures) for pictures in sequences]
         found = {}
         for name in each[0]:
@@ -140,5 +143,6 @@ class PixelInputs:
                 wanted = torch.tensor(sorted(self.placeholder_tokens), device=tokens.device)
                 found[name] = torch.isin(tokens, wanted).long()
             else:
-                found[name] = torch.cat([inputs[name] for inputs in each]).to(tokens.device)
+                whole = torch.cat([inputs[name] for inputs in each])
+                found[name] = whole.to(tokens.device, dtype if whole.is_floating_point() else None)
         return found
