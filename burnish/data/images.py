@@ -52,6 +52,14 @@ class ImageInput:
         with _opened(self) as image:
             return _pixels_of(image)
 
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, without decoding a file."""
+        if isinstance(self.content, np.ndarray):
+            return self.content.shape[1], self.content.shape[0]
+        with _opened(self) as image:
+            width, height = image.size
+            return int(width), int(height)
+
     @cached_property
     def digest(self) -> str:
         """The hash of the content, by which inputs are compared."""

@@ -1,20 +1,28 @@
-"""Readers of published data sets with images: Geometry3K and CLEVR. `published_datasets.SHAPES` names them."""
+"""Readers of published data sets with images: Geometry3K, CLEVR and GUI-R1. `published_datasets.SHAPES` names them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from burnish.data.files import Record
-from burnish.data.images import IMAGE_MARK
+from burnish.data.gui_actions import read_target
+from burnish.data.images import IMAGE_MARK, image_input
 from burnish.data.published_example import PublishedExample, UnusableRow, first_value, question_of, user_messages
 
 GEOMETRY_INSTRUCTION = (
     " First think about the problem inside <think> </think> tags, then put the final answer within \\boxed{}."
 )
 COUNT_INSTRUCTION = "\nThink step by step, then give the answer alone, a word or a number, inside <answer> </answer>."
+GUI_PROMPT = (
+    "This is a screenshot: <image>. The command is '{instruction}', and the actions so far are '{history}'. Give the next action: "
+    "click, type, scroll, select, open_app, press_home, press_back, enter, wait, complete or long_press; the point in pixels to click "
+    "on; and the text to type, if any. Think inside <think> </think> tags, then answer in this form:\n"
+    "<think> ... </think> <answer>[{'action': 'click', 'point': [x, y], 'input_text': 'no input text'}]</answer>"
+)
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -48,6 +56,36 @@ def clevr(record: Record) -> PublishedExample:
     return PublishedExample(
         _identity(question, images), user_messages(asked + COUNT_INSTRUCTION), [answer], images=images
     )
+
+
+def gui_r1(record: Record) -> PublishedExample:
+    """GUI-R1 (ritzzai/GUI-R1): a screenshot `image`, an `instruction`, and the expected action with its box and text.
+
+    A box between 0 and 1 is a share of the screenshot; the answer has it in pixels of the screenshot as it is in the data.
+    """
+    instruction, history, box = (
+        str(record["instruction"]).strip(),
+        record.get("history") or "None",
+        record.get("gt_bbox"),
+    )
+    images = _images(record, "images", "image")
+    if not instruction or len(images) != 1:
+        raise UnusableRow("no instruction" if not instruction else f"{len(images)} screenshots")
+    target: dict[str, Any] = {"action": str(record["gt_action"])}
+    if box is not None:
+        target["gt_bbox"] = _in_pixels([float(x) for x in box], images[0])
+    text = first_value(record, "gt_input_text", "input_text")
+    target |= {} if text is None else {"input_text": str(text)}
+    read_target(target)  # raises for a box of another form
+    prompt = GUI_PROMPT.replace("{instruction}", instruction).replace("{history}", str(history))
+    return PublishedExample(_identity(instruction, images), user_messages(prompt), json.dumps(target), images=images)
+
+
+def _in_pixels(box: list[float], image: Any) -> list[float]:
+    if max(box, default=0) > 1:
+        return box
+    size = image_input(image, "image").size()
+    return [share * size[axis % 2] for axis, share in enumerate(box)]
 
 
 def _images(record: Record, *columns: str) -> tuple[Any, ...]:

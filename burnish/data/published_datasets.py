@@ -21,7 +21,7 @@ from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean, unknown_name_error
 from burnish.data.files import LocatedRecord, Record
-from burnish.data.picture_datasets import clevr, geometry3k
+from burnish.data.picture_datasets import clevr, geometry3k, gui_r1
 from burnish.data.published_example import (
     PublishedExample,
     UnusableRow,
@@ -268,6 +268,9 @@ SHAPES: dict[str, DatasetShape] = {
     "clevr": DatasetShape(
         "CLEVR, with images", clevr, (("image", "images", "image_filename"), ("question", "problem"), ("answer", "solution")),
         "counting", "qa", rows_under="questions",
+    ),
+    "gui_r1": DatasetShape(
+        "GUI-R1, screenshots with an action", gui_r1, (("image", "images"), ("instruction",), ("gt_action",)), "gui", "gui_r1"
     ),
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from PIL import Image
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError
 from burnish.data.curation.prepare import PrepareOptions, prepare
+from burnish.data.gui_actions import write_click
 from burnish.data.images import ImageInput, VideoInput, image_input, media_of, video_input
 from burnish.data.preference_pairs import EncodingOptions, load_pairs
 from burnish.data.prompt_pool import make_pools
@@ -25,6 +26,7 @@ from burnish.data.row_formats import read_rows
 from burnish.data.supervised import encode_example, load_examples
 from burnish.data.template import render
 from burnish.models.tokenizer import Tokenizer
+from burnish.rewards import verifiers
 from tests.made_tokenizers import byte_level
 from tests.seeing_tokenizer import BLOCKS_ONLY, CHAT, IMAGE, VIDEO, scene, seeing_tokenizer
 
@@ -304,6 +306,13 @@ def test_geometry_and_clevr_are_read_as_published_and_as_prepared(tmp_path: Path
             assert np.array_equal(image.load(), SEEN)
             assert (row.answer, row.data_source) == (answer, name)
             assert row.prompt[0]["content"][0]["type"] == "image"  # type: ignore[index]
+    screen = {"image": {"bytes": png(), "path": None}, "instruction": "open it", "history": None, "gt_action": "click"}
+    screen |= {"gt_bbox": [0.25, 0.5, 0.5, 1.0], "gt_input_text": "no input text"}
+    pq.write_table(pa.Table.from_pylist([screen]), tmp_path / "gui.parquet")
+    (row,) = read_rows(Source(path="gui.parquet", shape="gui_r1"), tmp_path)
+    for point, value in (((8, 12), 1.0), ((8, 3), 0.2)):  # the scene is 24 x 16
+        assert verifiers.gui_r1(write_click(*point), row.answer, row.extra) == pytest.approx(value)
+    assert [block["type"] for block in row.prompt[0]["content"]] == ["text", "image", "text"]  # type: ignore[index]
     gone = tmp_path / "images/val/CLEVR_val_000000.png"
     gone.unlink()
     with pytest.raises(UserError, match=r"val\.json:1, questions\[0\]: images\[0\]: no such file"):
