@@ -71,12 +71,16 @@ class ImageInput:
 
     def data_url(self) -> str:
         """The image as a `data:` URL, for a file of JSON lines or a request."""
+        data = self.encoded()
+        return f"data:{_media_type(data)};base64,{base64.b64encode(data).decode()}"
+
+    def encoded(self) -> bytes:
+        """The image as an encoded file: as it was given, or as PNG if it was given as pixels."""
         if not isinstance(self.content, np.ndarray):
-            data = self._bytes()
-            return f"data:{_media_type(data)};base64,{base64.b64encode(data).decode()}"
+            return self._bytes()
         stream = io.BytesIO()
         _pillow().fromarray(self.content).save(stream, format="PNG")
-        return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+        return stream.getvalue()
 
     def _bytes(self) -> bytes:
         if isinstance(self.content, bytes):
@@ -340,10 +344,3 @@ def content_digest(value: Any) -> str:
     if isinstance(value, np.ndarray):
         value = ImageInput(value)
     return value.digest if isinstance(value, ImageInput | VideoInput) else type(value).__name__
-
-
-def as_json(value: Any) -> str:
-    """The `default` of `json.dumps` for rows: images as data URLs."""
-    if isinstance(value, ImageInput):
-        return value.data_url()
-    raise TypeError(f"{type(value).__name__} is not a value of JSON")

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.images import IMAGE_MARK, VIDEO_MARK, image_input, video_input
+from burnish.data.images import (
+    IMAGE_MARK,
+    VIDEO_MARK,
+    ImageInput,
+    content_text,
+    image_input,
+    media_of,
+    video_input,
+)
 from burnish.data.row import ROLES, checked_block, typed_repr
 
 IMAGE_COLUMNS, VIDEO_COLUMNS = ("images", "image"), ("videos", "video")
@@ -164,3 +172,31 @@ def _content_of(message: Any) -> Any:
 def _role_of(message: Any) -> Any:
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     return ROLES.get(role, role) if isinstance(role, str) else None
+
+
+def with_media_columns(record: Mapping[str, Any], as_text: bool) -> Record:
+    """The reverse of `inline_media`, for writing: marks in the text of the messages, and the column `images`.
+
+    `as_text`: images are paths and data URLs, for JSON; else objects with `bytes` and `path`, for parquet.
+    """
+    found, images = dict(record), list[Any]()
+    for key in MESSAGE_COLUMNS:
+        messages = found.get(key)
+        if not isinstance(messages, list) or not any(isinstance(_content_of(message), list) for message in messages):
+            continue
+        media = media_of([{"content": _content_of(message)} for message in messages if isinstance(message, Mapping)])
+        if key in ("completion", "chosen", "rejected") or not all(isinstance(item, ImageInput) for item in media):
+            raise UserError(f"column {key!r} has images or videos that cannot be written to a file of rows")
+        images += [_written(item, as_text) for item in media if isinstance(item, ImageInput)]
+        found[key] = [
+            {**message, "value" if "value" in message else "content": content_text(_content_of(message))}
+            for message in messages
+        ]
+    return found | ({"images": images} if images else {})
+
+
+def _written(image: ImageInput, as_text: bool) -> Any:
+    is_file = isinstance(image.content, Path)
+    if as_text:
+        return str(image.content) if is_file else image.data_url()
+    return {"bytes": None if is_file else image.encoded(), "path": str(image.content) if is_file else None}

@@ -16,13 +16,14 @@ from PIL import Image
 
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError
+from burnish.data.curation.output_files import encode_rows
 from burnish.data.curation.prepare import PrepareOptions, prepare
 from burnish.data.gui_actions import write_click
 from burnish.data.images import ImageInput, VideoInput, image_input, media_of, video_input
 from burnish.data.preference_pairs import EncodingOptions, load_pairs
 from burnish.data.prompt_pool import make_pools
 from burnish.data.row import Row
-from burnish.data.row_formats import read_rows
+from burnish.data.row_formats import read_rows, source_records
 from burnish.data.supervised import encode_example, load_examples
 from burnish.data.template import render
 from burnish.models.tokenizer import Tokenizer
@@ -317,3 +318,26 @@ def test_geometry_and_clevr_are_read_as_published_and_as_prepared(tmp_path: Path
     gone.unlink()
     with pytest.raises(UserError, match=r"val\.json:1, questions\[0\]: images\[0\]: no such file"):
         read_rows(Source(path="questions/val.json", shape="clevr"), tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_with_images_are_written_and_read_back(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    records = [
+        {
+            "prompt": [{"role": "user", "content": "look <image> at <image>"}],
+            "images": ["a.png", data_url(scene(8, 8))],
+        },
+        {"prompt": [{"role": "user", "content": "no picture"}]},
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    read = [record for _, record in source_records(Source(path="d.jsonl"), tmp_path)]
+    drawn = {"prompt": blocks(SEEN, "drawn")}  # as a task gives it
+    (tmp_path / f"out{suffix}").write_bytes(encode_rows([*read, drawn], suffix))
+    rows = read_rows(Source(path=f"out{suffix}"), tmp_path)
+    assert [row.prompt for row in rows] == [
+        read[0]["prompt"],
+        read[1]["prompt"],
+        blocks(rows[2].prompt[0]["content"][0]["image"], "drawn"),
+    ]  # type: ignore[index]
+    assert np.array_equal(media_of(rows[2].prompt)[0].load(), SEEN)  # type: ignore[arg-type]

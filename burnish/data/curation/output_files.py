@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from burnish.config.errors import UserError
 from burnish.data.files import Record
+from burnish.data.media_columns import with_media_columns
 from burnish.run.durable_files import atomic_write, sha256
 
 FORMAT = 1
@@ -113,8 +114,9 @@ def write_pair(out: Path, content: bytes, manifest: dict[str, Any]) -> None:
     atomic_write(manifest_path(out), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
-def encode_rows(records: Sequence[Record], suffix: str) -> bytes:
+def encode_rows(given: Sequence[Record], suffix: str) -> bytes:
     """The bytes of the file; the same rows give the same bytes. In parquet, a missing key is null."""
+    records = [with_media_columns(record, suffix == ".jsonl") for record in given]
     if suffix == ".jsonl":
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
         return "".join(lines).encode("utf-8", "replace")
