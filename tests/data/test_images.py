@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,10 @@ def test_rows_with_images_are_written_and_read_back(tmp_path: Path, suffix: str)
         blocks(rows[2].prompt[0]["content"][0]["image"], "drawn"),
     ]  # type: ignore[index]
     assert np.array_equal(media_of(rows[2].prompt)[0].load(), SEEN)  # type: ignore[arg-type]
+
+
+def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match=r"images need pillow: pip install 'burnish\[vision\]'"):
+        image_input(b"...", "it").load()
+    assert np.array_equal(image_input(SEEN, "it").load(), SEEN)
