@@ -1,6 +1,7 @@
 """Policies that write codes or read pictures, made from nothing on a CPU: held-out accuracy before and after RL.
 
 python bench/modalities_cpu.py [--runs llasa_tts simple_vla ...] [--seeds 0] [--threads 1]
+python bench/modalities_cpu.py --finished count_shapes=runs/count_shapes-0     # takes the numbers of a run that is done
 
 Each run is a recipe of that name: a decoder with random weights, a supervised warm start on poor demonstrations, then RL. It saves the rows in
 bench/results/modalities_cpu.json, beside those of other runs and seeds.
@@ -20,10 +21,12 @@ from typing import Any
 from agents_cpu import outcome
 from common import save_beside, table
 
+from burnish.config.loading import load
+from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-RUNS = ("llasa_tts", "simple_vla")
+RUNS = ("llasa_tts", "simple_vla", "count_shapes", "click_target", "frozen_lake_pictures")
 
 
 def main() -> None:
@@ -31,13 +34,25 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for arithmetic")
+    parser.add_argument(
+        "--finished", nargs="+", metavar="RECIPE=RUN", default=[], help="runs that are done, instead of new ones"
+    )
     args = parser.parse_args()
-    rows = list[dict[str, Any]]()
-    for name in args.runs:
-        for seed in args.seeds:
-            rows.append(learn(name, seed, args.threads))
-            path = save_beside("modalities_cpu", rows, lambda row: (row["run"], row["seed"]))
-    columns = ["run", "seed", "wall_s", "cpu_s", "greedy_before", "greedy_after", "sampled_before", "sampled_after"]
+    rows = [finished(*text.split("=", 1)) for text in args.finished]
+    for name in args.runs if not rows else []:
+        rows += [learn(name, seed, args.threads) for seed in args.seeds]
+    path = save_beside("modalities_cpu", rows, lambda row: (row["run"], row["seed"]))
+    columns = [
+        "run",
+        "seed",
+        "wall_s",
+        "cpu_s",
+        "rl_steps_s",
+        "greedy_before",
+        "greedy_after",
+        "sampled_before",
+        "sampled_after",
+    ]
     print(table(rows, columns))
     print(f"saved {path}")
 
@@ -53,6 +68,14 @@ def learn(name: str, seed: int, threads: int) -> dict[str, Any]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     return {"run": name, "seed": seed, "wall_s": time.perf_counter() - started, "cpu_s": cpu_s, **outcome(rows)}
+
+
+def finished(name: str, folder: str) -> dict[str, Any]:
+    """The numbers of a run that is done; its time is that of its RL steps."""
+    rows = read_metrics(Path(folder) / "metrics.jsonl")
+    seed = load(TrainConfig, Path(folder) / "config.yaml").config.seed
+    steps_s = sum(row.get("time/step_s", 0.0) for row in rows)
+    return {"run": name, "seed": seed, "rl_steps_s": steps_s, **outcome(rows)}
 
 
 if __name__ == "__main__":
