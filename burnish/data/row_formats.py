@@ -93,9 +93,10 @@ def source_records(source: Source, base: Path | None) -> Iterator[LocatedRecord]
     if source.shape is not None:
         located = read_shaped_records(located, source.shape, source.split)
     num_records = 0
-    folder, prompts = _folder_of(source, base), prompt_columns(source)
+    folders = {str(file): file.parent for file in find_files(source.path, base)} if source.path is not None else {}
+    prompts = prompt_columns(source)
     for num_records, (where, record) in enumerate(located, start=1):
-        yield where, inline_media(record, prompts, where, folder)
+        yield where, inline_media(record, prompts, where, _folder_of(where, folders, base))
         if num_records == source.limit:
             return
     if num_records == 0:
@@ -107,9 +108,13 @@ def prompt_columns(source: Source) -> tuple[str, ...]:
     return ("prompt", source.prompt_key, *QUESTION_COLUMNS, *CONVERSATION_COLUMNS)
 
 
-def _folder_of(source: Source, base: Path | None) -> Path | None:
-    """The folder that relative paths of images are tried from first: that of the data file, or of the recipe."""
-    return base if source.path is None else find_files(source.path, base)[0].parent
+def _folder_of(where: str, folders: Mapping[str, Path], base: Path | None) -> Path | None:
+    """The folder that relative paths of images are tried from first: that of the record's data file, or of the recipe."""
+    if len(folders) < 2:
+        return next(iter(folders.values()), base)
+    while where and where not in folders:  # a place begins with its file: `a.jsonl:3`, `a.parquet, row 2`
+        where = max(where.rpartition(":")[0], where.rpartition(", ")[0], key=len)
+    return folders.get(where, base)
 
 
 def _supported_records(located: Iterator[LocatedRecord]) -> Iterator[LocatedRecord]:

@@ -149,6 +149,17 @@ def test_rows_of_other_systems_have_their_images_at_the_marks(tmp_path: Path) ->
     assert media_of(expected) == [ImageInput(SEEN)]
 
 
+def test_paths_are_relative_to_the_file_of_their_own_row(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "a.png").write_bytes(png(scene(seed=seed)))
+        (folder / "d.jsonl").write_text(json.dumps({"prompt": "<image>x", "images": ["a.png"]}))
+    rows = read_rows(Source(path="*/d.jsonl"), tmp_path)
+    for row, seed in zip(rows, (1, 2), strict=True):
+        assert np.array_equal(media_of(row.prompt)[0].load(), scene(seed=seed))  # type: ignore[arg-type]
+
+
 def test_images_of_several_turns_and_videos_go_to_their_own_marks(tmp_path: Path) -> None:
     first, second = scene(seed=1), scene(seed=2)
     turns = [
