@@ -30,7 +30,7 @@ SCORES = (
     ),
     (("searchR1_", "searchr1", "search_r1", "nq_"), "search_r1", ""),
     (("codecontests", "apps", "codeforces", "taco", "code"), "code", "tests as docs/rewards.md#code describes them"),
-    (("geometry3k", "geo3k"), "math", "rows with images are refused"),
+    (("geometry3k", "geo3k"), "math", ""),
 )
 """Beginnings of `data_source` or parts of file names, the reward part, and a remark. Everything else is mathematics."""
 UNLIMITED_TURNS = 16
