@@ -1,0 +1,59 @@
+"""The table of strategies: the function of every record of `spec.py`, and plug-ins.
+
+A plug-in is `async def strategy(search, **options) -> Choice`. Its options may have a `verifier`, which the search then scores with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.config.errors import UserError
+from burnish.config.plugins import check_options, load_plugin
+from burnish.config.records import Plugin, Slot
+from burnish.evaluation.strategies import votes
+from burnish.evaluation.strategies.search import Choice, Search
+from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, StrategyRecord, VerifierPart
+
+StrategyFunction = Callable[[Search, Any], Coroutine[Any, Any, Choice]]
+StartStrategy = Callable[[Search], Coroutine[Any, Any, Choice]]
+
+STRATEGIES: Mapping[str, StrategyFunction] = {
+    "single": votes.single,
+    "majority": votes.majority,
+    "weighted_vote": votes.weighted_vote,
+    "best_of_n": votes.best_of_n,
+}
+
+
+def strategy_record(name: str, **options: Any) -> StrategyRecord:
+    """Return the record of a strategy with these options."""
+    known = {record.model_fields["name"].default: record for record in STRATEGY_RECORDS}
+    return known[name](**options)
+
+
+def verifier_of(strategy: Slot) -> VerifierPart | None:
+    """Return the verifier of a strategy; None if it compares no scores."""
+    if isinstance(strategy, Plugin):
+        given = strategy.options.get("verifier")
+        return (
+            None if given is None else VerifierPart.model_validate({"name": given} if isinstance(given, str) else given)
+        )
+    return getattr(strategy, "verifier", None)
+
+
+def load_strategy(strategy: Slot, base: Path | None = None) -> StartStrategy:
+    """Return the function that starts a strategy on a search."""
+    if not isinstance(strategy, Plugin):
+        function = STRATEGIES[strategy.name]
+        return lambda search: function(search, strategy)
+    user = load_plugin(strategy.name, base)
+    if not inspect.iscoroutinefunction(user):
+        raise UserError(
+            f"strategy {strategy.name}: expected `async def {strategy.name.rpartition(':')[2]}(search, **options)`"
+        )
+    options = {name: value for name, value in strategy.options.items() if name != "verifier"}
+    check_options(user, options, f"strategy {strategy.name}")
+    return lambda search: user(search, **options)

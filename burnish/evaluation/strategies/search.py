@@ -1,0 +1,424 @@
+"""`Search`: what a strategy may do with one question, and how it waits for the engine and the verifier.
+
+A strategy is a coroutine `async def strategy(search, options) -> Choice`. It awaits `search.sample` and `search.score`, which name nodes; it
+never touches an engine. `SearchProgram` turns what it waits for into requests, so that one implementation runs under `burnish eval`
+(thousands of questions over one engine), in `burnish solve` and in the server. `gather` advances several coroutines of one search in lock
+step. So the order of completions changes nothing: a search is a function of its seed, its question and the weights.
+
+A `Question` has no expected answer. What chooses cannot see the key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.core.pictures import PictureSpan
+from burnish.core.random_keys import fold, sample_key
+from burnish.data.row import Message
+from burnish.evaluation.answers import read_answer
+from burnish.evaluation.strategies.search_tree import SearchNode
+from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.score_types import Score, ScoreRequest
+
+STREAM = "eval"
+"""Random stream of searches. The k-th answer to a question is the k-th sample of `burnish eval`, token for token."""
+
+
+class SearchFailed(Exception):
+    """Raised by a strategy that cannot choose, such as when the verifier failed for every candidate."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question as a strategy sees it: without the expected answer and without the row's other columns."""
+
+    id: str
+    prompt: str | list[Message]
+    """As the row has it, for verifiers and follow-up turns."""
+    tokens: tuple[int, ...]
+    """The rendered prompt."""
+    kind: str
+    """Name of the verifier that says where a completion has its answer, such as `number`; votes compare these answers."""
+    data_source: str = ""
+    visit: int = 0
+    pictures: tuple[PictureSpan, ...] = ()
+    render: Callable[[Sequence[Message]], tuple[int, ...]] | None = None
+    """Renders a conversation up to the model's turn, for strategies that ask again; None for a model without a chat template."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a strategy returns."""
+
+    node: SearchNode
+    """The end of the chosen answer."""
+    votes: Mapping[str, float] = field(default_factory=dict)
+    """Votes of each answer, by its normalised text; empty for strategies that do not vote."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What the strategy reports of itself, such as `stopped_after`."""
+
+
+@dataclass
+class Cost:
+    """What a search has spent."""
+
+    tokens: int = 0
+    """Tokens sampled, in all branches."""
+    requests: int = 0
+    context_tokens: int = 0
+    """Tokens of the contexts of all requests. An engine reuses those that it has in its cache."""
+    scores: int = 0
+    """Paths that the verifier scored."""
+    failed_scores: int = 0
+
+
+class Ask(list[SearchNode]):
+    """The nodes that a coroutine waits for. Open nodes without tokens are sampled, all others are scored."""
+
+    def __init__(self, nodes: Sequence[SearchNode], is_score: bool) -> None:
+        super().__init__(nodes)
+        self.is_score = is_score
+
+
+class _Pause(Awaitable[None]):
+    """Suspends a strategy until its asks are answered."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self.asks = asks
+
+    def __await__(self) -> Generator[Sequence[Ask], None, None]:
+        yield self.asks
+
+
+class Search:
+    """One question with the tree of its answers."""
+
+    def __init__(
+        self,
+        question: Question,
+        tokenizer: Tokenizer,
+        sampling: SamplingOptions,
+        seed: int = 0,
+        number: int = 0,
+        budget: int | None = None,
+        max_positions: int | None = None,
+        log_scores: bool = False,
+    ) -> None:
+        """`sampling.max_tokens` limits one answer, `budget` the tokens of the whole search, and `max_positions` a context.
+
+        `number` tells several searches for one question apart. `log_scores`: scores are log-probs, so votes weigh them by exp.
+        """
+        self.question, self.tokenizer, self.sampling = question, tokenizer, sampling
+        self.budget, self.max_positions, self.log_scores = budget, max_positions, log_scores
+        self.cost = Cost()
+        self.nodes: list[SearchNode] = []
+        self._seed, self._number = seed, number
+        self._key = fold(seed, "search", question.id, question.visit, number)
+        self._texts: dict[SearchNode, str] = {}
+        self._num_roots = 0
+        self.root = self._add_root(question.tokens, question.pictures)
+
+    @property
+    def name(self) -> str:
+        """The name of the search among all others of an evaluation."""
+        return f"{self.question.id}#{self.question.visit}.{self._number}"
+
+    # --- What a strategy may do --------------------------------------------------------------------------------------------
+
+    async def sample(
+        self,
+        parents: SearchNode | Sequence[SearchNode],
+        n: int = 1,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> list[SearchNode]:
+        """Sample `n` children of each parent, in order. A child ends at an end token, a text of `stop`, or after `max_tokens`.
+
+        A child is `open` if one of `stop` or `max_tokens` ended it and the answer's limit leaves room. When the budget is spent, the
+        children that could not be sampled are left out, so the result may be shorter, or empty.
+        """
+        chosen = [parents] if isinstance(parents, SearchNode) else list(parents)
+        if closed := [node for node in chosen if not node.is_open]:
+            raise ValueError(
+                f"{self.question.id}: node {closed[0].index} has ended ({closed[0].end}) and has no children"
+            )
+        children = [
+            self._add(parent, max_tokens or self.sampling.max_tokens, tuple(stop), temperature)
+            for parent in chosen
+            for _ in range(n)
+        ]
+        await _Pause([Ask(children, is_score=False)])
+        return [child for child in children if child.is_sampled]
+
+    async def score(self, nodes: Sequence[SearchNode]) -> list[float | None]:
+        """Return the verifier's score of the path to each node; None where it failed. A node that has a score keeps it."""
+        await _Pause([Ask([node for node in dict.fromkeys(nodes) if node.score is None], is_score=True)])
+        return [node.score for node in nodes]
+
+    async def gather(self, *programs: Coroutine[Any, Any, Any]) -> list[Any]:
+        """Run several coroutines of this search together and return their results. They advance in lock step."""
+        results: list[Any] = [None] * len(programs)
+        asks: dict[int, Sequence[Ask]] = {}
+
+        def advance(number: int) -> None:
+            try:
+                asks[number] = programs[number].send(None)
+            except StopIteration as stop:
+                asks.pop(number, None)
+                results[number] = stop.value
+
+        try:
+            for number in range(len(programs)):
+                advance(number)
+            while asks:
+                await _Pause([ask for each in asks.values() for ask in each])
+                for number in list(asks):
+                    advance(number)
+        finally:
+            for program in programs:
+                program.close()
+        return results
+
+    def write(self, parent: SearchNode, text: str) -> SearchNode:
+        """Append a text of the strategy to a path, such as "Wait". It is not counted as sampled."""
+        node = self._add(parent, 0, (), None)
+        node.tokens = tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
+        return node
+
+    def ask(self, messages: Sequence[Message]) -> SearchNode:
+        """Begin another conversation and return its root, for strategies that ask the model about its own answers."""
+        if self.question.render is None:
+            raise SearchFailed("the model has no chat template, so it cannot be asked about its own answers")
+        return self._add_root(self.question.render(messages), ())
+
+    def reopen(self, node: SearchNode) -> SearchNode:
+        """Return a sibling of an ended answer without its end token, so that it can go on."""
+        ends = self.sampling.stop_tokens
+        drop = 1 if node.end == "stop" and node.tokens and node.tokens[-1] in ends else 0
+        keep = len(node.tokens) - drop
+        twin = replace(
+            node,
+            index=len(self.nodes),
+            tokens=node.tokens[:keep],
+            logp=None if node.logp is None else node.logp[:keep],
+            end="open",
+            score=None,
+            num_children=0,
+            notes={},
+        )
+        self.nodes.append(twin)
+        return twin
+
+    def text(self, node: SearchNode) -> str:
+        """Return the text behind the root, up to the end of a node."""
+        if node not in self._texts:
+            path = node.path()
+            tokens = [token for one in path[1:] for token in one.tokens]
+            self._texts[node] = self.tokenizer.decode(tokens)
+        return self._texts[node]
+
+    def answer(self, node: SearchNode) -> str | None:
+        """Return the normalised answer of a completion, which votes are counted by; None if it has none."""
+        return read_answer(self.question.kind, self.text(node)).text
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Tokens of the budget that are not spent; None without a budget."""
+        return None if self.budget is None else max(0, self.budget - self.cost.tokens)
+
+    def room(self, node: SearchNode) -> int:
+        """Return how many tokens an answer may have behind a node."""
+        left = self.sampling.max_tokens - node.num_answer_tokens
+        return left if self.max_positions is None else min(left, self.max_positions - len(node.context))
+
+    # --- The tree ----------------------------------------------------------------------------------------------------------
+
+    def _add_root(self, tokens: tuple[int, ...], pictures: tuple[PictureSpan, ...]) -> SearchNode:
+        key = fold(self._key, "root", self._num_roots)
+        self._num_roots += 1
+        root = SearchNode(None, key, len(self.nodes), tokens, pictures=pictures)
+        self.nodes.append(root)
+        return root
+
+    def _add(self, parent: SearchNode, limit: int, stop: tuple[str, ...], temperature: float | None) -> SearchNode:
+        node = SearchNode(parent, self._child_key(parent), len(self.nodes), limit=limit, stop=stop)
+        node.temperature = temperature
+        self.nodes.append(node)
+        return node
+
+    def _child_key(self, parent: SearchNode) -> int:
+        number = parent.num_children
+        parent.num_children += 1
+        if parent is not self.nodes[0]:
+            return fold(parent.key, "child", number)
+        key = sample_key(self._seed, STREAM, self.question.id, self.question.visit, number)
+        return key if self._number == 0 else fold(key, self._number)
+
+
+def node_index(request: str) -> int:
+    """Return the index of the node of a request, from the request's id."""
+    return int(request.rpartition("/")[2])
+
+
+class SearchProgram:
+    """A strategy that runs: gives engine requests and score requests, and takes their results.
+
+    The requests of one wait come in waves if a budget cannot hold them all: a wave is what the budget is sure to cover.
+    """
+
+    def __init__(self, search: Search, strategy: Coroutine[Any, Any, Choice]) -> None:
+        self.search = search
+        self.choice: Choice | None = None
+        """The result, once the strategy has ended."""
+        self.error: str | None = None
+        """Why it ended without a choice."""
+        self._strategy = strategy
+        self._to_sample: list[SearchNode] = []
+        self._sampling: dict[int, SearchNode] = {}
+        self._to_score: list[SearchNode] = []
+        self._scoring: dict[int, SearchNode] = {}
+        self._advance()
+
+    @property
+    def is_done(self) -> bool:
+        return self.choice is not None or self.error is not None
+
+    @property
+    def running(self) -> list[str]:
+        """The ids of the requests that were given out and have no completion yet."""
+        return [f"{self.search.name}/{index}" for index in self._sampling]
+
+    def requests(self) -> list[Request]:
+        """Return the engine requests that can be submitted now. Call it after every step until the program is done."""
+        found: list[Request] = []
+        while not found and self._to_sample:
+            found = self._next_wave()
+            if not found and self._sampling:
+                break  # what is being sampled may leave tokens of the budget
+            self._advance_if_answered()
+        return found
+
+    def _next_wave(self) -> list[Request]:
+        """Return the requests of the first waiting nodes that the budget is sure to cover. Nodes for which nothing is left are dropped."""
+        found: list[Request] = []
+        left = self.search.tokens_left
+        reserved = sum(node.limit for node in self._sampling.values())
+        while self._to_sample:
+            node = self._to_sample[0]
+            assert node.parent is not None
+            wanted = max(0, min(node.limit, self.search.room(node.parent)))
+            granted = wanted if left is None else min(wanted, left - reserved)
+            if granted < wanted and self._sampling:
+                break
+            self._to_sample.pop(0)
+            if granted < 1:
+                continue
+            node.limit = granted
+            reserved += granted
+            self._sampling[node.index] = node
+            found.append(self._request(node, granted))
+        return found
+
+    def score_requests(self) -> list[ScoreRequest]:
+        """Return the paths that are to be scored now."""
+        found = [self._score_request(node) for node in self._to_score]
+        self._scoring.update((node.index, node) for node in self._to_score)
+        self._to_score.clear()
+        return found
+
+    def take(self, completion: Completion) -> None:
+        """Take the completion of one of the requests."""
+        index = node_index(completion.id)
+        node, search = self._sampling.pop(index), self.search
+        node.tokens = tuple(completion.tokens.tolist())
+        node.logp, node.version = np.asarray(completion.logp, dtype=np.float32), completion.version
+        has_ended = bool(node.tokens) and node.tokens[-1] in search.sampling.stop_tokens
+        node.end = "stop" if has_ended or _ends_with(search, node) else "open"
+        if node.end == "open" and search.room(node) < 1:
+            node.end = "length"
+        search.cost.tokens += len(node.tokens)
+        self._advance_if_answered()
+
+    def take_score(self, score: Score) -> None:
+        """Take one of the scores. A failed score stays None and is counted."""
+        node = self._scoring.pop(node_index(score.id))
+        value = score.reward
+        node.score = value if value is not None and math.isfinite(value) else None
+        self.search.cost.failed_scores += node.score is None
+        if score.details:
+            node.notes["verifier"] = "\n".join(score.details.values())
+        self._advance_if_answered()
+
+    def close(self) -> None:
+        """End the strategy."""
+        self._strategy.close()
+
+    def _advance_if_answered(self) -> None:
+        if not (self.is_done or self._sampling or self._to_sample or self._scoring or self._to_score):
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let the strategy go on until it waits for something, or ends."""
+        while not self.is_done and not (self._to_sample or self._to_score):
+            try:
+                asks = self._strategy.send(None)
+            except StopIteration as stop:
+                self.choice = stop.value
+            except SearchFailed as failure:
+                self.error = str(failure)
+            else:
+                self._to_sample += [node for ask in asks if not ask.is_score for node in ask]
+                self._to_score += [node for ask in asks if ask.is_score for node in ask]
+
+    def _request(self, node: SearchNode, limit: int) -> Request:
+        search, parent = self.search, node.parent
+        assert parent is not None
+        options = replace(search.sampling, max_tokens=limit, stop=(*search.sampling.stop, *node.stop))
+        if node.temperature is not None:
+            options = replace(options, temperature=node.temperature)
+        search.cost.requests += 1
+        search.cost.context_tokens += len(parent.context)
+        pictures = next(one for one in parent.upwards() if one.is_root).pictures
+        return Request(
+            f"{search.name}/{node.index}",
+            parent.context,
+            options,
+            node.key,
+            may_continue=bool(node.stop),
+            pictures=pictures,
+        )
+
+    def _score_request(self, node: SearchNode) -> ScoreRequest:
+        search, question = self.search, self.search.question
+        path = node.path()
+        root = path[0]
+        search.cost.scores += 1
+        return ScoreRequest(
+            id=f"{search.name}/{node.index}",
+            prompt=question.prompt,
+            completion=search.text(node),
+            data_source=question.data_source,
+            answer=None,
+            extra={},
+            truncated=node.end != "stop",
+            tokens=node.context,
+            written=[False] * len(root.tokens) + [True] * node.num_answer_tokens,
+            num_prompt=len(root.tokens),
+        )
+
+
+def _ends_with(search: Search, node: SearchNode) -> bool:
+    """Whether a text of the sampling options, which end answers, ended the node."""
+    stops = search.sampling.stop
+    if not stops or not node.tokens:
+        return False
+    text = search.tokenizer.decode(node.tokens)
+    return any(stop in text for stop in stops)

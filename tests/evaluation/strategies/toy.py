@@ -1,0 +1,120 @@
+"""A scripted language model behind the `Engine` protocol: next-character probabilities are a function of the text so far."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.core.random_keys import fold, uniform_from_key
+from burnish.evaluation.strategies.registry import load_strategy, strategy_record
+from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search_tree import mean_logp
+from burnish.models.tokenizer import Tokenizer
+from burnish.rewards.score_types import Score
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ =+-*?.,:;!#()[]<>/\\{}\n"
+END = "$"
+"""Stands for the end token in the distributions of a toy model."""
+NextCharacter = Callable[[str], Mapping[str, float]]
+
+
+def toy_tokenizer() -> Tokenizer:
+    """A character tokenizer with an end token."""
+    return Tokenizer.from_characters(ALPHABET)
+
+
+class ToyEngine:
+    """Samples from `model`, a function from the text so far to the probabilities of the next character."""
+
+    def __init__(self, tokenizer: Tokenizer, model: NextCharacter) -> None:
+        self.tokenizer, self.model = tokenizer, model
+        self.waiting: deque[Request] = deque()
+        self.seen: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.waiting += requests
+        self.seen += requests
+
+    def stream(self) -> Iterator[Completion]:
+        while self.waiting:
+            yield self._complete(self.waiting.popleft())
+
+    def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
+        gone = set(ids)
+        self.waiting = deque(r for r in self.waiting if r.id not in gone)
+        return []
+
+    def _complete(self, request: Request) -> Completion:
+        options, end = request.sampling, self.tokenizer.eos_ids[0]
+        text = "".join(self.tokenizer.pieces(request.tokens, skip_special=True))
+        tokens, logp, finish, written = [], [], "length", ""
+        while len(tokens) < options.max_tokens:
+            chances = self.model(text + written)
+            names, weights = list(chances), np.array(list(chances.values()), dtype=np.float64)
+            weights /= weights.sum()
+            if options.temperature == 0:
+                pick = int(weights.argmax())
+            else:
+                scaled = weights ** (1 / options.temperature)
+                u = uniform_from_key(fold(request.key, len(tokens)))
+                pick = int(np.searchsorted(np.cumsum(scaled / scaled.sum()), u, side="right").clip(0, len(names) - 1))
+            logp.append(float(np.log(weights[pick])))
+            if names[pick] == END:
+                tokens.append(end)
+                finish = "stop"
+                break
+            tokens += self.tokenizer.encode(names[pick])
+            written += names[pick]
+            if any(stop in written for stop in options.stop):
+                finish = "stop"
+                break
+        return Completion(
+            request.id, np.array(tokens, dtype=np.int64), np.array(logp, dtype=np.float32), finish, version=0
+        )
+
+
+def sampling(tokenizer: Tokenizer, max_tokens: int = 64, temperature: float = 1.0) -> SamplingOptions:
+    """Sampling options with the tokenizer's end token."""
+    return SamplingOptions(temperature=temperature, max_tokens=max_tokens, stop_tokens=tokenizer.eos_ids)
+
+
+def solve(
+    strategy: str,
+    model: NextCharacter,
+    prompt: str = "?",
+    score: Callable[[str], float | None] | None = None,
+    kind: str = "exact",
+    seed: int = 0,
+    number: int = 0,
+    max_tokens: int = 64,
+    budget: int | None = None,
+    render: Callable[[Sequence[Mapping[str, str]]], str] | None = None,
+    **options: object,
+) -> tuple[Search, SearchProgram]:
+    """Run a strategy on one question by hand. `score` is the verifier: a function of the text; by default, likelihood."""
+    tokenizer = toy_tokenizer()
+    engine = ToyEngine(tokenizer, model)
+    rendered = None if render is None else lambda messages: tuple(tokenizer.encode(render(messages)))
+    question = Question(f"q{prompt}", prompt, tuple(tokenizer.encode(prompt)), kind, render=rendered)
+    search = Search(
+        question,
+        tokenizer,
+        sampling(tokenizer, max_tokens),
+        seed,
+        number,
+        budget,
+        log_scores=score is None,
+    )
+    program = SearchProgram(search, load_strategy(strategy_record(strategy, **options))(search))
+    for _ in range(10_000):
+        if program.is_done:
+            return search, program
+        engine.submit(program.requests())
+        for completion in engine.stream():
+            program.take(completion)
+        for request in program.score_requests():
+            node = search.nodes[int(request.id.rpartition("/")[2])]
+            assert request.answer is None
+            program.take_score(Score(request.id, mean_logp(node) if score is None else score(request.completion), None))
+    raise AssertionError("the strategy does not end")
