@@ -34,7 +34,7 @@ def strategy_record(name: str, **options: Any) -> StrategyRecord:
     return known[name](**options)
 
 
-def verifier_of(strategy: Slot) -> VerifierPart | None:
+def strategy_verifier(strategy: Slot) -> VerifierPart | None:
     """Return the verifier of a strategy; None if it compares no scores."""
     if isinstance(strategy, Plugin):
         given = strategy.options.get("verifier")
