@@ -55,7 +55,7 @@ class Slot(Record):
     probabilities. `entropy`: the entropy at each token before the batch's first update. `prompt_values`: a value of each prompt, estimated before training. `budget`: a length that the prompt asks for. `borders`: answers cut into segments, with a value at each border between
     segments. `tree`: answers that branch. `turns`: several turns per sample. `states`: the state in which each turn of an agent begins.
     `void_turns`: the number of turns with neither a call
-    nor a final answer. `roles`: an environment with several roles. `answers`: rows with a known answer. `demonstrations`: answers in the groups that the policy did not sample.
+    nor a final answer. `chat`: a chat template. `roles`: an environment with several roles. `answers`: rows with a known answer. `demonstrations`: answers in the groups that the policy did not sample.
     """
     rollout_options: ClassVar[tuple[str, ...]] = ()
     """Options that control how rollouts are made. They are not passed to the slot's function."""
@@ -285,6 +285,8 @@ def _walk_inside(node: SchemaNode, path: str, default: Any, choice: str) -> Iter
     if node.item is not None:
         yield from _walk_inside(node.item, path + (".<i>" if node.form == "list" else ".<name>"), None, choice)
         return
+    if choice and node.form == "choice":
+        return  # choices among an option of a choice have the options that their own slot shows
     for record in node.records:
         is_slot = issubclass(record, Slot)
         instance = default if isinstance(default, record) else None

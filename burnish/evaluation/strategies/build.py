@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from burnish.config.data import Reward, Template
 from burnish.config.records import Slot
 from burnish.core.engine import Engine
 from burnish.data.prompt_stream import PromptSample
-from burnish.data.row import Message, Row
-from burnish.data.template import render, template_kind
+from burnish.data.row import Row
+from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.answers import verifier_of
-from burnish.evaluation.strategies.registry import load_strategy, strategy_verifier
-from burnish.evaluation.strategies.search import SearchProgram
+from burnish.evaluation.strategies.registry import load_strategy, strategy_needs, strategy_verifier
+from burnish.evaluation.strategies.search import SearchProgram, no_chat_error
 from burnish.evaluation.strategies.search_runner import SearchRunner
 from burnish.evaluation.strategies.verifiers import build_verifier
 from burnish.models.policy import PolicyModel
-from burnish.models.tokenizer import Tokenizer
 
 
 def build_search_runner(
@@ -38,6 +37,9 @@ def build_search_runner(
     `reward` is that of the evaluation: it says where a completion has its answer, and only the verifier `oracle` scores with it.
     """
     start = load_strategy(strategy, base)
+    chat = ChatRenderer(policy.tokenizer, template)
+    if "chat" in strategy_needs(strategy) and not chat.is_chat:
+        raise no_chat_error()
     part = strategy_verifier(strategy)
     by_id = {row.id: row for row in rows}
     verifier = None if part is None else build_verifier(part, policy, reward, base, by_id)
@@ -54,21 +56,7 @@ def build_search_runner(
         seed,
         budget,
         policy.max_positions,
-        conversation_renderer(policy.tokenizer, template or Template()),
+        chat if chat.is_chat else None,
         keep_trees,
         on_step,
     )
-
-
-def conversation_renderer(
-    tokenizer: Tokenizer, template: Template
-) -> Callable[[Sequence[Message]], tuple[int, ...]] | None:
-    """Return a function from a conversation to its tokens up to the model's turn; None without a chat template."""
-    if template_kind(tokenizer, template) != "chat":
-        return None
-
-    def rendered(messages: Sequence[Message]) -> tuple[int, ...]:
-        row = Row("conversation", list(messages), "", None)
-        return tuple(render(row, tokenizer, template).text_tokens("a strategy that asks again"))
-
-    return rendered

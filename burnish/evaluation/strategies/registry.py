@@ -14,8 +14,12 @@ from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.config.records import Plugin, Slot
 from burnish.evaluation.strategies import votes
+from burnish.evaluation.strategies.budget_forcing import budget_forcing
+from burnish.evaluation.strategies.by_difficulty import by_difficulty
+from burnish.evaluation.strategies.early_stopping import early_stopping
+from burnish.evaluation.strategies.revise import revise
 from burnish.evaluation.strategies.search import Choice, Search
-from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, StrategyRecord, VerifierPart
+from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, ByDifficulty, StrategyRecord, VerifierPart
 
 StrategyFunction = Callable[[Search, Any], Coroutine[Any, Any, Choice]]
 StartStrategy = Callable[[Search], Coroutine[Any, Any, Choice]]
@@ -25,6 +29,10 @@ STRATEGIES: Mapping[str, StrategyFunction] = {
     "majority": votes.majority,
     "weighted_vote": votes.weighted_vote,
     "best_of_n": votes.best_of_n,
+    "revise": revise,
+    "budget_forcing": budget_forcing,
+    "early_stopping": early_stopping,
+    "by_difficulty": lambda search, options: by_difficulty(search, options, STRATEGIES),
 }
 
 
@@ -42,6 +50,12 @@ def strategy_verifier(strategy: Slot) -> VerifierPart | None:
             None if given is None else VerifierPart.model_validate({"name": given} if isinstance(given, str) else given)
         )
     return getattr(strategy, "verifier", None)
+
+
+def strategy_needs(strategy: Slot) -> set[str]:
+    """Return what a strategy needs from the rest of the system, such as `chat`: a chat template."""
+    inner = [level.strategy for level in strategy.levels] if isinstance(strategy, ByDifficulty) else []
+    return {need for one in (strategy, *inner) for need in one.needs}
 
 
 def load_strategy(strategy: Slot, base: Path | None = None) -> StartStrategy:

@@ -11,16 +11,20 @@ A `Question` has no expected answer. What chooses cannot see the key.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.core.pictures import PictureSpan
+from burnish.core.pictures import PictureSpan, shifted
 from burnish.core.random_keys import fold, sample_key
 from burnish.data.row import Message
+from burnish.environments.dialogue import ChatRenderer, Conversation
 from burnish.evaluation.answers import read_answer
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.models.tokenizer import Tokenizer
@@ -48,8 +52,8 @@ class Question:
     data_source: str = ""
     visit: int = 0
     pictures: tuple[PictureSpan, ...] = ()
-    render: Callable[[Sequence[Message]], tuple[int, ...]] | None = None
-    """Renders a conversation up to the model's turn, for strategies that ask again; None for a model without a chat template."""
+    chat: ChatRenderer | None = None
+    """Writes the next turns of a conversation, for strategies that ask again; None for a model without a chat template."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,11 @@ class Search:
         self.cost = Cost()
         self.nodes: list[SearchNode] = []
         self._seed, self._number = seed, number
-        self._key = fold(seed, "search", question.id, question.visit, number)
         self._texts: dict[SearchNode, str] = {}
-        self._num_roots = 0
-        self.root = self._add_root(question.tokens, question.pictures)
+        self._conversations: dict[SearchNode, Conversation] = {}
+        self._reusable: deque[SearchNode] = deque()
+        key = fold(seed, "search", question.id, question.visit, number, "root")
+        self.root = self._add_root(key, question.tokens, question.pictures)
 
     @property
     def name(self) -> str:
@@ -137,26 +142,38 @@ class Search:
         n: int = 1,
         *,
         stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
     ) -> list[SearchNode]:
-        """Sample `n` children of each parent, in order. A child ends at an end token, a text of `stop`, or after `max_tokens`.
+        """Sample `n` children of each parent, in order. A child ends at an end token, at one of `stop`, or after `max_tokens`.
 
-        A child is `open` if one of `stop` or `max_tokens` ended it and the answer's limit leaves room. When the budget is spent, the
-        children that could not be sampled are left out, so the result may be shorter, or empty.
+        A child is `open` if one of `stop`, `stop_tokens` or `max_tokens` ended it and the answer's limit leaves room. When the budget is
+        spent, the children that could not be sampled are left out, so the result may be shorter, or empty.
         """
         chosen = [parents] if isinstance(parents, SearchNode) else list(parents)
         if closed := [node for node in chosen if not node.is_open]:
             raise ValueError(
                 f"{self.question.id}: node {closed[0].index} has ended ({closed[0].end}) and has no children"
             )
-        children = [
-            self._add(parent, max_tokens or self.sampling.max_tokens, tuple(stop), temperature)
-            for parent in chosen
-            for _ in range(n)
-        ]
-        await _Pause([Ask(children, is_score=False)])
+        are_whole = not stop and not stop_tokens and max_tokens is None and temperature is None
+        children = []
+        for parent in (parent for parent in chosen for _ in range(n)):
+            if are_whole and parent is self.root and self._reusable:
+                children.append(self._reusable.popleft())
+                continue
+            child = self._add(parent, max_tokens or self.sampling.max_tokens, tuple(stop), temperature)
+            child.stop_tokens = tuple(stop_tokens)
+            children.append(child)
+        await _Pause([Ask([child for child in children if not child.is_sampled], is_score=False)])
         return [child for child in children if child.is_sampled]
+
+    def reuse(self, answers: Iterable[SearchNode]) -> None:
+        """Let the next calls of `sample` return these answers first, where they ask for whole answers to the question.
+
+        So a strategy that begins after others have sampled counts their answers among its own, and samples none of them twice.
+        """
+        self._reusable.extend(answers)
 
     async def score(self, nodes: Sequence[SearchNode]) -> list[float | None]:
         """Return the verifier's score of the path to each node; None where it failed. A node that has a score keeps it."""
@@ -187,23 +204,44 @@ class Search:
                 program.close()
         return results
 
-    def write(self, parent: SearchNode, text: str) -> SearchNode:
-        """Append a text of the strategy to a path, such as "Wait". It is not counted as sampled."""
+    def write(self, parent: SearchNode, text: str, has_control: bool = False) -> SearchNode:
+        """Append a text of the strategy to a path, such as "Wait". It is not counted as sampled.
+
+        With `has_control`, names of control tokens in the text become these tokens: for texts from a config, never from a model.
+        """
         node = self._add(parent, 0, (), None)
-        node.tokens = tuple(self.tokenizer.encode(self.tokenizer.literal(text)))
+        node.tokens = tuple(self.tokenizer.encode(text if has_control else self.tokenizer.literal(text)))
         return node
 
-    def ask(self, messages: Sequence[Message]) -> SearchNode:
-        """Begin another conversation and return its root, for strategies that ask the model about its own answers."""
-        if self.question.render is None:
-            raise SearchFailed("the model has no chat template, so it cannot be asked about its own answers")
-        return self._add_root(self.question.render(messages), ())
+    def reply(self, node: SearchNode, text: str) -> SearchNode:
+        """Write a user message behind an answer, and return the root of the model's next turn.
+
+        The root has the whole conversation. So `text`, `answer` and `room` of the nodes behind it are of the next answer alone. What was
+        read and sampled stays token for token. Only if the chat template rewrites it (Qwen3 drops earlier reasoning), the root
+        has the conversation as the template renders it.
+        """
+        chat, path = self.question.chat, node.path()
+        if chat is None:
+            raise no_chat_error()
+        conversation = (self._conversations.get(path[0]) or chat.open(self.question.prompt)).fork()
+        said = [token for one in path[1:] for token in one.tokens]
+        added = conversation.extend(said, [{"role": "user", "content": text}])
+        tokens, pictures = added.tokens, added.pictures
+        if not added.is_branch:
+            pictures = (*path[0].pictures, *shifted(pictures, len(node.context)))
+            tokens = (*node.context, *tokens)
+        root = self._add_root(fold(node.key, "reply", node.num_children), tokens, pictures)
+        node.num_children += 1
+        root.notes["follows"] = node.index
+        self._conversations[root] = conversation
+        return root
 
     def reopen(self, node: SearchNode) -> SearchNode:
-        """Return a sibling of an ended answer without its end token, so that it can go on."""
-        ends = self.sampling.stop_tokens
-        drop = 1 if node.end == "stop" and node.tokens and node.tokens[-1] in ends else 0
-        keep = len(node.tokens) - drop
+        """Return a sibling of a node without what ended it, so that it can go on.
+
+        That is an end token, or the text that stopped it. If that text begins inside a token, the whole token is left out.
+        """
+        keep = len(node.tokens) - self.num_end_tokens(node)
         twin = replace(
             node,
             index=len(self.nodes),
@@ -216,6 +254,19 @@ class Search:
         )
         self.nodes.append(twin)
         return twin
+
+    def num_end_tokens(self, node: SearchNode) -> int:
+        """Return how many of a node's last tokens are what ended it: an end token, or the text that stopped it; 0 if a limit did."""
+        if node.tokens and node.tokens[-1] in (*self.sampling.stop_tokens, *node.stop_tokens):
+            return 1
+        pieces = self.tokenizer.pieces(node.tokens)
+        found = ["".join(pieces).find(stop) for stop in (*self.sampling.stop, *node.stop)]
+        at = min((place for place in found if place >= 0), default=None)
+        if at is None:
+            return 0
+        lengths = [0, *accumulate(map(len, pieces))]
+        # The first of equal lengths: tokens without a text of their own begin a character that the next token completes.
+        return len(node.tokens) - lengths.index(max(length for length in lengths if length <= at))
 
     def text(self, node: SearchNode) -> str:
         """Return the text behind the root, up to the end of a node."""
@@ -241,9 +292,7 @@ class Search:
 
     # --- The tree ----------------------------------------------------------------------------------------------------------
 
-    def _add_root(self, tokens: tuple[int, ...], pictures: tuple[PictureSpan, ...]) -> SearchNode:
-        key = fold(self._key, "root", self._num_roots)
-        self._num_roots += 1
+    def _add_root(self, key: int, tokens: tuple[int, ...], pictures: tuple[PictureSpan, ...]) -> SearchNode:
         root = SearchNode(None, key, len(self.nodes), tokens, pictures=pictures)
         self.nodes.append(root)
         return root
@@ -261,6 +310,15 @@ class Search:
             return fold(parent.key, "child", number)
         key = sample_key(self._seed, STREAM, self.question.id, self.question.visit, number)
         return key if self._number == 0 else fold(key, self._number)
+
+
+def no_chat_error() -> UserError:
+    """Return the error of a strategy that asks again, for a model that has no turns."""
+    return UserError(
+        "the strategy asks the model about its own answers, which needs a chat template, and prompts of this model have none "
+        "(template.kind is plain, or the tokenizer has no template): use an instruction-tuned model, or a strategy without turns such as "
+        "budget_forcing or majority"
+    )
 
 
 def node_index(request: str) -> int:
@@ -381,7 +439,13 @@ class SearchProgram:
     def _request(self, node: SearchNode, limit: int) -> Request:
         search, parent = self.search, node.parent
         assert parent is not None
-        options = replace(search.sampling, max_tokens=limit, stop=(*search.sampling.stop, *node.stop))
+        sampling = search.sampling
+        options = replace(
+            sampling,
+            max_tokens=limit,
+            stop=(*sampling.stop, *node.stop),
+            stop_tokens=(*sampling.stop_tokens, *node.stop_tokens),
+        )
         if node.temperature is not None:
             options = replace(options, temperature=node.temperature)
         search.cost.requests += 1
@@ -399,7 +463,7 @@ class SearchProgram:
     def _score_request(self, node: SearchNode) -> ScoreRequest:
         search, question = self.search, self.search.question
         path = node.path()
-        root = path[0]
+        said = [token for one in path[1:] for token in one.tokens]
         search.cost.scores += 1
         return ScoreRequest(
             id=f"{search.name}/{node.index}",
@@ -409,9 +473,10 @@ class SearchProgram:
             answer=None,
             extra={},
             truncated=node.end != "stop",
-            tokens=node.context,
-            written=[False] * len(root.tokens) + [True] * node.num_answer_tokens,
-            num_prompt=len(root.tokens),
+            # A revised answer is scored as an answer to the question, whatever was said before it.
+            tokens=(*question.tokens, *said),
+            written=[False] * len(question.tokens) + [True] * len(said),
+            num_prompt=len(question.tokens),
         )
 
 

@@ -16,7 +16,7 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import TokenNode, Trajectory
 from burnish.data.prompt_stream import PromptSample
-from burnish.data.row import Message
+from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import StartStrategy
 from burnish.evaluation.strategies.search import STREAM, Choice, Question, Search, SearchProgram
 from burnish.evaluation.strategies.search_tree import answer_trajectory, mean_logp
@@ -51,7 +51,7 @@ class SearchRunner:
         seed: int,
         budget: int | None = None,
         max_positions: int | None = None,
-        render: Callable[[Sequence[Message]], tuple[int, ...]] | None = None,
+        chat: ChatRenderer | None = None,
         keep_trees: bool = False,
         on_step: Callable[[SearchProgram], None] | None = None,
     ) -> None:
@@ -61,7 +61,7 @@ class SearchRunner:
         whenever a search has changed.
         """
         self.engine, self.tokenizer, self.start, self.verifier, self.kinds = engine, tokenizer, start, verifier, kinds
-        self.seed, self.budget, self.max_positions, self.render = seed, budget, max_positions, render
+        self.seed, self.budget, self.max_positions, self.chat = seed, budget, max_positions, chat
         self.keep_trees, self.on_step = keep_trees, on_step
         self._programs: dict[str, SearchProgram] = {}
         self._draws: dict[str, tuple[PromptSample, int, float]] = {}
@@ -115,7 +115,7 @@ class SearchRunner:
             prompt.row.data_source,
             draw.visit,
             prompt.pictures,
-            self.render,
+            self.chat,
         )
         is_logp = self.verifier is None or self.verifier.is_logp
         search = Search(question, self.tokenizer, sampling, self.seed, number, self.budget, self.max_positions, is_logp)

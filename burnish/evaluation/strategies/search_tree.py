@@ -44,6 +44,8 @@ class SearchNode:
     """Most tokens that may be sampled for it."""
     stop: tuple[str, ...] = ()
     """Texts that end it, besides end tokens."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end it, besides end tokens."""
     temperature: float | None = None
     """Temperature of its tokens if it is not that of the search."""
     notes: dict[str, Any] = field(default_factory=dict)

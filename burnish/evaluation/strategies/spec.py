@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from burnish.config.records import Record, Slot, choice, name_to_record
 
@@ -82,6 +82,196 @@ class BestOfN(StrategyRecord):
     """What scores the answers."""
 
 
-STRATEGY_RECORDS: tuple[type[StrategyRecord], ...] = (Single, Majority, WeightedVote, BestOfN)
+class Revise(StrategyRecord):
+    """Asks the model to improve its answer, several times in one conversation (sequential revision, self-refine)."""
+
+    formula: ClassVar[str] = "y_(t+1) ~ p(y | x, y_0, request_0, ..., y_t, request_t), in each of several chains"
+    paper: ClassVar[str] = (
+        "Self-Refine (2303.17651); sequential revisions and their choice within and across chains (2408.03314)"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("chat",)
+    verified: ClassVar[bool] = True
+    name: Literal["revise"] = "revise"
+    rounds: int = Field(2, ge=1)
+    """Revisions of each first answer."""
+    chains: int = Field(1, ge=1)
+    """Conversations in parallel, each with a first answer of its own."""
+    feedback: Literal["none", "self", "verifier"] = "none"
+    """none: the model is just asked again. self: it first criticises its answer, which takes a turn of its own. verifier: the request quotes
+    the verifier's score and its details, such as a judge's reasons. A chain ends if the verifier failed."""
+    request: str | None = Field(None, min_length=1)
+    """The text that asks for a revision; null has the one of the feedback. With feedback verifier, {score} and {details} stand for what the
+    verifier said."""
+    critique: str | None = Field(None, min_length=1)
+    """The text that asks for a critique, with feedback self; null has a text of its own."""
+    choose: Literal["last", "best", "vote", "by_chain"] = "last"
+    """last: a vote of the chains' last answers. best: the answer with the highest score, of all. vote: a vote of all answers. by_chain: votes
+    weighed by the scores, first within each chain, then among the winners."""
+    stop_when_same: int | None = Field(None, ge=1)
+    """End a chain when this many revisions in a row leave the answer unchanged; null does all rounds."""
+    verifier: Verifier = VerifierPart()
+    """What scores the answers, for feedback verifier and for best and by_chain."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether any answer is scored."""
+        return self.feedback == "verifier" or self.choose in ("best", "by_chain")
+
+    @model_validator(mode="after")
+    def _check_feedback(self) -> Revise:
+        quotes = [name for name in ("{score}", "{details}") if name in (self.request or "")]
+        if self.feedback == "verifier" and self.request is not None and not quotes:
+            raise ValueError("revise.request quotes no feedback: with feedback verifier it needs {score} or {details}")
+        if self.feedback != "verifier" and quotes:
+            raise ValueError(
+                f"revise.request has {quotes[0]}, which is for feedback verifier, and feedback is {self.feedback}"
+            )
+        if self.feedback != "self" and self.critique is not None:
+            raise ValueError(f"revise.critique is for feedback self, and feedback is {self.feedback}: leave it out")
+        if not self.scores and self.verifier != VerifierPart():
+            raise ValueError(
+                f"revise.verifier has no effect with feedback {self.feedback} and choose {self.choose}: leave it out, or set feedback to "
+                "verifier or choose to best"
+            )
+        return self
+
+
+class BudgetForcing(StrategyRecord):
+    """Makes the model think longer or shorter: suppresses the end of its thinking, or cuts it and asks for the answer."""
+
+    formula: ClassVar[str] = (
+        "end of thinking -> wait, while waits are left or thinking < min; thinking = max -> think_end + answer_prompt"
+    )
+    paper: ClassVar[str] = "Budget forcing of s1 (2501.19393)"
+    name: Literal["budget_forcing"] = "budget_forcing"
+    n: int = Field(1, ge=1)
+    """Answers sampled so; with several, the most frequent one is returned."""
+    waits: int = Field(1, ge=0)
+    """How many times the end of the thinking is suppressed, and `wait` written in its place."""
+    wait: str = Field("Wait", min_length=1)
+    """The text that makes the model go on thinking."""
+    think_end: str | None = Field("</think>", min_length=1)
+    """The text by which the model ends its thinking, which may begin with a control token. null: all of the answer is thinking, and
+    what is suppressed is its end."""
+    min_thinking: int | None = Field(None, ge=1)
+    """Ends are suppressed until the thinking has this many tokens, even if no waits are left."""
+    max_thinking: int | None = Field(None, ge=1)
+    """The thinking is cut at this many tokens. null: where the limit of the answer or the budget leaves just `answer_tokens`."""
+    answer_prompt: str = "\n\nFinal answer: \\boxed{"
+    """The text behind a cut thinking (and its `think_end`) that makes the answer follow."""
+    answer_tokens: int = Field(64, ge=1)
+    """Most tokens of the answer behind a cut thinking. That many are kept free for it."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> BudgetForcing:
+        if self.min_thinking is not None and self.max_thinking is not None and self.min_thinking > self.max_thinking:
+            raise ValueError(
+                f"budget_forcing.min_thinking {self.min_thinking} is above max_thinking {self.max_thinking}"
+            )
+        if not self.think_end and not self.answer_prompt:
+            raise ValueError(
+                "budget_forcing: a cut thinking needs think_end or answer_prompt, which make the answer follow"
+            )
+        return self
+
+
+class EarlyStopping(StrategyRecord):
+    """Samples answers in windows until their vote is decided (self-consistency with early stopping)."""
+
+    formula: ClassVar[str] = (
+        "certain: v1 - v2 >= n - k (ties by the first sample); unanimous: one answer in the last window; "
+        "beta: P(p > 1/2) > confidence, p ~ Beta(v1 + 1, v2 + 1)"
+    )
+    paper: ClassVar[str] = "ESC (2401.10480) for unanimous; Adaptive-Consistency (2305.11860) for beta"
+    name: Literal["early_stopping"] = "early_stopping"
+    n: int = Field(16, ge=1)
+    """Most answers sampled."""
+    window: int = Field(4, ge=1)
+    """Answers sampled at the same time, after each of which the rule is applied."""
+    rule: Literal["certain", "unanimous", "beta"] = "certain"
+    """certain: the answers that are left cannot change the winner, so the result is that of majority with the same n. unanimous: all answers
+    of a window are the same. beta: the posterior probability that the first answer stays ahead of the second exceeds `confidence`."""
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    """For rule beta."""
+
+    @model_validator(mode="after")
+    def _check_confidence(self) -> EarlyStopping:
+        if self.rule != "beta" and self.confidence != type(self).model_fields["confidence"].default:
+            raise ValueError(f"early_stopping.confidence is for rule beta, and rule is {self.rule}: leave it out")
+        return self
+
+
+INNER_RECORDS: tuple[type[StrategyRecord], ...] = (
+    Single,
+    Majority,
+    WeightedVote,
+    BestOfN,
+    Revise,
+    BudgetForcing,
+    EarlyStopping,
+)
+"""Strategies that `by_difficulty` can choose among."""
+
+if TYPE_CHECKING:
+    InnerStrategy: TypeAlias = Any
+else:
+    InnerStrategy = choice(*INNER_RECORDS, plugin=False)
+
+
+class DifficultyLevel(Record):
+    """The strategy for questions of one difficulty."""
+
+    at_least: float | None = None
+    """Smallest predicted value of a question of this level; null, for the last level, takes all that are left."""
+    strategy: InnerStrategy
+    """The strategy for these questions: any but by_difficulty and plug-ins. It has the verifier of by_difficulty."""
+
+
+class ByDifficulty(StrategyRecord):
+    """Predicts from a few samples how hard a question is, and gives it the strategy for such questions (compute-optimal scaling)."""
+
+    formula: ClassVar[str] = (
+        "d = share of the largest answer, or mean score, of the probe; the first level with d >= at_least"
+    )
+    paper: ClassVar[str] = "Compute-optimal scaling by predicted difficulty (2408.03314)"
+    verified: ClassVar[bool] = True
+    name: Literal["by_difficulty"] = "by_difficulty"
+    probe: int = Field(4, ge=1)
+    """Answers sampled first. They count among the samples of the level's strategy."""
+    predict: Literal["agreement", "score"] = "agreement"
+    """agreement: the share of the probe that has its most frequent answer. score: the mean of the verifier's scores. High is easy."""
+    levels: list[DifficultyLevel] = Field(
+        [DifficultyLevel(at_least=0.75, strategy=Majority(n=4)), DifficultyLevel(strategy=Majority(n=16))], min_length=1
+    )
+    """From easy to hard: the first level whose `at_least` the prediction reaches is taken. By default a majority of 4 from 0.75 on, else of 16."""
+    verifier: Verifier = VerifierPart()
+    """What scores the probe (predict score), and the answers of all levels' strategies."""
+
+    @model_validator(mode="after")
+    def _check_levels(self) -> ByDifficulty:
+        *limits, last = [level.at_least for level in self.levels]
+        given = [limit for limit in limits if limit is not None]
+        if last is not None or len(given) < len(limits):
+            raise ValueError(
+                "by_difficulty.levels: the last level, and no other, has at_least null, so that every question has a level"
+            )
+        if any(easier <= harder for easier, harder in zip(given, given[1:], strict=False)):
+            raise ValueError(f"by_difficulty.levels go from easy to hard, so at_least must fall, and is {given}")
+        for level in self.levels:
+            own = getattr(level.strategy, "verifier", self.verifier)
+            if own not in (self.verifier, VerifierPart()):
+                raise ValueError(
+                    f"by_difficulty.levels: {level.strategy.name} has a verifier ({own.name}) of its own, but all levels have one: give it "
+                    "as by_difficulty.verifier"
+                )
+        used = self.predict == "score" or any(level.strategy.verified for level in self.levels)
+        if not used and self.verifier != VerifierPart():
+            raise ValueError(
+                "by_difficulty.verifier has no effect: predict is agreement, and no level's strategy compares scores"
+            )
+        return self
+
+
+STRATEGY_RECORDS: tuple[type[StrategyRecord], ...] = (*INNER_RECORDS, ByDifficulty)
 
 Strategy = choice(*STRATEGY_RECORDS)

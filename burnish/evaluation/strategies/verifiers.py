@@ -101,7 +101,9 @@ class RewardVerifier:
         self._rewards.submit([self._with_row(request) for request in requests])
 
     def poll(self, timeout_s: float | None) -> list[Score]:
-        return self._rewards.poll(timeout_s)
+        scores = self._rewards.poll(timeout_s)
+        # Details of a check against the key may state the key, and strategies quote details to the model.
+        return [replace(score, details={}) for score in scores] if self._is_oracle else scores
 
     def close(self) -> None:
         self._rewards.close()

@@ -7,6 +7,7 @@ import numpy as np
 
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, uniform_from_key
+from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import load_strategy, strategy_record
 from burnish.evaluation.strategies.search import Question, Search, SearchProgram
 from burnish.evaluation.strategies.search_tree import mean_logp
@@ -16,12 +17,16 @@ from burnish.rewards.score_types import Score
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ =+-*?.,:;!#()[]<>/\\{}\n"
 END = "$"
 """Stands for the end token in the distributions of a toy model."""
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<' + m.content + '>:' }}{% else %}{{ m.content + '<eos>' }}{% endif %}{% endfor %}"
+)
+"""A chat template: `<question>:answer`, and an end token behind each answer."""
 NextCharacter = Callable[[str], Mapping[str, float]]
 
 
-def toy_tokenizer() -> Tokenizer:
+def toy_tokenizer(chat_template: str | None = None, marks: Sequence[str] = ()) -> Tokenizer:
     """A character tokenizer with an end token."""
-    return Tokenizer.from_characters(ALPHABET)
+    return Tokenizer.from_characters(ALPHABET, marks, chat_template)
 
 
 class ToyEngine:
@@ -65,6 +70,9 @@ class ToyEngine:
                 finish = "stop"
                 break
             tokens += self.tokenizer.encode(names[pick])
+            if tokens[-1] in options.stop_tokens:
+                finish = "stop"
+                break
             written += names[pick]
             if any(stop in written for stop in options.stop):
                 finish = "stop"
@@ -89,14 +97,20 @@ def solve(
     number: int = 0,
     max_tokens: int = 64,
     budget: int | None = None,
-    render: Callable[[Sequence[Mapping[str, str]]], str] | None = None,
+    chat: str | None = None,
+    marks: Sequence[str] = (),
+    details: Callable[[str], str] | None = None,
     **options: object,
 ) -> tuple[Search, SearchProgram]:
-    """Run a strategy on one question by hand. `score` is the verifier: a function of the text; by default, likelihood."""
-    tokenizer = toy_tokenizer()
+    """Run a strategy on one question by hand. `score` is the verifier: a function of the text; by default, likelihood.
+
+    `chat` is a chat template, `marks` are control tokens, and `details` is what the verifier says of a text besides its score.
+    """
+    tokenizer = toy_tokenizer(chat, marks)
     engine = ToyEngine(tokenizer, model)
-    rendered = None if render is None else lambda messages: tuple(tokenizer.encode(render(messages)))
-    question = Question(f"q{prompt}", prompt, tuple(tokenizer.encode(prompt)), kind, render=rendered)
+    renderer = None if chat is None else ChatRenderer(tokenizer)
+    tokens = tuple(tokenizer.encode(prompt)) if renderer is None else renderer.open(prompt).tokens
+    question = Question(f"q{prompt}", prompt, tokens, kind, chat=renderer)
     search = Search(
         question,
         tokenizer,
@@ -116,5 +130,7 @@ def solve(
         for request in program.score_requests():
             node = search.nodes[int(request.id.rpartition("/")[2])]
             assert request.answer is None
-            program.take_score(Score(request.id, mean_logp(node) if score is None else score(request.completion), None))
+            value = mean_logp(node) if score is None else score(request.completion)
+            said = {} if details is None else {"toy": details(request.completion)}
+            program.take_score(Score(request.id, value, None, details=said))
     raise AssertionError("the strategy does not end")
