@@ -250,7 +250,7 @@ class Search:
             end="open",
             score=None,
             num_children=0,
-            notes={},
+            notes={"reopens": node.index},
         )
         self.nodes.append(twin)
         return twin

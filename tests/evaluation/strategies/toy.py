@@ -17,9 +17,7 @@ from burnish.rewards.score_types import Score
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ =+-*?.,:;!#()[]<>/\\{}\n"
 END = "$"
 """Stands for the end token in the distributions of a toy model."""
-TURNS = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<' + m.content + '>:' }}{% else %}{{ m.content + '<eos>' }}{% endif %}{% endfor %}"
-)
+TURNS = "{% for m in messages %}{% if m.role == 'user' %}{{ '<' + m.content + '>:' }}{% else %}{{ m.content + '<eos>' }}{% endif %}{% endfor %}"
 """A chat template: `<question>:answer`, and an end token behind each answer."""
 NextCharacter = Callable[[str], Mapping[str, float]]
 
@@ -52,7 +50,7 @@ class ToyEngine:
 
     def _complete(self, request: Request) -> Completion:
         options, end = request.sampling, self.tokenizer.eos_ids[0]
-        text = "".join(self.tokenizer.pieces(request.tokens, skip_special=True))
+        text = "".join(self.tokenizer.pieces(request.tokens, skip_special=False))
         tokens, logp, finish, written = [], [], "length", ""
         while len(tokens) < options.max_tokens:
             chances = self.model(text + written)
