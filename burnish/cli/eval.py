@@ -75,6 +75,15 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
         help="values of the first --reward of VALUE or more count as correct (default: 1 for verifiers; a function that returns numbers is graded)",
     )
     add("--best-by", metavar="PART", help="best@k selects the sample with the highest score of this reward part")
+    add(
+        "--strategy",
+        metavar="NAME",
+        help=f"how several samples or a search become one answer: {', '.join(strategy_names())}, or path/to/file.py:function; strategy.n=N, "
+        "strategy.verifier.name=NAME and so on set more (docs/test-time-scaling.md)",
+    )
+    add("--budget", type=int, metavar="TOKENS", help="most tokens that the strategy samples for a question")
+    add("--keep-trees", action="store_true", help="store all nodes of every search with its row")
+    add("--strategies", action="store_true", help="print the table of strategies")
     add("--template", choices=("auto", "chat", "plain"), help="how a prompt becomes text")
     add("--system", help="a system message (chat templates)")
     add("--prompt-key", metavar="COLUMN", help="column of the prompt in plain rows (default question)")
@@ -95,6 +104,9 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print; status 1 if no completion of some data set could be scored."""
+    if args.strategies:
+        print(strategy_table())
+        return 0
     if args.compare is not None:
         return run_compare(args)
     from burnish.evaluation.model_source import find_model
@@ -121,6 +133,27 @@ def run(args: argparse.Namespace) -> int:
         folder = tests[0].paths.completions.parent
         print(f"results      {write_combined(folder, [printer.files[t.paths.name] for t in tests], model)}")
     return int(any(result.num_failed == result.num_samples for result in printer.results.values()))
+
+
+def strategy_names() -> list[str]:
+    """The names of the strategies."""
+    from burnish.evaluation.strategies.spec import STRATEGY_RECORDS
+
+    return [str(record.model_fields["name"].default) for record in STRATEGY_RECORDS]
+
+
+def strategy_table() -> str:
+    """Every strategy with its formula, its paper and whether it compares answers by a verifier."""
+    from burnish.evaluation.strategies.spec import STRATEGY_RECORDS
+
+    width = max(map(len, strategy_names())) + 2
+    lines = [f"{'strategy':<{width}}{'verifier':<10}formula, paper"]
+    for name, record in zip(strategy_names(), STRATEGY_RECORDS, strict=True):
+        lines.append(f"{name:<{width}}{'yes' if record.verified else '-':<10}{record.formula}")
+        lines += [f"{'':<{width + 10}}{record.paper}"] if record.paper else []
+    return "\n".join(
+        [*lines, "", "`burnish eval --help` has their options; docs/test-time-scaling.md says what they do"]
+    )
 
 
 def run_compare(args: argparse.Namespace) -> int:
@@ -203,6 +236,11 @@ def make_tests(
             print_note(
                 f"{place.name}: environment.max_turns=1 ends each episode in {played.name} after the first answer; set it to play more turns"
             )
+        if args.best_by is not None and config.strategy is not None:
+            raise UserError(
+                f"--best-by selects among samples, and strategy {config.strategy.name} has chosen already; leave one of them out "
+                "(--strategy best_of_n selects by a verifier)"
+            )
         if args.best_by is not None and config.sampling.n == 1:
             raise UserError("--best-by selects among several samples: give --n above 1 and --temperature above 0")
         if not is_given("model.dtype", given, overrides, subject.config):
@@ -236,6 +274,9 @@ def option_values(args: argparse.Namespace) -> dict[str, Any]:
         "sampling.top_k": args.top_k,
         "sampling.max_tokens": args.max_tokens,
         "environment.name": args.environment,
+        "strategy.name": args.strategy,
+        "budget": args.budget,
+        "keep_trees": args.keep_trees or None,
         "reward.parts": reward_parts(args),
     }
 
@@ -284,12 +325,13 @@ class ResultPrinter:
 
     def measured(self, measured: MeasuredEval, progress: Progress) -> None:
         """Print the result of a data set that was evaluated now."""
-        from burnish.evaluation.evaluate import seconds_text
+        from burnish.evaluation.evaluate import cache_text, seconds_text
         from burnish.evaluation.session import result_record
 
         progress.clear()
         self.files[measured.job.paths.name] = result_record(measured)
-        self._show(measured.job, measured.result, seconds_text(measured.start_s, measured.work))
+        cache = cache_text(measured.work) if measured.result.searches is not None else None
+        self._show(measured.job, measured.result, seconds_text(measured.start_s, measured.work), cache)
 
     def summary(self, names: list[str]) -> str:
         """All data sets, one line each."""
@@ -297,11 +339,13 @@ class ResultPrinter:
 
         return summary_table({name: self.results[name] for name in names})
 
-    def _show(self, test: EvalJob, result: Any, seconds: str | None = None) -> None:
+    def _show(self, test: EvalJob, result: Any, seconds: str | None = None, cache: str | None = None) -> None:
         from burnish.evaluation.result import result_text
 
         self.results[test.paths.name] = result
         print(printable("\n".join([f"{test.paths.name}\n"] if self.is_many else []) + result_text(result)))
+        if cache is not None:
+            print(f"cache        {cache}")
         if seconds is not None:
             print(f"seconds      {seconds}")
         print(f"completions  {test.paths.completions}" + ("\n" if self.is_many else ""))

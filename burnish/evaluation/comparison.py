@@ -20,12 +20,13 @@ from burnish.config.errors import UserError
 from burnish.evaluation.completions import SUFFIXES, read_completions
 from burnish.evaluation.output_paths import COMBINED_NAME, read_result
 from burnish.evaluation.result import Row, aligned_lines, by_question, estimate_json, interval_text
+from burnish.evaluation.search_results import summarise_searches
 from burnish.evaluation.statistics import Z95, Estimate, mean_at_k, student_t95
 
 MAX_DENOMINATOR = 1000
 """Finest grid of differences in the exact test. Sample counts rarely have a larger common multiple."""
-IGNORED_SETTINGS = ("model.content", "model.dtype")
-"""Settings that may differ between two models without a note."""
+IGNORED_SETTINGS = ("model.content", "model.dtype", "keep_trees")
+"""Settings that may differ between two evaluations without a note."""
 
 
 def mean_difference(values: Sequence[float]) -> Estimate:
@@ -110,6 +111,8 @@ class Comparison:
     neither: int
     is_sampled: bool
     """Whether a question has several samples in either evaluation."""
+    is_oracle: tuple[bool, bool] = (False, False)
+    """Whether a strategy chose the completions of A, and those of B, by the expected answers."""
     changed: list[Row] = field(default_factory=list)
     """Questions whose mean differs, largest difference first."""
 
@@ -157,8 +160,18 @@ def compare(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
         only_b=right.count((False, True)),
         neither=right.count((False, False)),
         is_sampled=any(len(group) > 1 for side in groups for group in side),
+        is_oracle=(_is_oracle(a), _is_oracle(b)),
         changed=sorted(changed, key=lambda row: -abs(row["difference"])),
     )
+
+
+def _is_oracle(rows: Sequence[Row]) -> bool:
+    found = summarise_searches(rows)
+    return found is not None and found.is_oracle
+
+
+def _oracle_label(is_oracle: bool) -> str:
+    return "  (oracle)" if is_oracle else ""
 
 
 def comparison_table(found: Comparison, pair: CompletionsPair) -> str:
@@ -167,8 +180,8 @@ def comparison_table(found: Comparison, pair: CompletionsPair) -> str:
     test = "sign-flip test over questions" if found.is_sampled else "McNemar's exact test"
     rows = [
         (pair.name, f"{found.num_questions:,} questions" + (f" ({found.num_left_out:,} are only in one, or not scored)" if found.num_left_out else "")),
-        ("A", f"{interval_text(found.a)}  {pair.a}"),
-        ("B", f"{interval_text(found.b)}  {pair.b}"),
+        ("A", f"{interval_text(found.a)}  {pair.a}{_oracle_label(found.is_oracle[0])}"),
+        ("B", f"{interval_text(found.b)}  {pair.b}{_oracle_label(found.is_oracle[1])}"),
         ("B - A", f"{d.mean:+.3f}  (95% interval {d.low:+.3f} to {d.high:+.3f})  p = {found.p_value:.2g}, {test}"),
         ("both right", f"{found.both:,}" + ("  (right: more than half of the samples)" if found.is_sampled else "")),
         ("only A", f"{found.only_a:,}"),
@@ -181,8 +194,8 @@ def comparison_table(found: Comparison, pair: CompletionsPair) -> str:
 def comparison_json(found: Comparison, pair: CompletionsPair) -> dict[str, Any]:
     """Return the comparison as plain values for JSON."""
     return {
-        "a": {"completions": str(pair.a), **estimate_json(found.a)},
-        "b": {"completions": str(pair.b), **estimate_json(found.b)},
+        "a": {"completions": str(pair.a), **estimate_json(found.a), "oracle": found.is_oracle[0]},
+        "b": {"completions": str(pair.b), **estimate_json(found.b), "oracle": found.is_oracle[1]},
         "difference": estimate_json(found.difference),
         "p_value": found.p_value,
         "num_questions": found.num_questions,

@@ -24,6 +24,7 @@ from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, PLAYERS
 from burnish.data.prompt_pool import Prompt
 from burnish.evaluation.answers import read_answer
 from burnish.evaluation.result import Row
+from burnish.evaluation.strategies.search_tree import SEARCH
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.durable_files import append, atomic_write
 from burnish.trainers.episode_rows import episode_entries, opening_text
@@ -34,7 +35,14 @@ TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "langua
 SYNC_INTERVAL_S = 1.0
 """A loss of power costs at most this many seconds of completions. A kill costs only those that are being scored."""
 MAX_SHOWN_SETTINGS = 8
-_OBJECTS = ("tags", "parts", "turns", "events", "metrics")  # JSON text in parquet, where a column has one type
+_OBJECTS = (
+    "tags",
+    "parts",
+    "turns",
+    "events",
+    "metrics",
+    "search",
+)  # JSON text in parquet, where a column has one type
 _COLUMNS = ("id", "sample", "completion", "accuracy", "reward", "length", "answer")
 
 
@@ -62,6 +70,7 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
         "truncated": t.truncated and t.finish != "turns",
         "timed_out": bool(t.metadata.get("timed_out")),
         "error": t.error,
+        **({SEARCH: t.metadata[SEARCH]} if SEARCH in t.metadata else {}),
     }
 
 
@@ -99,7 +108,7 @@ def encode_row(row: Row) -> bytes:
 
 
 def write_completions(path: Path, rows: list[Row]) -> None:
-    """Write the rows. `tags` and `parts` are objects in jsonl and JSON text in parquet."""
+    """Write the rows. `tags`, `parts` and `search` are objects in jsonl and JSON text in parquet."""
     if path.suffix == ".jsonl":
         atomic_write(path, b"".join(map(encode_row, rows)))
         return

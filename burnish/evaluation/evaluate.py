@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,19 @@ from burnish.distributed.roles import build_engine, build_environment_driver
 from burnish.evaluation.answers import verifier_of
 from burnish.evaluation.completions import completion_row, episode_row
 from burnish.evaluation.result import Result, Row, summarise
+from burnish.evaluation.search_results import cache_hit_rate
+from burnish.evaluation.strategies.search_runner import SearchRunner
+from burnish.evaluation.strategies.search_tree import SEARCH
+from burnish.inference.engine_common import EngineStats
 from burnish.models.compatibility import digest_parts, model_digest
-from burnish.models.policy import PolicyModel
+from burnish.models.policy import PolicyModel, find_directory
+from burnish.rewards.reward_parts import MODEL
 from burnish.rewards.scoring import Rewards
 from burnish.rollout.runner import RolloutRunner
-from burnish.rollout.scoring import SUBMIT_CHUNK, Progress, RoundBuilder, apply_score
+from burnish.rollout.scoring import SUBMIT_CHUNK, Progress, apply_score, score_request
 from burnish.run.run_directory import flatten_keys
 
+Driver = RolloutRunner | SearchRunner
 SEND_EVERY_S = 0.25
 """Completions are sent to the scorers this often, even if few have finished."""
 IGNORED_KEYS = ("max_rows", "reward.workers", "model.device", "data.source.path")
@@ -48,6 +54,21 @@ class WorkStats:
     generate_s: float
     score_s: float
     """Seconds spent waiting for scores after the last completion."""
+    context_tokens: int = 0
+    """Tokens of the contexts of all requests of a strategy."""
+    prefilled_tokens: int | None = None
+    """Those of them that the engine computed, because they were not in its cache; None if it does not count them."""
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Return the share of the strategy's context tokens that came from the engine's cache."""
+        return cache_hit_rate(self.context_tokens, self.prefilled_tokens)
+
+
+def cache_text(work: WorkStats) -> str:
+    """Describe how much of the contexts of a strategy came from the engine's cache."""
+    rate = "-" if work.cache_hit_rate is None else f"{work.cache_hit_rate:.1%}"
+    return f"{rate} of {work.context_tokens:,} context tokens were not prefilled again"
 
 
 def seconds_text(start_s: float | None, work: WorkStats) -> str:
@@ -73,7 +94,7 @@ def make_driver(
 
 
 def sample_and_score(
-    driver: RolloutRunner,
+    driver: Driver,
     rewards: Rewards,
     prompts: Sequence[Prompt],
     n: int,
@@ -88,15 +109,18 @@ def sample_and_score(
     The noise depends on the `eval` stream, the prompt's id and the sample index alone. So an interrupted evaluation ends
     with the same completions. `parts` are the reward parts; they determine how answers are extracted.
     """
-    scoring = RoundBuilder(driver, rewards, [PromptSample(p, 0) for p in prompts], progress)
-    kinds = {p.row.id: (p, verifier_of(parts, p.row.data_source, p.row.extra)) for p in prompts}
-    queue = _ScoringQueue(scoring, kinds, keep)
-    total = sum(not driver.is_sampled(draw, sample, done) for draw in scoring.draws for sample in range(n))
+    draws = [PromptSample(p, 0) for p in prompts]
+    kinds = {p.row.id: verifier_of(parts, p.row.data_source, p.row.extra) for p in prompts}
+    queue = _ScoringQueue(driver, rewards, draws, kinds, keep)
+    total = sum(not driver.is_sampled(draw, sample, done) for draw in draws for sample in range(n))
     what = "episodes" if has_environment(driver) else "completions"
     ended = set[tuple[str, int]]()  # the players of a game end together
-    num_tokens, started = 0, time.perf_counter()
-    for trajectory in driver.run(scoring.draws, n, sampling, "eval", done):
-        num_tokens += trajectory.num_actions
+    num_tokens, num_context, started = 0, 0, time.perf_counter()
+    before = _prefilled_tokens(driver.engine)
+    for trajectory in driver.run(draws, n, sampling, "eval", done):
+        search = trajectory.metadata.get(SEARCH)
+        num_tokens += trajectory.num_actions if search is None else search["tokens"]
+        num_context += 0 if search is None else search["context_tokens"]
         ended.add((trajectory.prompt_id, driver.episode_index(trajectory.sample)))
         queue.add(trajectory)
         progress(f"{len(ended)}/{total} {what}, {num_tokens / (time.perf_counter() - started):,.0f} tokens/s")
@@ -105,10 +129,19 @@ def sample_and_score(
     while rewards.pending:
         queue.take(None)
         progress(f"scoring, {rewards.pending} left")
-    return WorkStats(num_tokens, generated - started, time.perf_counter() - generated)
+    after = _prefilled_tokens(driver.engine)
+    prefilled = None if before is None or after is None else after - before
+    scored_s = time.perf_counter() - generated
+    return WorkStats(num_tokens, generated - started, scored_s, num_context, prefilled)
 
 
-def has_environment(driver: RolloutRunner) -> bool:
+def _prefilled_tokens(engine: Engine) -> int | None:
+    """Return how many tokens a native engine has prefilled so far; None for others."""
+    stats = getattr(engine, "stats", None)
+    return stats.prefilled_tokens if isinstance(stats, EngineStats) else None
+
+
+def has_environment(driver: Driver) -> bool:
     """Whether completions are answered, so that a sample is an episode."""
     return driver.host is not None or driver.max_turns > 1
 
@@ -117,9 +150,15 @@ class _ScoringQueue:
     """Sends completions to the scorers in batches, and keeps them as their scores return."""
 
     def __init__(
-        self, scoring: RoundBuilder, kinds: dict[str, tuple[Prompt, str]], keep: Callable[[list[Row]], None]
+        self,
+        driver: Driver,
+        rewards: Rewards,
+        draws: Sequence[PromptSample],
+        kinds: Mapping[str, str],
+        keep: Callable[[list[Row]], None],
     ) -> None:
-        self.scoring, self.kinds, self.keep = scoring, kinds, keep
+        self.driver, self.rewards, self.kinds, self.keep = driver, rewards, kinds, keep
+        self.draws = {draw.prompt.row.id: draw for draw in draws}
         self.fresh: list[Trajectory] = []
         self.waiting: dict[str, Trajectory] = {}
         self.sent = time.perf_counter()
@@ -134,15 +173,16 @@ class _ScoringQueue:
     def send(self) -> None:
         """Send finished completions to the scorers, except those that their environment scored or that failed."""
         self._keep([t for t in self.fresh if t.reward is not None or t.error is not None])
-        self.waiting.update((t.id, t) for t in self.fresh if t.reward is None and t.error is None)
-        self.scoring.submit(self.fresh)
+        unscored = [t for t in self.fresh if t.reward is None and t.error is None]
+        self.waiting.update((t.id, t) for t in unscored)
+        self.rewards.submit([score_request(t, self.draws[t.prompt_id]) for t in unscored])
         self.fresh.clear()
         self.sent = time.perf_counter()
 
     def take(self, timeout_s: float | None) -> None:
         """Keep what has been scored; wait at most `timeout_s` for the first score."""
         scored = []
-        for score in self.scoring.rewards.poll(timeout_s):
+        for score in self.rewards.poll(timeout_s):
             scored.append(self.waiting.pop(score.id))
             apply_score(scored[-1], score)
         self._keep(scored)
@@ -152,10 +192,10 @@ class _ScoringQueue:
             self.keep([self._row(t) for t in trajectories])
 
     def _row(self, t: Trajectory) -> Row:
-        driver = self.scoring.runner
+        driver, prompt, kind = self.driver, self.draws[t.prompt_id].prompt, self.kinds[t.prompt_id]
         if not has_environment(driver):
-            return completion_row(*self.kinds[t.prompt_id], t)
-        return episode_row(*self.kinds[t.prompt_id], t, driver.episode_index(t.sample), driver.tokenizer)
+            return completion_row(prompt, kind, t)
+        return episode_row(prompt, kind, t, driver.episode_index(t.sample), driver.tokenizer)
 
 
 def in_data_order(rows: Sequence[Row], prompts: Sequence[Prompt]) -> list[Row]:
@@ -199,6 +239,7 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
         flat["data.source.files"] = [file.name for file in files]
         flat["data.source.content"] = digest_parts([file.read_bytes() for file in files])
     plugins = [("reward", part["name"]) for part in resolved["reward"]["parts"]] + [("environment", environment)]
+    plugins += _strategy_settings(flat, resolved.get("strategy"), base)
     plugins += [("tool", tool["name"]) for tool in resolved["environment"]["tools"]]
     target = resolved["environment"]["options"].get("target")  # the class that an adapter plays
     plugins += [("environment", target)] if isinstance(target, str) else []
@@ -211,3 +252,19 @@ def fingerprint(resolved: dict[str, Any], base: Path, model: Path) -> dict[str, 
             flat[f"{what}.content of {name}"] = digest_parts([file.read_bytes()])
     plain: dict[str, Any] = json.loads(json.dumps(flat))
     return plain
+
+
+def _strategy_settings(flat: dict[str, Any], strategy: dict[str, Any] | None, base: Path) -> list[tuple[str, str]]:
+    """Return the names of a strategy and its verifier, and put the content of a verifier's model in the place of its path."""
+    if strategy is None:  # its settings have no effect
+        for key in ("strategy", "budget", "keep_trees"):
+            flat.pop(key, None)
+        return []
+    verifier = strategy.get("verifier") or strategy.get("options", {}).get("verifier")
+    verifier = {"name": verifier} if isinstance(verifier, str) else verifier or {}
+    path = verifier.get("options", {}).get("path")
+    if verifier.get("name") == MODEL and isinstance(path, str):
+        for key in ("strategy.verifier.options.path", "strategy.options.verifier.options.path"):
+            flat.pop(key, None)
+        flat["strategy.verifier.content"] = model_digest(find_directory(path, base))
+    return [("strategy", strategy["name"]), *([("verifier", verifier["name"])] if verifier else [])]

@@ -18,6 +18,7 @@ from burnish.evaluation.episode_results import (
     player_table,
     summarise_episodes,
 )
+from burnish.evaluation.search_results import SearchResult, search_lines, searches_json, summarise_searches
 from burnish.evaluation.statistics import (
     Estimate,
     best_at_k,
@@ -89,6 +90,8 @@ class Result:
     """Accuracy by subject, level and so on, if the questions have several."""
     episodes: EpisodeResult | None = None
     """Only if an environment answered the completions."""
+    searches: SearchResult | None = None
+    """Only if a strategy chose the completions."""
     rows: list[Row] = field(default_factory=list)
     """One row per sample, in the order of the questions. In a game of several players, one per player of a sample."""
 
@@ -96,6 +99,11 @@ class Result:
     def first_error(self) -> str | None:
         """The error of the first sample whose scoring failed."""
         return next((row["error"] for row in self.rows if row["error"]), None)
+
+    @property
+    def label(self) -> str:
+        """Return what stands behind the name of a result: that an oracle chose."""
+        return " (oracle)" if self.searches is not None and self.searches.is_oracle else ""
 
 
 def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
@@ -128,6 +136,7 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
         num_timed_out=sum(bool(row["timed_out"]) for row in rows),
         tables=_tables(scored),
         episodes=summarise_episodes(rows),
+        searches=summarise_searches(rows),
         rows=list(rows),
     )
 
@@ -240,12 +249,13 @@ def _mean(values: Sequence[float]) -> float:
 def result_text(result: Result) -> str:
     """Return the main numbers as text, one per line."""
     n = result.n
-    rows = [("prompts", f"{result.num_prompts:,}" + (f" x {n} samples" if n > 1 else ""))]
+    unit = "samples" if result.searches is None else "searches"
+    rows = [("prompts", f"{result.num_prompts:,}" + (f" x {n} {unit}" if n > 1 else ""))]
     episodes = result.episodes
     players = episodes.players if episodes is not None else {}
     if result.accuracy is not None or not players:  # the players of a game win or lose: their table says how often
         missing = NO_ACCURACY if episodes is None else NO_SUCCESS
-        rows.append((accuracy_name(n), interval_text(result.accuracy) if result.accuracy else missing))
+        rows.append((accuracy_name(n), interval_text(result.accuracy) + result.label if result.accuracy else missing))
     rows += [(f"pass@{k}", interval_text(e)) for k, e in result.pass_at.items() if n > 1]
     rows += [(f"maj@{k}", interval_text(e)) for k, e in result.maj_at.items()]
     if not players:
@@ -261,7 +271,8 @@ def result_text(result: Result) -> str:
     rows += [("in format", f"{result.formatted.mean:.1%}")] if result.formatted else []
     rows.append(("mean length", length_text(result)))
     rows += [("timed out", f"{result.num_timed_out} answers, counted as wrong")] if result.num_timed_out else []
-    rows += [("failed", f"{result.num_failed} samples, not counted")] if result.num_failed else []
+    rows += [("failed", f"{result.num_failed} {unit}, not counted")] if result.num_failed else []
+    rows += search_lines(result.searches) if result.searches is not None else []
     tables = [_table_text(column, shares) for column, shares in result.tables.items()]
     tables += [player_table(players)] if players else []
     return "\n".join([aligned_lines(rows), *tables])
@@ -313,7 +324,7 @@ def _summary_row(name: str, result: Result) -> list[str]:
     n, accuracy = result.n, result.accuracy
     passed, voted = result.pass_at.get(n) if n > 1 else None, result.maj_at.get(n)
     return [
-        name,
+        name + result.label,
         f"{result.num_prompts:,}",
         str(n),
         f"{accuracy.mean:.3f}" if accuracy else "-",
@@ -354,6 +365,7 @@ def result_json(result: Result) -> dict[str, Any]:
         "failed": result.num_failed,
         "timed_out": result.num_timed_out,
         **({} if result.episodes is None else {"episodes": episodes_json(result.episodes)}),
+        **({} if result.searches is None else {"search": searches_json(result.searches)}),
         "by": {
             column: {
                 name: {"num_questions": s.num_questions, **estimate_json(s.accuracy)} for name, s in shares.items()

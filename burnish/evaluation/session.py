@@ -24,17 +24,17 @@ from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, refuse_tools
 from burnish.distributed.roles import build_engine, build_scorers, find_paged_engine
 from burnish.environments.registry import check_template_for_turns
 from burnish.evaluation.completions import PartialCompletions, write_completions
-from burnish.evaluation.evaluate import WorkStats, in_data_order, make_driver, sample_and_score
+from burnish.evaluation.evaluate import Driver, WorkStats, in_data_order, make_driver, sample_and_score
 from burnish.evaluation.model_source import fit_max_tokens, stored_dtype
 from burnish.evaluation.output_paths import COMBINED_NAME, OutputPaths
 from burnish.evaluation.result import Result, result_json, summarise
 from burnish.evaluation.settings import EvalConfig
+from burnish.evaluation.strategies.build import build_search_runner
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, cache_token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
 from burnish.rewards.reward_parts import check_parts
 from burnish.rewards.scoring import Rewards
-from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import Progress
 from burnish.rollout.validation import sampling_options
 from burnish.run.durable_files import atomic_write
@@ -77,8 +77,9 @@ class PreparedEval:
 
     @property
     def num_requests(self) -> int:
-        """Number of completions to sample."""
-        return len(self.prompts) * self.job.config.sampling.n
+        """Number of completions to sample; with a strategy, how many of them can be open at once."""
+        width = getattr(self.job.config.strategy, "n", 1)
+        return len(self.prompts) * self.job.config.sampling.n * width
 
     @property
     def longest_prompt(self) -> int:
@@ -149,14 +150,31 @@ def run_evaluations(
                     rewards.attach_scorers(build_scorers(one.job.config.reward, policy.tokenizer, one.job.base))
                 _check_rows(rewards, one)
                 num_found = len(journal.rows)
-                config, base = one.job.config, one.job.base
-                driver = make_driver(policy, engine, config.seed, config.environment, base, config.data.template)
+                driver = _driver(one, policy, engine)
                 inner.callback(driver.close)
                 work = _measure(one, journal, driver, rewards, say, progress)
             found.append(_finish(one, journal, best_by, work, start_s, num_found))
             journal.close(remove=True)
             show(found[-1])
         return found
+
+
+def _driver(one: PreparedEval, policy: PolicyModel, engine: Engine) -> Driver:
+    config, base = one.job.config, one.job.base
+    if config.strategy is None:
+        return make_driver(policy, engine, config.seed, config.environment, base, config.data.template)
+    return build_search_runner(
+        config.strategy,
+        policy,
+        engine,
+        config.reward,
+        [prompt.row for prompt in one.prompts],
+        config.seed,
+        base,
+        config.data.template,
+        config.budget,
+        config.keep_trees,
+    )
 
 
 def _check_rows(rewards: Rewards, one: PreparedEval) -> None:
@@ -267,7 +285,7 @@ def _warmup_note(engine: Engine) -> str:
 def _measure(
     one: PreparedEval,
     journal: PartialCompletions,
-    driver: RolloutRunner,
+    driver: Driver,
     rewards: Rewards,
     say: Say,
     progress: Progress,
@@ -278,6 +296,7 @@ def _measure(
     num_done = len({(row["id"], row.get("episode", row["sample"])) for row in journal.rows})
     goes_on = f"; {num_done:,} are there already" if done else ""
     played = "" if config.environment.name == SINGLE_TURN else f" in environment {config.environment.name}"
+    played += "" if config.strategy is None else f" by strategy {config.strategy.name}"
     say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{played}{goes_on}")
     try:
         return sample_and_score(
@@ -317,6 +336,7 @@ def result_record(measured: MeasuredEval) -> dict[str, Any]:
         "resumed": measured.num_found,
         "tokens": work.num_tokens,
         "tokens_per_second": work.num_tokens / work.generate_s if work.generate_s else None,
+        **({} if measured.result.searches is None else {"cache_hit_rate": work.cache_hit_rate}),
         "device": _device(measured.job.config.model),
         "completions": measured.job.paths.completions.name,
         "settings": measured.job.settings,

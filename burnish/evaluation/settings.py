@@ -33,6 +33,7 @@ from burnish.config.records import Record, name_to_record
 from burnish.config.schema import ValidationMode
 from burnish.data.files import find_files, read_records
 from burnish.data.published_datasets import BENCHMARKS, benchmark_source
+from burnish.evaluation.strategies.spec import Strategy
 from burnish.rewards.verifiers import VERIFIERS
 
 TASK_PREFIX = "task:"
@@ -72,6 +73,12 @@ class EvalConfig(Record):
     """What answers a completion; of a run, the one it was trained in."""
     reward: Reward = Reward()
     """What counts as right, where the environment does not say."""
+    strategy: Strategy | None = None
+    """How several samples of a question, or a search, become one answer (test-time scaling); null evaluates single samples."""
+    budget: int | None = Field(None, ge=1)
+    """Most tokens that the strategy samples for a question, in all branches; null means what its options ask for."""
+    keep_trees: bool = False
+    """Store all nodes of every search with its row, under `search.tree`."""
     max_rows: int | None = Field(None, ge=1)
     """Most sequences decoded at once; null means as many as a GPU's memory holds, and 256 on a CPU."""
 
@@ -88,7 +95,26 @@ class EvalConfig(Record):
                 f"n={self.sampling.n} samples at temperature 0 are all alike and tell no more than one; "
                 "give --temperature above 0, or --n 1"
             )
+        self._check_strategy()
         return self
+
+    def _check_strategy(self) -> None:
+        strategy = self.strategy
+        if strategy is None:
+            unused = [key for key in ("budget", "keep_trees") if getattr(self, key)]
+            if unused:
+                raise ValueError(f"{unused[0]} belongs to a strategy, and none is set: give --strategy NAME")
+            return
+        if self.environment.name != SINGLE_TURN:
+            raise ValueError(
+                f"strategy {strategy.name} answers a question in one turn, and environment {self.environment.name} plays episodes; leave the "
+                f"strategy out, or give --environment {SINGLE_TURN}"
+            )
+        if self.sampling.temperature == 0 and getattr(strategy, "needs_variety", False):
+            raise ValueError(
+                f"strategy {strategy.name} compares several answers, and at temperature 0 (the default) they are all alike; "
+                "give --temperature above 0, such as 0.7 or 1"
+            )
 
     def prompts(self, positions: int | None) -> Data:
         """Return the data section for the prompt reader. At least one position is left for the answer."""

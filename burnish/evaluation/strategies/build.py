@@ -59,4 +59,5 @@ def build_search_runner(
         chat if chat.is_chat else None,
         keep_trees,
         on_step,
+        {"strategy": strategy.name} | ({} if part is None else {"verifier": part.name}),
     )

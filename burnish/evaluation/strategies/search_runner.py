@@ -7,25 +7,22 @@ are open at once: while one waits for its verifier, the engine decodes the other
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from burnish.config.errors import UserError
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import TokenNode, Trajectory
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import StartStrategy
 from burnish.evaluation.strategies.search import STREAM, Choice, Question, Search, SearchProgram
-from burnish.evaluation.strategies.search_tree import answer_trajectory, mean_logp
+from burnish.evaluation.strategies.search_tree import SEARCH, SearchNode, answer_trajectory, mean_logp
 from burnish.evaluation.strategies.verifiers import Verifier
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import Score, ScoreRequest
 
-SEARCH = "search"
-"""Metadata key of a trajectory that a strategy chose: what the search cost, its votes and its numbers."""
 SCORE_BATCH = 64
 """Paths that wait for a local verifier while the engine is busy. More of them make its passes no faster."""
 VERIFIER_WAIT_S = 0.2
@@ -54,15 +51,16 @@ class SearchRunner:
         chat: ChatRenderer | None = None,
         keep_trees: bool = False,
         on_step: Callable[[SearchProgram], None] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         """`kinds` gives the verifier that says where an answer is in a completion. Without `verifier`, scores are mean log-probs.
 
         `budget` limits the tokens of one search. With `keep_trees`, trajectories have all nodes in their metadata. `on_step` is called
-        whenever a search has changed.
+        whenever a search has changed. `names` are those of the strategy and its verifier, which every record of a search holds.
         """
         self.engine, self.tokenizer, self.start, self.verifier, self.kinds = engine, tokenizer, start, verifier, kinds
         self.seed, self.budget, self.max_positions, self.chat = seed, budget, max_positions, chat
-        self.keep_trees, self.on_step = keep_trees, on_step
+        self.keep_trees, self.on_step, self.names = keep_trees, on_step, dict(names or {})
         self._programs: dict[str, SearchProgram] = {}
         self._draws: dict[str, tuple[PromptSample, int, float]] = {}
 
@@ -177,7 +175,7 @@ class SearchRunner:
 
     def _trajectory(self, program: SearchProgram, draw: PromptSample, number: int, started: float) -> Trajectory:
         search, row = program.search, draw.prompt.row.id
-        found: dict[str, Any] = search_record(program) | {"wall_s": time.perf_counter() - started}
+        found: dict[str, Any] = self.names | search_record(program) | {"wall_s": time.perf_counter() - started}
         if self.keep_trees:
             found["tree"] = tree_record(search, program.choice)
         if program.choice is None:
@@ -199,11 +197,18 @@ def search_record(program: SearchProgram) -> dict[str, Any]:
         "verifier_calls": cost.scores,
         "verifier_failures": cost.failed_scores,
     }
+    whole = [len(node.tokens) for node in program.search.nodes if _is_whole_answer(node)]
+    found |= {"answer_tokens": sum(whole) / len(whole)} if whole else {}
     if choice is not None:
         found |= {"votes": dict(choice.votes)} if choice.votes else {}
         found |= {"score": choice.node.score} if choice.node.score is not None else {}
         found |= dict(choice.numbers)
     return found
+
+
+def _is_whole_answer(node: SearchNode) -> bool:
+    """Whether one request sampled a whole answer to the question, as a single sample would."""
+    return node.is_sampled and node.end != "open" and node.parent is not None and node.parent.index == 0
 
 
 def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:
@@ -223,11 +228,3 @@ def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:
         }
         for node in search.nodes
     ]
-
-
-def refuse_environment(name: str, strategy: str) -> None:
-    """Raise for an environment: a strategy answers a question, and does not play."""
-    raise UserError(
-        f"strategy {strategy} answers questions in one turn, and environment {name} plays several; leave the strategy out, or give "
-        "environment.name=single_turn"
-    )

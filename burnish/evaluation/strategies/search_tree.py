@@ -16,6 +16,8 @@ import numpy as np
 from burnish.core.pictures import PictureSpan
 from burnish.core.trajectory import TokenNode, Trajectory, TrajectoryFinish
 
+SEARCH = "search"
+"""Metadata key of a trajectory that a strategy chose: what the search cost, its votes and its numbers."""
 NodeEnd = Literal["open", "stop", "length"]
 """open: the answer goes on (a step ended, or a strategy wrote the node). stop: an end token. length: the answer's limit of tokens."""
 

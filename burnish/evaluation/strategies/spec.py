@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from burnish.config.records import Record, Slot, choice, name_to_record
 
@@ -33,13 +33,32 @@ class StrategyRecord(Slot):
 
     verified: ClassVar[bool] = False
     """Whether it compares candidates by a verifier."""
+    needs_variety: ClassVar[bool] = True
+    """Whether it compares several answers, which are all alike at temperature 0."""
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return this strategy with the work of `budget` parallel answers, for `burnish eval --scaling`; None if it has no such size.
+
+        The option `n` is that work. A strategy whose work has another option, or another rule, has its own method.
+        """
+        if "n" not in type(self).model_fields:
+            return None
+        try:
+            return type(self).model_validate({**self.model_dump(exclude_unset=True), "n": budget})
+        except ValidationError:
+            return None
 
 
 class Single(StrategyRecord):
     """One answer: the baseline that the cost of every other strategy is compared with."""
 
     formula: ClassVar[str] = "y ~ p(y | x)"
+    needs_variety: ClassVar[bool] = False
     name: Literal["single"] = "single"
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return itself for a budget of one answer."""
+        return self if budget == 1 else None
 
 
 class Majority(StrategyRecord):
@@ -274,4 +293,7 @@ class ByDifficulty(StrategyRecord):
 
 STRATEGY_RECORDS: tuple[type[StrategyRecord], ...] = (*INNER_RECORDS, ByDifficulty)
 
-Strategy = choice(*STRATEGY_RECORDS)
+if TYPE_CHECKING:
+    Strategy = Slot
+else:
+    Strategy = choice(*STRATEGY_RECORDS)

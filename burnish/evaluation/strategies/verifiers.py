@@ -159,7 +159,7 @@ def build_verifier(
     if part.name == JUDGE and JudgeOptions.of(part.options, where).shows_expected:
         raise UserError(
             f"{where}: the judge's template shows the expected answer ({{expected}}), which a strategy may not see: give options.template "
-            "a text with {question} and {answer}, and options.parse score or boxed"
+            "a text with {question} and {answer}, and options.parser score or boxed"
         )
     return RewardVerifier(_scored(_with_part(reward, part.name, part.options), policy.tokenizer, base))
 
