@@ -23,9 +23,19 @@ from burnish.evaluation.strategies.registry import strategy_record
 from burnish.evaluation.strategies.search_tree import SEARCH
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, StrategyRecord
 from burnish.models.policy import PolicyModel, load_policy
+from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import Score, ScoreRequest
+from tests.evaluation.strategies.toy import TURNS
 
 KEYLESS = ("likelihood", "self_certainty", "plug.py:score", *verifiers.KEYLESS_REWARDS)
+ALPHABET = "0123456789>\n. <:again"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "revise": {"request": "again", "rounds": 1},
+    "budget_forcing": {"wait": "again", "think_end": "9", "answer_prompt": ":", "answer_tokens": 2},
+}
+"""Options that fit the small model, by strategy."""
+VERIFIED = {"revise": {"choose": "best"}, "by_difficulty": {"predict": "score"}}
+"""Options with which a strategy uses its verifier, where that is not always so."""
 REWARD = Reward(parts=[RewardPart(name="exact")], workers=1)
 
 
@@ -63,8 +73,11 @@ class TextRewards:
 
 @pytest.fixture(scope="module")
 def policy() -> PolicyModel:
+    """A tiny random decoder whose character tokenizer has a chat template."""
+    alphabet = "".join(dict.fromkeys(ALPHABET))
     new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=96)
-    return load_policy(Model(new=new, dtype="float64", device="cpu"), None, "0123456789>\n", seed=1)
+    plain = load_policy(Model(new=new, dtype="float64", device="cpu"), None, alphabet, seed=1)
+    return PolicyModel(plain.module, Tokenizer.from_characters(alphabet, chat_template=TURNS), None, "chat")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +124,9 @@ def test_the_choice_is_the_same_for_answers_that_are_permuted_or_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verifiers, "_scored", lambda reward, tokenizer, base: TextRewards())
-    options: dict[str, Any] = {} if verifier is None else {"verifier": {"name": verifier}}
+    options: dict[str, Any] = dict(OPTIONS.get(name, {}))
+    if verifier is not None:
+        options |= {**VERIFIED.get(name, {}), "verifier": {"name": verifier}}
     if verifier == "judge":
         judge = {"url": "http://localhost:1", "model": "m", "template": "{question} {answer}", "parser": "score"}
         options["verifier"]["options"] = judge
