@@ -69,7 +69,7 @@ from burnish.training.auxiliary_models import Critic, ProcessRewardModel, traina
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 from burnish.training.reference import Reference, make_reference
-from burnish.training.reward_scorer import ModelScorer
+from burnish.training.reward_scorer import ModelScorer, delimiter_to_read
 
 if TYPE_CHECKING:
     from burnish.gateway.endpoint import RecordingEndpoint
@@ -87,6 +87,7 @@ def build_scorers(
         if part.name == MODEL:
             options = RewardModelOptions.of(part.options, f"reward.parts[{index}] (model)")
             directory = find_directory(options.path, base, with_weights=MODEL in kinds)
+            delimiter_to_read(directory, options)
             if MODEL in kinds:
                 made[index] = ModelScorer(directory, options, tokenizer)
         elif part.name == JUDGE:
@@ -103,16 +104,16 @@ def build_reward_models(reward: Reward, tokenizer: Tokenizer, base: Path | None)
 
 
 def build_policy(
-    config: Model, sources: list[Source], seed: int, base: Path | None, ranks: Ranks = SOLO
+    config: Model, sources: list[Source], seed: int, base: Path | None, ranks: Ranks = SOLO, characters: str = ""
 ) -> PolicyModel:
     """The policy that a run starts from: a model directory, with an adapter if configured, or a new decoder.
 
-    With several ranks it is on the CPU or without values, and must be divided among them (`parallelize_model`): no device holds all of it.
+    A new one's tokenizer has the characters of the sources and the given ones. With several ranks it is on the CPU or without values, and must be divided among them (`parallelize_model`): no device holds all of it.
     """
     path, adapter = _directories(config, base, with_weights=True)
     is_divided = ranks.mesh is not None
     where = config.model_copy(update={"device": "cpu"}) if is_divided else config
-    return load_policy(where, path, alphabet_of(sources, seed), seed, adapter, may_defer=is_divided)
+    return load_policy(where, path, alphabet_of(sources, seed, characters), seed, adapter, may_defer=is_divided)
 
 
 def build_outline(config: Model, sources: list[Source], seed: int, base: Path | None) -> PolicyOutline:

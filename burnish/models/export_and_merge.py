@@ -25,6 +25,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.yaml_text import read_json_object
+from burnish.models.answer_steps import STEP_FILE
 from burnish.models.architecture import read_config
 from burnish.models.compatibility import check_same_architecture, check_same_tokenizer
 from burnish.models.heads import SCORE_STATISTICS_FILE, load_score_model
@@ -82,8 +83,9 @@ def merge_adapter(source: Path, out: Path, dtype: torch.dtype | None) -> None:
         write_contents(
             out, score_model.contents(keep_in_place, base_model_of(source), Tokenizer.load(source), merged=True)
         )
-        if (source / SCORE_STATISTICS_FILE).is_file():
-            shutil.copyfile(source / SCORE_STATISTICS_FILE, out / SCORE_STATISTICS_FILE)
+        for file in (SCORE_STATISTICS_FILE, STEP_FILE):
+            if (source / file).is_file():
+                shutil.copyfile(source / file, out / file)
         return
     policy = load_policy(Model.model_validate({"dtype": name, "device": "cpu"}), source, None, seed=0)
     save_merged(policy, out)

@@ -32,6 +32,7 @@ EACH_STEP = "each"
 """The aggregation that gives every step its own score, at the step's last token."""
 RULES = (*verifiers.NEEDS_ANSWER, "row", "task")
 """Verifiers that check an answer by a rule."""
+DEFAULT_AGGREGATION = "min"
 NEEDED_COLUMNS = {"task": ("task",), "row": ("verifier",)}
 """Columns of a row that a built-in verifier needs."""
 STEP_SCORE_AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
@@ -120,9 +121,10 @@ class RewardModelOptions:
     """Clip scores to -clip..clip, after standardising."""
     delimiter: str | None = None
     """The text between the steps of an answer, such as a blank line. Each step is scored at its end, as the probability
-    1 / (1 + exp(-score)) that it is right, after standardising and clipping. Without a delimiter the answer is scored as a whole."""
-    aggregate: str = "min"
-    """How step scores become the score of an answer: last, min, prod, mean; or each, which rewards every step at its last token."""
+    1 / (1 + exp(-score)) that it is right, after standardising and clipping. None takes the delimiter that the directory names
+    (`steps.json`). If it names none, the answer is scored as a whole."""
+    aggregate: str | None = None
+    """How step scores become the score of an answer: last, min, prod, mean; or each, which rewards every step at its last token. None is min."""
 
     @staticmethod
     def of(options: Mapping[str, Any], where: str) -> RewardModelOptions:
@@ -139,12 +141,10 @@ class RewardModelOptions:
             raise UserError(f"{where}: clip should be a number above 0, got {made.clip!r}")
         if made.delimiter is not None and not (isinstance(made.delimiter, str) and made.delimiter):
             raise UserError(f"{where}: delimiter should be a text, got {made.delimiter!r}")
-        if made.aggregate not in (*STEP_SCORE_AGGREGATIONS, EACH_STEP):
+        if made.aggregate not in (*STEP_SCORE_AGGREGATIONS, EACH_STEP, None):
             raise UserError(
                 f"{where}: aggregate {made.aggregate!r} is not one of {', '.join(STEP_SCORE_AGGREGATIONS)}, {EACH_STEP}"
             )
-        if made.delimiter is None and "aggregate" in options:
-            raise UserError(f"{where}: aggregate has no effect without delimiter, which divides an answer into steps")
         return made
 
 

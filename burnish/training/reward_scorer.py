@@ -6,15 +6,15 @@
 If the model has the policy's tokenizer, it reads the policy's own tokens; otherwise the text goes through its own chat template.
 A text that it cannot score (too long, or a score that is not finite) is a failure: the sample has no reward, never a 0.
 
-With a `delimiter` it is a process reward model: it is read at the end of every step, and an aggregation makes one score of them.
+With a `delimiter` it is a process reward model: it is read at the end of every step, and an aggregation makes one score of them. A model
+that was trained on steps names its delimiter in its directory.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,16 @@ from burnish.core.batch import Batch
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.row import Row
 from burnish.data.supervised import encode_example
+from burnish.models.answer_steps import delimiter_of, scored_positions
 from burnish.models.heads import SCORE_STATISTICS_FILE, ScoreModel, load_score_model, score_positions
 from burnish.models.policy import resolve_device
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.reward_parts import EACH_STEP, RewardModelOptions, aggregate_step_scores
+from burnish.rewards.reward_parts import (
+    DEFAULT_AGGREGATION,
+    EACH_STEP,
+    RewardModelOptions,
+    aggregate_step_scores,
+)
 from burnish.rewards.score_types import PartResult, ScoreRequest, ScoringFailure
 from burnish.training.forward import Packing, batch_outputs
 
@@ -48,6 +54,7 @@ class ModelScorer:
 
     def __init__(self, directory: Path, options: RewardModelOptions, policy_tokenizer: Tokenizer) -> None:
         self.options = options
+        self.delimiter = delimiter_to_read(directory, options)
         device = resolve_device(options.device)
         self.model: ScoreModel = load_score_model(directory, getattr(torch, options.dtype), device).eval()
         self.tokenizer = Tokenizer.load(directory)
@@ -56,7 +63,8 @@ class ModelScorer:
         self.shift, self.scale = _score_statistics(directory) if options.standardise else (0.0, 1.0)
         self.reads_tokens = self.tokenizer.has_same_vocabulary(policy_tokenizer)
         """Whether the policy's token ids mean the same to this model."""
-        if options.delimiter is not None and options.aggregate == EACH_STEP and not self.reads_tokens:
+        self.aggregate = options.aggregate or DEFAULT_AGGREGATION
+        if self.aggregate == EACH_STEP and not self.reads_tokens:
             raise UserError(
                 f"aggregate: each rewards the policy's tokens, and {directory} has another tokenizer: use last, min, prod or mean"
             )
@@ -99,11 +107,10 @@ class ModelScorer:
 
     def ends_of(self, text: ScorerInput) -> list[int]:
         """Positions to score: the ends of the steps, or only the end of the text."""
-        tokens = torch.tensor(text.tokens)
-        last = int(score_positions(tokens, torch.tensor([0, len(text.tokens)]), self.tokenizer.pad_id))
-        if self.options.delimiter is None:
-            return [last]
-        return step_ends(text.tokens, text.written, self.tokenizer, self.options.delimiter, last)
+        if self.delimiter is not None:
+            return scored_positions(text.tokens, text.written, self.tokenizer, self.delimiter)
+        offsets = torch.tensor([0, len(text.tokens)])
+        return [int(score_positions(torch.tensor(text.tokens), offsets, self.tokenizer.pad_id))]
 
     def scores(self, texts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[list[float]]:
         """Raw scores of token sequences at the positions in `ends`."""
@@ -124,43 +131,27 @@ class ModelScorer:
         values = [(score - self.shift) / self.scale for score in scores]
         if self.options.clip is not None:
             values = [max(-self.options.clip, min(self.options.clip, value)) for value in values]
-        if self.options.delimiter is None:
+        if self.delimiter is None:
             return PartResult(values[0])
         chances = torch.tensor(values, dtype=torch.float64).sigmoid().tolist()
         shown = " ".join(f"{chance:.3f}" for chance in chances)
         told: dict[str, Any] = {"parts": {"steps": float(len(chances))}, "details": f"steps {shown}"}
-        if self.options.aggregate != EACH_STEP:
-            return PartResult(aggregate_step_scores(chances, self.options.aggregate), **told)
+        if self.aggregate != EACH_STEP:
+            return PartResult(aggregate_step_scores(chances, self.aggregate), **told)
         # The last scored token may not be one that the model wrote; its reward goes to the last written token.
         last = max((position for position, is_written in enumerate(text.written) if is_written), default=0)
         where = [*ends[:-1], last]
         return PartResult(sum(chances), steps=tuple(zip(where, chances, strict=True)), **told)
 
 
-def step_ends(
-    tokens: Sequence[int], written: Sequence[bool], tokenizer: Tokenizer, delimiter: str, last: int
-) -> list[int]:
-    """Positions where the steps of the `written` tokens end, ascending; at least one, and the last is `last`.
-
-    A step ends with the token that completes the delimiter, which may be the name of a special token. A step needs text: several
-    delimiters in a row end one step, and blank text after the last delimiter belongs to the step before it.
-    """
-    where = [position for position, is_written in enumerate(written) if is_written]
-    named = tokenizer.pieces([tokens[position] for position in where], skip_special=False)
-    is_text = [not tokenizer.is_special(tokens[position]) for position in where]
-    # A special token's name is not text: a delimiter inside it does not count.
-    pieces = [piece if real or piece == delimiter else "" for piece, real in zip(named, is_text, strict=True)]
-    stops, text = list(accumulate(map(len, pieces))), "".join(pieces)
-    ends: list[int] = []
-    start = 0
-    while (at := text.find(delimiter, start)) >= 0:
-        end = where[bisect_left(stops, at + len(delimiter))]
-        if text[start:at].strip() and end not in ends:
-            ends.append(end)
-        start = at + len(delimiter)
-    if not text[start:].strip():
-        ends = ends[:-1]
-    return [end for end in ends if end < last] + [last]
+def delimiter_to_read(directory: Path, options: RewardModelOptions) -> str | None:
+    """The delimiter of the steps that a model scores; None if it scores whole answers. Options that do not fit raise a UserError."""
+    delimiter = delimiter_of(directory, options.delimiter)
+    if delimiter is None and options.aggregate is not None:
+        raise UserError(
+            f"aggregate has no effect without delimiter, which divides an answer into steps, and {directory} names none"
+        )
+    return delimiter
 
 
 def _score_statistics(directory: Path) -> tuple[float, float]:

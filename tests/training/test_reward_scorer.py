@@ -17,6 +17,7 @@ from burnish.config.model import NewModel
 from burnish.core.batch import Batch
 from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.distributed.roles import build_scorers
+from burnish.models.answer_steps import scored_positions
 from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import SCORE_STATISTICS_FILE, new_score_model
@@ -28,7 +29,7 @@ from burnish.rollout.scoring import apply_score, restore_scores, scores_to_array
 from burnish.run.checkpoint.saver import keep_in_place
 from burnish.run.checkpoint.snapshot import write_contents
 from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
-from burnish.training.reward_scorer import ModelScorer, step_ends
+from burnish.training.reward_scorer import ModelScorer
 
 ALPHABET = "0123456789>"
 POSITIONS = 16
@@ -283,7 +284,7 @@ def test_rewards_of_steps_stand_where_the_steps_end_and_returns_begin_with_them(
 
 def ends(text: str, delimiter: str = ">", prompt: int = 0, end: bool = True) -> list[int]:
     tokens = [*TOKENS.encode(text), *([END] if end else [])]
-    return step_ends(tokens, [k >= prompt for k in range(len(tokens))], TOKENS, delimiter, len(tokens) - 1)
+    return scored_positions(tokens, [k >= prompt for k in range(len(tokens))], TOKENS, delimiter)
 
 
 def test_a_step_ends_with_its_delimiter_and_the_last_with_the_answer() -> None:
@@ -339,9 +340,23 @@ def test_standardised_and_clipped_scores_become_chances(model_at: Path) -> None:
     [
         ({"aggregate": "max"}, "'max' is not one of last, min, prod, mean, each"),
         ({"delimiter": ""}, "delimiter should be a text"),
-        ({"delimiter": None, "aggregate": "min"}, "aggregate has no effect without delimiter"),
     ],
 )
 def test_options_that_cannot_be_obeyed_are_refused(model_at: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         RewardModelOptions.of(options(model_at, **given), "here")
+
+
+def test_an_aggregation_without_delimiter_is_refused_before_the_model_is_loaded(model_at: Path) -> None:
+    plain = {key: value for key, value in options(model_at, aggregate="min").items() if key != "delimiter"}
+    config = Reward.model_validate({"parts": [{"name": "model", "options": plain}], "workers": 1})
+    with pytest.raises(UserError, match="aggregate has no effect without delimiter"):
+        build_scorers(config, TOKENS, None, kinds=())
+
+
+def test_text_after_the_answer_moves_no_score() -> None:
+    """A template may write a line break after the end of a turn: rows have it, the policy's own tokens do not."""
+    tokens, more = [*TOKENS.encode("1>2"), END], TOKENS.encode(">")
+    written = [True] * len(tokens)
+    assert scored_positions([*tokens, *more], [*written, False], TOKENS, ">") == [1, 3]
+    assert scored_positions(tokens, written, TOKENS, ">") == [1, 3]

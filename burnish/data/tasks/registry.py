@@ -89,6 +89,11 @@ def make_preferences(name: str, options: dict[str, Any], seed: int, split: str) 
     return _task_rows(name, "preferences", "prompt, chosen and rejected rows", options, seed, split=split)
 
 
+def make_step_values(name: str, options: dict[str, Any], seed: int, split: str) -> list[dict[str, Any]]:
+    """The answers with values of their steps of one split of a task: rows of prompt, steps and values."""
+    return _task_rows(name, "step_values", "prompt, steps and values rows", options, seed, split=split)
+
+
 def _task_rows(
     name: str, what: str, instead: str, options: dict[str, Any], seed: int, **given: Any
 ) -> list[dict[str, Any]]:
@@ -116,10 +121,10 @@ def score_answer(task_name: str, completion: str, answer: Any, extra: dict[str, 
     return TASK_SCORES[task_name](completion, answer, extra)
 
 
-def alphabet_of(sources: list[Source], seed: int) -> str | None:
-    """The characters that generated tasks use, for the tokenizer of a new model; None if a task has no alphabet."""
+def alphabet_of(sources: list[Source], seed: int, more: str = "") -> str | None:
+    """The characters that generated tasks use, and `more`, for the tokenizer of a new model; None if a task has no alphabet."""
     tasks = [make_task(s.task, s.options, seed) for s in sources if s.task is not None]
     alphabets = [t.alphabet for t in tasks]
     if not alphabets or any(a is None for a in alphabets):
         return None
-    return "".join(dict.fromkeys("".join(a for a in alphabets if a is not None)))
+    return "".join(dict.fromkeys("".join(a for a in [*alphabets, more] if a is not None)))

@@ -87,6 +87,30 @@ class SortDigits:
             rows.append({"prompt": digits + ">", "chosen": answer, "rejected": rejected})
         return rows
 
+    def step_values(self, num: int = 2000, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
+        """Answers of one split as steps of one digit each, with the value 1 while they are right and 0 from the first wrong one on.
+
+        Half of the answers are right. The others take a wrong one of the digits that are left, at a random step, and sort the rest.
+        """
+        rows: list[dict[str, Any]] = []
+        index = 0
+        while len(rows) < num:
+            digits = self._digits(split, seed, SORT_DIGITS, "step_values", split, index)
+            dice = Dice(seed, SORT_DIGITS, "wrong step", split, index)
+            index += 1
+            answer = sorted(digits)
+            places = [i for i in range(len(answer) - 1) if answer[i] != answer[-1]]
+            if not places:
+                continue
+            wrong = len(answer)
+            if dice.unit() < 0.5:
+                wrong = places[dice.between(0, len(places) - 1)]
+                larger = [i for i in range(wrong, len(answer)) if answer[i] != answer[wrong]]
+                answer.insert(wrong, answer.pop(larger[dice.between(0, len(larger) - 1)]))
+            values = [float(i < wrong) for i in range(len(answer))]
+            rows.append({"prompt": digits + ">", "steps": answer, "values": values})
+        return rows
+
     def _digits(self, split: str, *key: int | str) -> str:
         # The length is drawn before the split is checked, so that lengths are equally frequent in both splits.
         length = Dice(*key).between(self.min_digits, self.max_digits)

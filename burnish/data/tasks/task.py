@@ -26,8 +26,9 @@ T = TypeVar("T")
 class Task(Protocol):
     """Endless problems of one kind, with their checker.
 
-    A task may also have `demonstrations(num, seed, ...)`, which returns rows of prompt and completion, and
-    `preferences(num, seed, split, ...)`, which returns rows of prompt, chosen and rejected.
+    A task may also have `demonstrations(num, seed, ...)`, which returns rows of prompt and completion,
+    `preferences(num, seed, split, ...)`, which returns rows of prompt, chosen and rejected, and
+    `step_values(num, seed, split, ...)`, which returns rows of prompt, steps and values.
     """
 
     @property
