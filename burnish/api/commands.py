@@ -85,7 +85,7 @@ def prefer(*, model: Any, data: Any, loss: Any = None, held_out: Any = None, **s
 
 
 def reward_model(*, model: Any, data: Any, held_out: Any = None, **settings: Any) -> Run:
-    """Train a reward model on pairs of answers, as `burnish reward-model` does. Arguments as of `train`."""
+    """Train a reward model on pairs of answers, or with `steps={}` on values of their steps, as `burnish reward-model` does. Arguments as of `train`."""
     return _offline("reward_model", "reward-model", model, data, held_out, **settings)
 
 

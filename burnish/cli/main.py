@@ -26,7 +26,10 @@ COMMANDS: Commands = {
     "train": ("burnish.cli.train", "train a policy with reinforcement learning"),
     "sft": ("burnish.cli.offline_training:sft", "train on demonstrations"),
     "prefer": ("burnish.cli.offline_training:prefer", "train on preferences: DPO, IPO, KTO, SimPO, ORPO"),
-    "reward-model": ("burnish.cli.offline_training:reward_model", "train a reward model on pairs of answers"),
+    "reward-model": (
+        "burnish.cli.offline_training:reward_model",
+        "train a reward model on pairs of answers, or on values of their steps",
+    ),
     "stages": ("burnish.cli.stages", "run several of these commands in a row, each on the outputs of earlier ones"),
     "sample": ("burnish.cli.sample", "stream text from a model"),
     "export": ("burnish.cli.export:export", "write the model of a run as a plain Hugging Face directory"),

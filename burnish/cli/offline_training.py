@@ -20,7 +20,7 @@ from burnish.cli.train import (
     print_problems,
     replaced_folder,
 )
-from burnish.config.loading import Loaded, add_missing_defaults, dump
+from burnish.config.loading import Loaded, add_missing_defaults, dump, read_recipe
 from burnish.config.recipe_names import RECIPE_HELP, recipe_path
 from burnish.config.schema import PreferConfig, RewardModelConfig, SftConfig
 from burnish.run.run_directory import RunDirectory, run_name
@@ -54,10 +54,17 @@ def run_prefer(args: argparse.Namespace) -> int:
 def add_reward_model_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish reward-model`."""
     _add_arguments(parser, RewardModelConfig, "reward_model.updates=500")
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="train a process reward model on values of steps: reward_model.steps with its defaults, unless the recipe has the section",
+    )
 
 
 def run_reward_model(args: argparse.Namespace) -> int:
-    """Train; the last lines are the accuracy on held-out pairs and the path of the model."""
+    """Train; the last lines are the measurements on held-out rows and the path of the model."""
+    if args.steps and not (read_recipe(RewardModelConfig, args.recipe).get("reward_model") or {}).get("steps"):
+        args.overrides.append("reward_model.steps={}")
     return _train(args, RewardModelConfig)
 
 
@@ -122,13 +129,19 @@ def print_row_counts(loaded: Loaded[Any]) -> None:
     """Print how often each row is used, and raise for a row that cannot be used. Missing files are reported elsewhere."""
     from burnish.config.requirements import missing_inputs
     from burnish.data.preference_pairs import count_rows
+    from burnish.data.step_values import count_stepped_answers
     from burnish.data.supervised import count_examples
 
     config = loaded.config
     if any(missing_inputs(loaded)):
         return
+    section: Any
     if isinstance(config, SftConfig):
         section, what, count = config.sft, "examples", count_examples(config.sft.data, loaded.base, config.seed)
+    elif isinstance(config, RewardModelConfig) and config.reward_model.steps is not None:
+        section, steps = config.reward_model, config.reward_model.steps
+        what, count = "answers", count_stepped_answers(section.data, loaded.base, config.seed, steps)
+        count_stepped_answers(section.held_out, loaded.base, config.seed, steps, "test")
     else:
         section = config.preference if hasattr(config, "preference") else config.reward_model
         is_labelled = getattr(getattr(section, "loss", None), "name", None) == "kto"
@@ -162,14 +175,12 @@ def _print_preference_results(outcome: Outcome) -> None:
 
 
 def _print_reward_model_results(outcome: Outcome) -> None:
-    """Print the accuracy on held-out pairs, if there are any."""
+    """Print the measurements on held-out rows, if there are any."""
     from burnish.trainers.reward_model import read_measurements
 
     held_out = read_measurements(outcome.model)
     if held_out is not None:
-        order = f"{held_out.accuracy:.1%} of {held_out.pairs:,} in the right order"
-        print(f"held-out pairs: {order}, margin {held_out.margin:.3f}")
-        print(f"scores: mean {held_out.mean:.3f}, standard deviation {held_out.std:.3f}")
+        print("\n".join(held_out.lines))
 
 
 TRAINERS: dict[type[Any], tuple[str, Callable[[Outcome], None]]] = {

@@ -115,7 +115,7 @@ def _accuracy_before_and_after(
     command: str, config: Any, rows: list[dict[str, float]], chosen: Checkpoint
 ) -> tuple[float | None, float | None]:
     """Held-out accuracy, or the mean of graded rewards, before the first step and of the chosen checkpoint."""
-    kinds = [next(iter(config.validation.modes))] if command == "train" else ["pairs", "answers"]
+    kinds = [next(iter(config.validation.modes))] if command == "train" else ["pairs", "answers", "steps"]
     measured = {name: figure for row in rows for name, figure in held_out_figures(row).items()}
     for kind in kinds:
         if kind in measured:

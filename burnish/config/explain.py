@@ -114,7 +114,8 @@ def plan_text(config: TrainConfig | SftConfig | PreferConfig | RewardModelConfig
         rows = _preference_plan(config)
     elif isinstance(config, RewardModelConfig):
         stage = config.reward_model
-        rows = [_pairs_plan(stage.updates, stage.batch_size, stage.max_tokens, "pairs")]
+        what, sequences = ("pairs", 2) if stage.steps is None else ("answers", 1)
+        rows = [_pairs_plan(stage.updates, stage.batch_size, stage.max_tokens, what, sequences)]
     else:
         rows = _train_plan(config)
     width = max(len(name) for name, _ in rows)
@@ -198,8 +199,9 @@ def _preference_plan(config: PreferConfig) -> list[tuple[str, str]]:
     return [*rows, ("held out", held_out)]
 
 
-def _pairs_plan(updates: int, batch_size: int, max_tokens: int, what: str) -> tuple[str, str]:
-    tokens = f"at most {2 * batch_size * max_tokens:,} tokens"
+def _pairs_plan(updates: int, batch_size: int, max_tokens: int, what: str, sequences: int = 2) -> tuple[str, str]:
+    """The plan of updates on rows of so many `sequences`."""
+    tokens = f"at most {sequences * batch_size * max_tokens:,} tokens"
     return (
         "training",
         f"{updates:,} updates of {batch_size:,} {what} ({tokens}), {updates * batch_size:,} {what} in all",
@@ -242,7 +244,7 @@ def _value(value: Any) -> str:
         return f"[{', '.join(_value(v) for v in value)}]"
     if isinstance(value, dict):
         return f"{{{', '.join(value)}}}"
-    return repr(value) if value == "" or "{" in str(value) else str(value)
+    return repr(value) if value == "" or "{" in str(value) or "\n" in str(value) else str(value)
 
 
 def _key_text(key: ConfigKey) -> str:

@@ -31,6 +31,8 @@ from burnish.config.rollout import (
 from burnish.config.trackers import AnyTracker
 
 Activations = Literal["keep", "selective", "recompute", "offload"]
+STEP_METRICS = ("loss", "accuracy", "ranking", "first_error", "no_error", "f1")
+"""Held-out metrics of a process reward model that can choose its best checkpoint."""
 
 
 class Training(Record):
@@ -356,33 +358,66 @@ class PreferConfig(Record):
         return self
 
 
+class StepValues(Record):
+    """Training a process reward model on the values of single steps (Lightman et al., 2305.20050; Math-Shepherd, 2312.08935)."""
+
+    delimiter: str = Field("\n\n", min_length=1)
+    """The text between the steps of an answer, or the name of a special token. The model's directory names it, and its readers use it."""
+    neutral: float | None = Field(1.0, ge=0, le=1)
+    """The value of a step with PRM800K's rating 0; null gives it no label. 1 is the paper's choice (2305.20050)."""
+    tag: str = Field("ки", min_length=1)
+    """The mark of Math-Shepherd at the end of a step, in the column `input`. The column `label` has + or - in its place."""
+
+
 class RewardModel(Record):
-    """Training a reward model on pairs of answers (Bradley-Terry)."""
+    """Training a reward model on pairs of answers (Bradley-Terry), or on the values of their steps."""
 
     data: Sources = Field(default_factory=list)
-    """Rows with `prompt`, `chosen` and `rejected` (text or messages), and optionally `margin`. A task generates pairs."""
+    """Rows with `prompt`, `chosen` and `rejected` (text or messages), and optionally `margin`. A task generates pairs. With `steps`: rows with
+    `prompt`, `steps` and `values`, or in the form of Math-Shepherd, PRM800K or TRL."""
+    steps: StepValues | None = None
+    """Learn a score of every step, as the log-odds that the answer is right so far, from rows with values of steps; null learns from pairs."""
     held_out: Sources = Field(default_factory=list)
-    """Held-out pairs, for evaluation only."""
+    """Held-out rows, for evaluation only."""
     held_out_every: int = Field(0, ge=0)
     """Updates between evaluations on `held_out`; 0 means only before the first update, with every checkpoint and at the end."""
     updates: int = Field(250, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(64, ge=1)
-    """Pairs per update."""
+    """Rows per update: pairs, or answers with values of steps."""
     margin: float = Field(0.0, ge=0)
-    """Margin between the scores of the chosen and the rejected answer, added to the `margin` of the row if it has one."""
+    """Margin between the scores of the chosen and the rejected answer, added to the `margin` of the row if it has one. For pairs."""
     centre: float = Field(0.0, ge=0)
-    """Coefficient of (chosen score + rejected score)^2, which centres scores around 0. Without it only differences are learnt."""
+    """Coefficient of (chosen score + rejected score)^2, which centres scores around 0. Without it only differences are learnt. For pairs."""
     max_tokens: int = Field(2048, ge=2)
     """Maximum number of tokens of a prompt and its answer together."""
     overlong: Literal["filter", "error"] = "filter"
-    """What to do with pairs that have a longer sequence: filter drops and counts them, error stops the run."""
+    """What to do with rows that have a longer sequence: filter drops and counts them, error stops the run."""
     token_budget: int = Field(8192, ge=1)
     """Maximum number of tokens of one micro-batch. A pair may be split over two; the gradient is the same."""
     activations: Activations = "keep"
     """Activations kept for the backward pass: keep, selective, recompute or offload, as in training.activations."""
     optimizer: Optimizer = Optimizer(lr=1e-5)
     """The optimizer and its schedule."""
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> RewardModel:
+        if self.steps is not None and (self.margin or self.centre):
+            key = "margin" if self.margin else "centre"
+            raise ValueError(
+                f"reward_model.{key} has no effect with reward_model.steps, whose rows are no pairs: remove it"
+            )
+        return self
+
+    @property
+    def kind(self) -> Literal["pairs", "steps"]:
+        """What it is trained on, as its held-out metrics name it."""
+        return "pairs" if self.steps is None else "steps"
+
+    @property
+    def characters(self) -> str:
+        """The characters that a new model's tokenizer needs besides those of the data."""
+        return "" if self.steps is None else self.steps.delimiter
 
 
 class RewardModelConfig(Record):
@@ -405,12 +440,15 @@ class RewardModelConfig(Record):
         stage = self.reward_model
         check_optimizer_fits(stage.optimizer, "reward_model.optimizer", self.model.dtype, self.model.device)
         if not stage.data:
-            raise ValueError("no data: give reward_model.data (a file of pairs, a task or a plug-in)")
+            raise ValueError(
+                f"no data: give reward_model.data (a file of {'pairs' if stage.steps is None else 'answers with values of steps'}, a task or a plug-in)"
+            )
         if self.model.backend == "transformers":
             raise ValueError("a reward model needs the native decoder, but model.backend=transformers")
         if stage.held_out_every and not stage.held_out:
             raise ValueError("reward_model.held_out_every has no effect without reward_model.held_out")
         if not self.run.keep_best and not stage.held_out_every:
             raise ValueError("run.keep_best=false has no effect without reward_model.held_out_every")
-        check_best_by(self.run.best_by, ["pairs"] if stage.held_out else [], ("accuracy", "margin", "loss"))
+        names = ("accuracy", "margin", "loss") if stage.steps is None else STEP_METRICS
+        check_best_by(self.run.best_by, [stage.kind] if stage.held_out else [], names)
         return self

@@ -42,6 +42,7 @@ TRAIN_SOURCE = {"task": "sort_digits", "options": SORT_DIGITS_OPTIONS, "limit": 
 HELD_OUT_SOURCE = {"task": "sort_digits", "options": SORT_DIGITS_OPTIONS, "limit": 8}
 DEMONSTRATION_SOURCE = {"task": "sort_digits", "options": {**SORT_DIGITS_OPTIONS, "num": 96, "clean": True}}
 PREFERENCE_SOURCE = {"task": "sort_digits", "options": {**SORT_DIGITS_OPTIONS, "num": 24}}
+"""Pairs, or answers with values of steps: the task has both."""
 WARM_START: dict[str, Any] = {
     "data": DEMONSTRATION_SOURCE,
     "updates": 20,

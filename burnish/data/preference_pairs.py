@@ -8,7 +8,7 @@ prompt's tokens, each with its end token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,10 @@ PREFERENCE_COLUMNS = (
     "rows of preferences, whose columns are prompt, chosen and rejected, or prompt, completion and label"
 )
 FIRST_CJK = 0x2E80  # the first code point of scripts that are written without spaces
+
+
+MakeRows = Callable[[str, dict[str, Any], int, str], Sequence[Record]]
+"""Makes the rows of one split of a task: from its name, its options, the seed and the split."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def load_pairs(
             _encode(f"{identity}/rejected", prompt, rejected, where, options),
             _margin(record, where),
         )
-        if not _is_short_enough(max(len(pair.chosen.tokens), len(pair.rejected.tokens)), where, options):
+        if not is_short_enough(max(len(pair.chosen.tokens), len(pair.rejected.tokens)), where, options):
             overlong += 1
         elif pair.chosen.tokens == pair.rejected.tokens:
             identical += 1
@@ -131,7 +135,7 @@ def load_labelled(
     for where, identity, record in _records(sources, options.base, options.seed, split):
         for name, prompt, answer, is_good in _parse_answers(record, where):
             example = _encode(f"{identity}{name}", prompt, answer, where, options)
-            if _is_short_enough(len(example.tokens), where, options):
+            if is_short_enough(len(example.tokens), where, options):
                 found.append(LabelledAnswer(example.id, example, is_good))
             else:
                 overlong += 1
@@ -167,12 +171,19 @@ def _records(sources: list[Source], base: Path | None, seed: int, split: str) ->
     """Every record, with its place and its id."""
     refuse_weights(sources, "preferences, which are used whole")
     refuse_column_keys(sources, PREFERENCE_COLUMNS)
+    return located_records(sources, base, seed, split, make_preferences, "preference")
+
+
+def located_records(
+    sources: list[Source], base: Path | None, seed: int, split: str, make_rows: MakeRows, kind: str
+) -> Iterator[tuple[str, str, Record]]:
+    """Every record of files, plug-ins and tasks, with its place and its id. `make_rows` makes those of a task, which are of a `kind`."""
     for source in sources:
         if source.task is None:
             located = source_records(source, base)
         else:
-            rows = make_preferences(source.task, source.options, seed, source.split or split)
-            located = ((f"{source.task}, preference {i + 1}", row) for i, row in enumerate(rows[: source.limit]))
+            rows = make_rows(source.task, source.options, seed, source.split or split)
+            located = ((f"{source.task}, {kind} {i + 1}", row) for i, row in enumerate(rows[: source.limit]))
         for index, (where, record) in enumerate(located):
             yield where, f"{source_name(source)}/{index}", record
 
@@ -187,7 +198,7 @@ def _parse_pair(record: Record, where: str) -> tuple[PairPrompt, TextOrMessages,
         if key not in record:
             raise _missing(key, record, where, "a pair has prompt, chosen and rejected")
     chosen, rejected = (_parse_answer(record[key], key, where) for key in ("chosen", "rejected"))
-    prompt = _prompt(record, where)
+    prompt = row_prompt(record, where)
     if prompt is not None:
         return (
             prompt,
@@ -212,8 +223,8 @@ def _parse_pair(record: Record, where: str) -> tuple[PairPrompt, TextOrMessages,
     return row_formats.full_prompt(record, "chosen", chosen[:shared], where), chosen[shared:], rejected[shared:]
 
 
-def _prompt(record: Record, where: str) -> TextOrMessages | None:
-    """The prompt column of a pair, under any known name; None if the answers contain the prompt."""
+def row_prompt(record: Record, where: str) -> TextOrMessages | None:
+    """The prompt column of a row, under any known name; None if it has none."""
     if record.get("prompt") is not None:
         key: str | None = "prompt"
     elif record.get("conversations") is not None:
@@ -305,7 +316,8 @@ def _encode(identity: str, prompt: PairPrompt, answer: TextOrMessages, where: st
         raise UserError(f"{where}: {error}") from error
 
 
-def _is_short_enough(length: int, where: str, options: EncodingOptions) -> bool:
+def is_short_enough(length: int, where: str, options: EncodingOptions) -> bool:
+    """Whether a row is short enough to be used; with overlong=error a longer one is an error."""
     if length <= options.max_tokens:
         return True
     if options.overlong == "filter":

@@ -108,7 +108,8 @@ def plan_run(config: AnyConfig, base: Path | None) -> PlannedRun:
 def _plan_stages(
     config: AnyConfig, base: Path | None, is_gpu: bool, capacity: int | None, host_capacity: int | None
 ) -> PlannedRun:
-    found = _architecture(config.model, _data_sources(config), config.seed, base)
+    more = config.reward_model.characters if isinstance(config, RewardModelConfig) else ""
+    found = _architecture(config.model, _data_sources(config), config.seed, base, more)
     if isinstance(found, str):
         return PlannedRun({}, capacity, host_capacity, is_gpu, found)
     arch, lora = found
@@ -165,12 +166,15 @@ def _data_sources(config: AnyConfig) -> list[Source]:
 
 
 def _architecture(
-    model: Model, sources: list[Source], seed: int, base: Path | None
+    model: Model, sources: list[Source], seed: int, base: Path | None, characters: str = ""
 ) -> tuple[Architecture, Lora | None] | str:
-    """The architecture of the policy and its adapters, or the reason why it is unknown."""
+    """The architecture of the policy and its adapters, or the reason why it is unknown.
+
+    A new one's tokenizer has the characters of the sources and the given ones.
+    """
     try:
         if model.path is None and model.adapter is None:
-            return _new_architecture(model, sources, seed)
+            return _new_architecture(model, sources, seed, characters)
         lora, path = model.lora, None if model.path is None else find_directory(model.path, base, with_weights=False)
         if model.adapter is not None:
             adapter = find_directory(model.adapter, base, with_weights=False)
@@ -187,9 +191,11 @@ def _architecture(
     return f"the forward pass is transformers' own ({reason or 'model.backend=transformers'})"
 
 
-def _new_architecture(model: Model, sources: list[Source], seed: int) -> tuple[Architecture, None] | str:
+def _new_architecture(
+    model: Model, sources: list[Source], seed: int, characters: str
+) -> tuple[Architecture, None] | str:
     plain = [source.model_copy(update={"options": {}}) for source in sources]  # options do not change the characters
-    alphabet = alphabet_of(plain, seed)
+    alphabet = alphabet_of(plain, seed, characters)
     if alphabet is None or model.new is None:
         return "the characters of a new model's tokenizer are not known"
     return new_architecture(model.new, len({PAD, EOS, *alphabet})), None
@@ -221,6 +227,8 @@ def _preference_setup(config: PreferConfig, arch: Architecture, lora: Lora | Non
 def _reward_model_setup(config: RewardModelConfig, arch: Architecture, lora: Lora | None, is_gpu: bool) -> RunSetup:
     """Setup of reward-model training: a model without output head."""
     setup = _pairs_setup(config.reward_model, config.model.dtype, replace(arch, tied=True), lora, is_gpu)
+    if config.reward_model.steps is not None:  # one sequence for each row
+        setup = replace(setup, update_tokens=setup.update_tokens // 2, tokens_per_row=1.0)
     return replace(setup, is_reward_model=True, section="reward_model")
 
 

@@ -1,4 +1,8 @@
-"""Reward models (`burnish reward-model`): the learner with a Bradley-Terry loss on pairs of a chosen and a rejected answer."""
+"""Reward models (`burnish reward-model`): the learner with a Bradley-Terry loss on pairs of a chosen and a rejected answer.
+
+With `reward_model.steps` it is a process reward model: the learner with a cross-entropy loss on the values of single steps
+(`step_scores.py`). An `Objective` is all that differs between the two.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,41 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from burnish.algorithms.losses.model_losses import RewardModelLoss
+from burnish.algorithms.losses.model_losses import RewardModelLoss, StepValueLoss
+from burnish.algorithms.losses.policy_loss import Loss
 from burnish.algorithms.losses.preference_losses import bradley_terry
 from burnish.config.data import Source
-from burnish.config.schema import RewardModel, RewardModelConfig
+from burnish.config.schema import RewardModel, RewardModelConfig, StepValues
 from burnish.core.batch import Batch
 from burnish.core.random_keys import permutation
 from burnish.core.segments import offsets_from_lengths
-from burnish.data.preference_pairs import EncodingOptions, LeftOutRows, PreferencePair, load_pairs
+from burnish.data.preference_pairs import EncodingOptions, PreferencePair, load_pairs
+from burnish.data.step_values import SteppedAnswer, load_stepped_answers
 from burnish.distributed.roles import build_policy
-from burnish.memory_plan.from_config import plan_run
+from burnish.memory_plan.from_config import PlannedRun, plan_run
 from burnish.models.activation_checkpointing import set_activations
+from burnish.models.answer_steps import delimiter_file, stored_delimiter
 from burnish.models.heads import SCORE_STATISTICS_FILE, ScoreModel, new_score_model, score_positions
-from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, WriterRank, writer_rank_of
 from burnish.run.durable_files import FolderId
+from burnish.run.run import Run
 from burnish.run.trackers.tracker_process import check_trackers
 from burnish.trainers import offline_run
-from burnish.trainers.offline_run import OnOpen, OnUpdate, Outcome, RowsRun, UpdateContext, validation_name
+from burnish.trainers.offline_run import OnOpen, OnUpdate, Outcome, Row, RowsRun, UpdateContext, validation_name
 from burnish.trainers.performance import MemoryPlanCheck, learner_metrics
+from burnish.trainers.step_scores import StepMeasurements, measure_steps, pack_steps
 from burnish.training.learner import Learner
 from burnish.training.meter import reset_peak_memory
 from burnish.training.parallel.ranks import SOLO
@@ -70,27 +79,26 @@ def pack_pairs(pairs: Sequence[PreferencePair], pad_id: int) -> Batch:
 
 def train(
     learner: Learner,
-    pairs: Sequence[PreferencePair],
-    pad_id: int,
+    rows: Sequence[Row],
+    objective: Objective[Row],
     config: RewardModel,
     order: Sequence[int],
     on_update: OnUpdate,
     start: int = 0,
     around: UpdateContext = lambda update: nullcontext(),
 ) -> None:
-    """Run updates `start`+1 to `config.updates`, each on the next `batch_size` pairs of the order.
+    """Run updates `start`+1 to `config.updates`, each on the next `batch_size` rows of the order.
 
     `around` returns the context manager of an update, by its number.
     """
-    loss = RewardModelLoss(config.margin, config.centre)
     for update in range(start, config.updates):
         started = time.perf_counter()
         reset_peak_memory(learner.device)
-        chosen = [pairs[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
-        batch = pack_pairs(chosen, pad_id).to(learner.device)
+        chosen = [rows[i] for i in order[update * config.batch_size : (update + 1) * config.batch_size]]
+        batch = objective.pack(chosen).to(learner.device)
         with around(update + 1):
             learning = time.perf_counter()
-            result = learner.update(batch, loss, columns=False)
+            result = learner.update(batch, objective.loss, columns=False)
             speed = learner_metrics([learner], learning)
         values = {f"reward_model/{name}": value for name, value in result.stats.items()} | speed
         if result.skipped:
@@ -101,8 +109,8 @@ def train(
             return
 
 
-def pair_order(size: int, seed: int, num_draws: int) -> list[int]:
-    """Indices of the pairs to train on: seeded epochs, each in a new order."""
+def row_order(size: int, seed: int, num_draws: int) -> list[int]:
+    """Indices of the rows to train on: seeded epochs, each in a new order."""
     epochs = (permutation(size, seed, "reward-model", epoch) for epoch in range(-(-num_draws // size)))
     return list(itertools.chain.from_iterable(epochs))[:num_draws]
 
@@ -127,6 +135,17 @@ class PairMeasurements:
         named = {"accuracy": self.accuracy, "margin": self.margin, "loss": self.loss}
         named |= {"score_mean": self.mean, "score_std": self.std}
         return {f"validation/pairs/{name}": value for name, value in named.items()}
+
+    @property
+    def lines(self) -> list[str]:
+        """What a command prints at its end."""
+        return [
+            f"held-out pairs: {self.accuracy:.1%} of {self.pairs:,} in the right order, margin {self.margin:.3f}",
+            f"scores: mean {self.mean:.3f}, standard deviation {self.std:.3f}",
+        ]
+
+
+Measurements = PairMeasurements | StepMeasurements
 
 
 def measure(
@@ -161,15 +180,19 @@ class ScorerCheckpoint:
     source: Path | None
     """The directory of its base model."""
     note: str
-    measured: PairMeasurements | None = None
+    steps: StepValues | None = None
+    """How it scores steps; None for a scorer of whole answers."""
+    measured: Measurements | None = None
 
     @property
     def part(self) -> WriterRank:
         return writer_rank_of(self.module)
 
     def contents(self, stage: TensorStaging) -> list[Content]:
-        """A Hugging Face directory for sequence classification (with adapters: PEFT's files), with the measurements."""
+        """A Hugging Face directory for sequence classification (with adapters: PEFT's files), with measurements and delimiter."""
         files = self.module.contents(stage, self.source, self.tokenizer)
+        if self.steps is not None:
+            files.append(delimiter_file(self.steps.delimiter))
         if self.measured is not None:
             files.append(BytesFile(SCORE_STATISTICS_FILE, json.dumps(asdict(self.measured), indent=1)))
         return files
@@ -180,18 +203,72 @@ class ScorerCheckpoint:
         self.measured = read_measurements(directory)
 
 
-def read_measurements(directory: Path) -> PairMeasurements | None:
+def read_measurements(directory: Path) -> Measurements | None:
     """The held-out measurements of the scorer in a directory, if it has any."""
     statistics = directory / SCORE_STATISTICS_FILE
-    return PairMeasurements(**json.loads(statistics.read_text())) if statistics.is_file() else None
+    if not statistics.is_file():
+        return None
+    values = json.loads(statistics.read_text())
+    return PairMeasurements(**values) if stored_delimiter(directory) is None else StepMeasurements(**values)
+
+
+# --- what it learns from -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objective(Generic[Row]):
+    """Pairs or steps: how the rows of a reward model are loaded, packed, learnt and measured."""
+
+    what: str
+    """The rows in words."""
+    load: Callable[[list[Source], str], tuple[list[Row], list[str]]]
+    """Loads the rows of sources, of a split for tasks; with one sentence per reason why rows were left out."""
+    pack: Callable[[Sequence[Row]], Batch]
+    loss: Loss
+    measure: Callable[[Learner, Sequence[Row]], Measurements]
+
+
+def pair_objective(stage: RewardModel, reading: EncodingOptions) -> Objective[PreferencePair]:
+    """Learn which of two answers is better."""
+    pad_id = reading.tokenizer.pad_id
+
+    def load(sources: list[Source], split: str) -> tuple[list[PreferencePair], list[str]]:
+        pairs, left_out = load_pairs(sources, reading, split)
+        return pairs, left_out.notes
+
+    return Objective(
+        "pairs",
+        load,
+        lambda pairs: pack_pairs(pairs, pad_id),
+        RewardModelLoss(stage.margin, stage.centre),
+        lambda learner, pairs: measure(learner, pairs, pad_id, stage),
+    )
+
+
+def step_objective(steps: StepValues, reading: EncodingOptions) -> Objective[SteppedAnswer]:
+    """Learn the values of the steps of answers."""
+
+    def load(sources: list[Source], split: str) -> tuple[list[SteppedAnswer], list[str]]:
+        answers, left_out = load_stepped_answers(sources, reading, steps, split)
+        return answers, left_out.notes
+
+    return Objective("answers with values of steps", load, pack_steps, StepValueLoss(), measure_steps)
+
+
+# --- the run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class RewardModelRun(RowsRun[PreferencePair]):
+class RewardModelRun(RowsRun[Row]):
     """A reward-model run: what is measured, and when."""
 
     config: RewardModelConfig = field(kw_only=True)
     scorer: ScorerCheckpoint = field(kw_only=True)
+    objective: Objective[Row] = field(kw_only=True)
+
+    @property
+    def kind(self) -> str:
+        return self.config.reward_model.kind
 
     def measure(self, update: int) -> dict[str, float]:
         """Held-out metrics before the first update, every `held_out_every` updates, with every checkpoint, and after the last."""
@@ -199,10 +276,8 @@ class RewardModelRun(RowsRun[PreferencePair]):
         due = update in (0, self.total) or update % save_every == 0 or (every and update % every == 0)
         if not self.held_out or not due:
             return {}
-        self.run.display.phase("measuring on held-out pairs", of=validation_name(update))
-        self.scorer.measured = measure(
-            self.learner, self.held_out, self.scorer.tokenizer.pad_id, self.config.reward_model
-        )
+        self.run.display.phase(f"measuring on held-out {self.kind}", of=validation_name(update))
+        self.scorer.measured = self.objective.measure(self.learner, self.held_out)
         return self.scorer.measured.values
 
 
@@ -223,50 +298,60 @@ def execute(
         torch.set_num_threads(config.run.threads)
     check_trackers(config.run.trackers)
     stage = config.reward_model
-    # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of pairs here.
+    # Read only for the alphabet of a new model's tokenizer. Options do not change it, and tasks refuse those of rows here.
     plain = [source.model_copy(update={"options": {}}) for source in stage.data]
     memory = plan_run(config, base)
     warnings = memory.check()
-    policy = build_policy(config.model, plain, config.seed, base)
-    pairs, left_out = load_reward_pairs(config, policy, base, stage.data, "train")
-    held_out, _ = load_reward_pairs(config, policy, base, stage.held_out, "test")
-    scorer = ScorerCheckpoint(new_score_model(policy.module, config.seed), policy.tokenizer, policy.source, policy.note)
+    policy = build_policy(config.model, plain, config.seed, base, characters=stage.characters)
+    longest = min(stage.max_tokens, policy.max_positions or stage.max_tokens)
+    reading = EncodingOptions(policy.tokenizer, config.template, longest, stage.overlong, base, config.seed)
+    module = new_score_model(policy.module, config.seed)
+    scorer = ScorerCheckpoint(module, policy.tokenizer, policy.source, policy.note, stage.steps)
     del policy  # frees the output head
+    opened = partial(offline_run.open_run, config, resolved, base, name, SOLO, replaced, on_open)
+    if stage.steps is None:
+        return _run(config, scorer, pair_objective(stage, reading), memory, warnings, opened, profile)
+    return _run(config, scorer, step_objective(stage.steps, reading), memory, warnings, opened, profile)
+
+
+def _run(
+    config: RewardModelConfig,
+    scorer: ScorerCheckpoint,
+    objective: Objective[Row],
+    memory: PlannedRun,
+    warnings: list[str],
+    open_run: Callable[[], Run],
+    profile: int | None,
+) -> Outcome:
+    """Load the rows, open the run, and train."""
+    stage = config.reward_model
+    rows, notes = objective.load(stage.data, "train")
+    held_out, more = objective.load(stage.held_out, "test") if stage.held_out else ([], [])
+    notes += [f"held out: {note}" for note in more]
     set_activations(scorer.module, stage.activations)
     learner = Learner(scorer.module, stage.optimizer, stage.updates, stage.token_budget)
-    with offline_run.open_run(config, resolved, base, name, SOLO, replaced, on_open) as run:
-        order = pair_order(len(pairs), config.seed, stage.updates * stage.batch_size)
+    with open_run() as run:
+        order = row_order(len(rows), config.seed, stage.updates * stage.batch_size)
         session = RewardModelRun(
             config.run, run, scorer, learner, stage.updates, "reward_model", memory=MemoryPlanCheck(memory, "reward model"),
-            config=config, scorer=scorer, rows=pairs, held_out=held_out, order=order, batch_size=stage.batch_size,
+            config=config, scorer=scorer, objective=objective, rows=rows, held_out=held_out, order=order, batch_size=stage.batch_size,
         )  # fmt: skip
-        for text in [memory.text, *warnings, *left_out.notes]:
+        for text in [memory.text, *warnings, *notes]:
             run.display.note(text)
         offline_run.resume(session)
         _train_remaining(session, profile)
         return offline_run.outcome(session)
 
 
-def load_reward_pairs(
-    config: RewardModelConfig, policy: PolicyModel, base: Path, sources: list[Source], split: str
-) -> tuple[list[PreferencePair], LeftOutRows]:
-    """The pairs that fit `max_tokens` and the model's positions, and the rows that do not."""
-    stage = config.reward_model
-    if not sources:
-        return [], LeftOutRows()
-    longest = min(stage.max_tokens, policy.max_positions or stage.max_tokens)
-    reading = EncodingOptions(policy.tokenizer, config.template, longest, stage.overlong, base, config.seed)
-    return load_pairs(sources, reading, split)
-
-
-def _train_remaining(session: RewardModelRun, profile: int | None) -> None:
+def _train_remaining(session: RewardModelRun[Row], profile: int | None) -> None:
     """Run the remaining updates, with a measurement before the first one."""
-    if not offline_run.start_training(session, f"reward model on {len(session.rows):,} pairs", profile):
+    what = f"reward model on {len(session.rows):,} {session.objective.what}"
+    if not offline_run.start_training(session, what, profile):
         return
-    stage, pad_id = session.config.reward_model, session.scorer.tokenizer.pad_id
+    stage = session.config.reward_model
     offline_run.run_updates(
         session,
         lambda after, around: train(
-            session.learner, session.rows, pad_id, stage, session.order, after, session.updates, around
+            session.learner, session.rows, session.objective, stage, session.order, after, session.updates, around
         ),
     )

@@ -15,7 +15,7 @@ from burnish.data.supervised import Example
 from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.heads import ScoreModel, new_score_model
-from burnish.trainers.reward_model import measure, pack_pairs, pair_order
+from burnish.trainers.reward_model import measure, pack_pairs, row_order
 from burnish.training.learner import Learner
 
 PAD = 0
@@ -86,7 +86,7 @@ def test_what_is_measured_does_not_depend_on_the_chunks() -> None:
 
 
 def test_every_pair_is_used_once_an_epoch() -> None:
-    order = pair_order(5, seed=0, num_draws=12)
+    order = row_order(5, seed=0, num_draws=12)
     assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4]
     assert order[:5] != order[5:10]
-    assert order != pair_order(5, seed=1, num_draws=12)
+    assert order != row_order(5, seed=1, num_draws=12)

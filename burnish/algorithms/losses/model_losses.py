@@ -1,4 +1,4 @@
-"""Losses of models other than the policy: the critic, PRIME's implicit process reward model, and a reward model."""
+"""Losses of models other than the policy: the critic, PRIME's implicit process reward model, and reward models of answers and of steps."""
 
 from __future__ import annotations
 
@@ -140,11 +140,21 @@ def outcome_prediction_metrics(log_ratio: Tensor, right: Tensor, rounding: float
     score = torch.where(log_ratio.abs() <= rounding, torch.zeros_like(log_ratio), log_ratio).double()
     hits = torch.where(score == 0, 0.5, ((score > 0) == right).double())
     found = {"accuracy": float(hits.mean()), "share_right": float(right.double().mean())}
-    wrong = score[~right].sort().values
-    if wrong.numel() and bool(right.any()):
-        below, upto = (torch.searchsorted(wrong, score[right], side=side) for side in ("left", "right"))
-        found["ranking"] = float((below + upto).double().mean() / (2 * wrong.numel()))
+    if (ranking := share_ahead(score, right)) is not None:
+        found["ranking"] = ranking
     return found
+
+
+def share_ahead(score: Tensor, right: Tensor) -> float | None:
+    """Share of (right, wrong) pairs whose right member has the higher score, the area under the ROC curve; a tie is half a pair.
+
+    None if all are right or all are wrong.
+    """
+    wrong = score[~right].sort().values
+    if not wrong.numel() or not bool(right.any()):
+        return None
+    below, upto = (torch.searchsorted(wrong, score[right], side=side) for side in ("left", "right"))
+    return float((below + upto).double().mean() / (2 * wrong.numel()))
 
 
 # --- Reward model
@@ -185,3 +195,27 @@ class RewardModelLoss:
             "score": both.detach().sum(),
         }
         return (weight * loss).sum(), sums
+
+
+# --- Process reward model of single steps
+
+
+@dataclass(frozen=True)
+class StepValueLoss:
+    """Mean over labelled steps of -v log sigmoid(s) - (1 - v) log sigmoid(-s), with v the value of the step.
+
+    v is an estimate of the probability that the answer ends right (Math-Shepherd, 2312.08935), or a label of 0 or 1 (2305.20050). The
+    tokens in the loss are those at which labelled steps are scored. Columns it reads: `step_value` [M], and `weight` [S] (1 / number of
+    labelled steps of the whole mini-batch).
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"value"})
+    scope: ClassVar[str] = "token"
+
+    def __call__(self, view: LossView) -> tuple[Tensor, dict[str, Tensor]]:
+        score = view.value
+        assert score is not None, "the learner gives what `needs` names"
+        wanted = view.column("step_value")
+        loss = binary_cross_entropy_with_logits(score, wanted, reduction="none")
+        sums = {"predicted": score.detach().sigmoid().sum(), "value": wanted.sum()}
+        return (view.column("weight") * loss).sum(), sums
