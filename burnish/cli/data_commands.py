@@ -29,6 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "burnish.cli.data_commands:pairs",
         "turn completions into preference pairs, the shortest right one chosen",
     ),
+    "steps": (
+        "burnish.cli.search_data_commands:steps",
+        "turn the trees of searches into steps with values, for a step reward model",
+    ),
     "questions": (
         "burnish.cli.data_commands:questions",
         "turn preference pairs into questions for a judge, in both orders (RM-R1)",
@@ -184,7 +188,7 @@ def add_decontaminate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SRC",
         help="rows of any kind (prompts, demonstrations or preferences): jsonl, json, csv, parquet or arrow",
     )
-    _add_output(parser)
+    add_output(parser)
     add(
         "--against",
         action="append",
@@ -217,7 +221,7 @@ def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data filter SRC OUT`."""
     add = parser.add_argument
     _add_rows(parser)
-    _add_output(parser)
+    add_output(parser)
     _add_scores(parser, required=False)
     add(
         "--pass-rate",
@@ -275,7 +279,7 @@ def add_bucket_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data bucket SRC OUT --scores RUN|COMPLETIONS`."""
     add = parser.add_argument
     _add_rows(parser)
-    _add_output(parser)
+    add_output(parser)
     _add_scores(parser, required=True)
     add("--buckets", type=int, default=4, metavar="N", help="number of buckets of equal size (default 4)")
     add("--column", default="difficulty", help="the column of 1 - pass rate (default difficulty)")
@@ -304,7 +308,7 @@ def add_impact_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data impact RUN OUT`."""
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run of two epochs or more over its training data")
-    _add_output(parser)
+    add_output(parser)
     add("--threshold", type=float, default=0.6, help="lowest learning impact to keep (default 0.6, as in the paper)")
     add(
         "--by",
@@ -342,8 +346,9 @@ def add_reject_arguments(parser: argparse.ArgumentParser) -> None:
     from burnish.rewards.language_id import SCRIPTS
 
     add = parser.add_argument
-    _add_samples(parser)
-    _add_output(parser)
+    add_samples(parser)
+    _add_trees(parser)
+    add_output(parser)
     add("--most", type=int, default=1, metavar="M", help="most completions of one prompt (default 1)")
     add(
         "--pick",
@@ -385,6 +390,7 @@ def run_reject(args: argparse.Namespace) -> int:
         max_repeat=args.max_repeat,
         max_paragraph=args.max_paragraph,
         no_code=args.no_code,
+        trees=args.trees,
     )
     manifest, is_new = write_demonstrations(args.source, args.out, options, args.prompts, args.force, print_progress)
     print_result(summary(manifest, args.out, is_new))
@@ -397,8 +403,9 @@ def run_reject(args: argparse.Namespace) -> int:
 def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data pairs COMPLETIONS|RUN OUT`."""
     add = parser.add_argument
-    _add_samples(parser)
-    _add_output(parser)
+    add_samples(parser)
+    _add_trees(parser)
+    add_output(parser)
     add(
         "--ratio",
         type=float,
@@ -413,7 +420,7 @@ def run_pairs(args: argparse.Namespace) -> int:
     from burnish.data.curation.output_files import aligned_table, summary
     from burnish.evaluation.rejection_sampling import PairingOptions, write_pairs
 
-    options = PairingOptions(args.ratio, args.most)
+    options = PairingOptions(args.ratio, args.most, args.trees)
     manifest, is_new = write_pairs(args.source, args.out, options, args.prompts, args.force, print_progress)
     print_result(summary(manifest, args.out, is_new))
     print_result([f"  prompts      {manifest['prompts_paired']:,} of {manifest['prompts']:,} have a pair"])
@@ -426,7 +433,7 @@ def add_questions_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data questions PAIRS OUT`."""
     text = "preference pairs: rows of prompt, chosen and rejected (docs/preference.md)"
     parser.add_argument("source", type=Path, metavar="PAIRS", help=text)
-    _add_output(parser)
+    add_output(parser)
     text = "a file with the question's text; {question}, {first} and {second} are replaced (default: a built-in text)"
     parser.add_argument("--template", type=Path, metavar="FILE", help=text)
 
@@ -448,7 +455,7 @@ def run_questions(args: argparse.Namespace) -> int:
 # --- shared options and output ------------------------------------------------------------------------------------------------
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def add_output(parser: argparse.ArgumentParser) -> None:
     text = "the .jsonl or .parquet file to write, with OUT.manifest.json"
     parser.add_argument("out", type=Path, metavar="OUT", help=text)
     parser.add_argument("--force", action="store_true", help="replace a file that this command did not write")
@@ -471,7 +478,12 @@ def _add_scores(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument("--scores", type=Path, required=required, metavar="RUN|COMPLETIONS", help=text)
 
 
-def _add_samples(parser: argparse.ArgumentParser) -> None:
+def _add_trees(parser: argparse.ArgumentParser) -> None:
+    text = "take all finished answers of `burnish eval --strategy NAME --keep-trees` with verifier oracle, not only the chosen ones"
+    parser.add_argument("--trees", action="store_true", help=text)
+
+
+def add_samples(parser: argparse.ArgumentParser) -> None:
     text = "completions of `burnish eval DIR DATA --n K`, or a run"
     parser.add_argument("source", type=Path, metavar="COMPLETIONS|RUN", help=text)
     text = (

@@ -4,9 +4,6 @@ Rejection sampling turns right completions into demonstrations for `burnish sft`
 right, readable, single-language samples of its first RL stage; Kimi k1.5 (2501.12599) on the shortest right sample of each
 prompt. Pairs are preferences for `burnish prefer`: the shortest right sample is chosen; rejected are longer wrong samples, and
 right ones at least `ratio` times as long (long2short DPO of Kimi k1.5).
-
-Samples come from the completions of an evaluation or from a run's tables. A completions file has each prompt as the
-rendered text. Training renders prompts again, so they are read from the original rows: `--prompts`, or the run's data.
 """
 
 from __future__ import annotations
@@ -19,157 +16,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.core.random_keys import fold
 from burnish.data.curation.decontamination import word_ngrams
 from burnish.data.curation.output_files import KeptRows, ProgressReport, no_progress, with_progress, write_output
-from burnish.data.curation.pass_rates import (
-    PassCount,
-    completions,
-    completions_file,
-    match_pass_counts,
-    read_located_rows,
-    run_sources,
-)
-from burnish.data.files import Record, find_files
+from burnish.data.files import Record
 from burnish.data.row import Message
-from burnish.data.row_formats import source_name
+from burnish.evaluation.scored_samples import ScoredSample, is_right, prompts_of, read_samples_of, source_checksums
 from burnish.rewards.language_id import may_be_language
 from burnish.rewards.verifiers import count_words_by_script, strip_markup
-from burnish.run.durable_files import checksums
-from burnish.run.run_directory import RunDirectory
-from burnish.run.samples import read_table, sample_files
 
-TEMPLATE_TOKENS = re.compile(r"<\|[^|]+\|>|\[INST\]|<start_of_turn>|<｜")
-CORRECT = 1.0
 REPEAT_WORDS = 8
 """Length of the word n-grams that `repeated_share` counts."""
 _MIXED_SCRIPTS = ({"CJK", "HIRAGANA", "KATAKANA"}, {"CJK", "HANGUL"})
 """Scripts that one language mixes."""
 _BROKEN_CHARACTERS = {"\ufffd", "\ufffe", "\uffff"}
 _ALLOWED_CONTROL = {"\n", "\t", "\r"}
-
-
-@dataclass(frozen=True)
-class ScoredSample:
-    """One completion with its score."""
-
-    where: str
-    prompt_id: str
-    prompt: str
-    """The rendered text that the model got."""
-    completion: str
-    accuracy: float | None
-    length: int
-    is_whole: bool
-    """Whether it is not truncated and its scoring did not fail."""
-    answer: str | None
-
-
-def is_right(sample: ScoredSample) -> bool:
-    """Whether the verifier found the sample fully right."""
-    return sample.accuracy is not None and sample.accuracy >= CORRECT
-
-
-def source_checksums(source: Path, prompts: Path | None) -> dict[str, Any]:
-    """Return the checksums of all input files for a manifest."""
-    files = [path for _, _, path in _train_tables(source)] if source.is_dir() else [completions_file(source)]
-    return {"source": checksums(files), "prompts": checksums([] if prompts is None else find_files(str(prompts)))}
-
-
-def read_samples_of(source: Path) -> list[ScoredSample]:
-    """Read the samples of a run's folder or of a file of completions."""
-    return run_samples(source) if source.is_dir() else file_samples(source)
-
-
-def file_samples(path: Path) -> list[ScoredSample]:
-    """Read the completions of an evaluation."""
-    found = []
-    for where, record in completions(path):
-        whole = not (record.get("truncated") or record.get("timed_out") or record.get("error"))
-        length, answer = record.get("length"), record.get("answer")
-        length = len(record["completion"].split()) if length is None else length
-        found.append(
-            ScoredSample(
-                where,
-                record["id"],
-                record.get("prompt") or "",
-                record["completion"],
-                record["accuracy"],
-                length,
-                whole,
-                answer,
-            )
-        )
-    return found
-
-
-def run_samples(run: Path) -> list[ScoredSample]:
-    """Read the training samples in a run's tables (`run.samples_every`)."""
-    found = []
-    for _, _, path in _train_tables(run):
-        for number, row in enumerate(read_table(path), 1):
-            whole = not (row["truncated"] or row["error"])
-            id, where = row["group"].rpartition("#")[0], f"{path.name}, row {number}"
-            found.append(
-                ScoredSample(
-                    where, id, row["prompt"], row["completion"], row["accuracy"], row["length"], whole, row["answer"]
-                )
-            )
-    return found
-
-
-def _train_tables(run: Path) -> list[tuple[int, str, Path]]:
-    tables = [entry for entry in sample_files(RunDirectory.open(run).samples) if entry[1] == "train"]
-    if not tables:
-        raise UserError(f"{run} has kept no training samples yet (run.samples_every)")
-    return tables
-
-
-def prompts_of(samples: Sequence[ScoredSample], source: Path, prompts: Path | None) -> dict[str, str | list[Message]]:
-    """Return the prompt of each id as its data row has it; without rows, the rendered text."""
-    if source.is_dir():
-        sources, seed = run_sources(source, prompts, "--prompts")
-        asked = {
-            item.row.id: item.row.prompt
-            for one in sources
-            for item in read_located_rows(_with_limit(one, samples), seed)
-        }
-        lost = next((sample for sample in samples if sample.prompt_id not in asked), None)
-        if lost is not None:
-            raise UserError(
-                f"{lost.where}: the prompt {lost.prompt_id} is not among the rows of the run's data any more"
-            )
-        return asked
-    if prompts is not None:
-        items = read_located_rows(Source(path=str(prompts)))
-        names = {sample.prompt_id.rpartition("/")[0] for sample in samples}
-        if len(names) > 1:
-            raise UserError(
-                f"{source} has completions of several files ({', '.join(sorted(names))}): give them one by one"
-            )
-        tallies = {sample.prompt_id: PassCount(1.0, 1, sample.answer) for sample in samples}
-        match_pass_counts(items, tallies, source)
-        ids = {sample.prompt_id for sample in samples}
-        by_place = {item.row.id.rpartition("/")[2]: item.row.prompt for item in items}
-        return {id: by_place[id.rpartition("/")[2]] for id in ids}
-    strange = next((sample for sample in samples if TEMPLATE_TOKENS.search(sample.prompt)), None)
-    if strange is not None:
-        raise UserError(
-            f"{strange.where}: its prompt was written by a chat template; name the file that was answered with --prompts, "
-            "or training would put the template around it again"
-        )
-    return {sample.prompt_id: sample.prompt for sample in samples}
-
-
-def _with_limit(source: Source, samples: Sequence[ScoredSample]) -> Source:
-    """Limit an endless task to the rows that the samples use."""
-    if source.task is None or source.limit is not None:
-        return source
-    prefix = f"{source_name(source)}/"
-    places = [int(s.prompt_id.rpartition("/")[2]) for s in samples if s.prompt_id.startswith(prefix)]
-    return source.model_copy(update={"limit": max(places, default=0) + 1})
 
 
 @dataclass(frozen=True)
@@ -187,6 +49,8 @@ class RejectionOptions:
     """Largest share of repeated word n-grams."""
     max_paragraph: int | None = None
     no_code: bool = False
+    trees: bool = False
+    """Choose among all finished answers of searches with trees, and not only among those that the strategy chose."""
 
 
 def write_demonstrations(
@@ -205,7 +69,7 @@ def write_demonstrations(
 
 
 def _demonstrations(source: Path, options: RejectionOptions, prompts: Path | None, report: ProgressReport) -> KeptRows:
-    samples = read_samples_of(source)
+    samples = read_samples_of(source, options.trees)
     asked = prompts_of(samples, source, prompts)
     kept = KeptRows([])
     good: dict[str, list[ScoredSample]] = {}
@@ -337,6 +201,8 @@ class PairingOptions:
     ratio: float = 1.5
     most: int | None = None
     """Pairs per prompt; those with the longest rejected sample come first."""
+    trees: bool = False
+    """Pair all finished answers of searches with trees, and not only those that the strategy chose."""
 
 
 def write_pairs(
@@ -355,7 +221,7 @@ def write_pairs(
 
 
 def _paired(source: Path, options: PairingOptions, prompts: Path | None, report: ProgressReport) -> KeptRows:
-    read = read_samples_of(source)
+    read = read_samples_of(source, options.trees)
     samples = [sample for sample in read if sample.accuracy is not None]
     asked = prompts_of(samples, source, prompts)
     report(f"pairing {len(samples):,} completions")

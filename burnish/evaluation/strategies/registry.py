@@ -20,6 +20,7 @@ from burnish.evaluation.strategies.early_stopping import early_stopping
 from burnish.evaluation.strategies.revise import revise
 from burnish.evaluation.strategies.search import Choice, Search
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, ByDifficulty, StrategyRecord, VerifierPart
+from burnish.evaluation.strategies.step_values import step_values
 
 StrategyFunction = Callable[[Search, Any], Coroutine[Any, Any, Choice]]
 StartStrategy = Callable[[Search], Coroutine[Any, Any, Choice]]
@@ -33,6 +34,7 @@ STRATEGIES: Mapping[str, StrategyFunction] = {
     "budget_forcing": budget_forcing,
     "early_stopping": early_stopping,
     "by_difficulty": lambda search, options: by_difficulty(search, options, STRATEGIES),
+    "step_values": step_values,
 }
 
 

@@ -268,6 +268,27 @@ class Search:
         # The first of equal lengths: tokens without a text of their own begin a character that the next token completes.
         return len(node.tokens) - lengths.index(max(length for length in lengths if length <= at))
 
+    def split(self, node: SearchNode, lengths: Sequence[int]) -> list[SearchNode]:
+        """Divide a sampled node without children into a chain of nodes with these numbers of tokens, so that the path can branch between.
+
+        The node becomes the first of the chain. The last one has its end and its score.
+        """
+        if node.num_children or node.logp is None or sum(lengths) != len(node.tokens):
+            raise ValueError(f"{self.name}: node {node.index} cannot be divided into {list(lengths)} tokens")
+        tokens, logp, end, score = node.tokens, node.logp, node.end, node.score
+        chain = [node]
+        for _ in lengths[1:]:
+            chain.append(self._add(chain[-1], 0, (), node.temperature))
+        start = 0
+        for one, length in zip(chain, lengths, strict=True):
+            one.tokens, one.logp = tokens[start : start + length], logp[start : start + length]
+            one.version, one.end, one.score = node.version, "open", None
+            start += length
+        chain[-1].end, chain[-1].score = end, score
+        node.forget_context()
+        self._texts.pop(node, None)
+        return chain
+
     def text(self, node: SearchNode) -> str:
         """Return the text behind the root, up to the end of a node."""
         if node not in self._texts:

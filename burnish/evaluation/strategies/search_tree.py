@@ -90,6 +90,10 @@ class SearchNode:
         """
         return self.tokens if self.parent is None else (*self.parent.context, *self.tokens)
 
+    def forget_context(self) -> None:
+        """Compute `context` again when it is read next, because the tokens have changed."""
+        self.__dict__.pop("context", None)
+
     @property
     def num_answer_tokens(self) -> int:
         """Tokens behind the root."""

@@ -220,6 +220,31 @@ class EarlyStopping(StrategyRecord):
         return self
 
 
+class StepValueSearch(StrategyRecord):
+    """Samples n answers, continues them from their steps, and notes how often each step ends right: data for step reward models."""
+
+    formula: ClassVar[str] = (
+        "v(step) = mean score of `rollouts` continuations behind it; the answer with the highest score is returned"
+    )
+    paper: ClassVar[str] = "Math-Shepherd (2312.08935); bisection: OmegaPRM (2406.06592)"
+    verified: ClassVar[bool] = True
+    name: Literal["step_values"] = "step_values"
+    n: int = Field(4, ge=1)
+    """Answers sampled."""
+    rollouts: int = Field(8, ge=1)
+    """Continuations of a step."""
+    step: str = Field("\n\n", min_length=1)
+    """What ends a step."""
+    order: Literal["every", "bisect"] = "every"
+    """every: all steps. bisect: those that a search for the first wrong step of a wrong answer visits."""
+    verifier: Verifier = VerifierPart(name=ORACLE)
+    """What scores the continuations."""
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return None: it makes data, and its answers are those of best_of_n."""
+        return None
+
+
 INNER_RECORDS: tuple[type[StrategyRecord], ...] = (
     Single,
     Majority,
@@ -291,7 +316,7 @@ class ByDifficulty(StrategyRecord):
         return self
 
 
-STRATEGY_RECORDS: tuple[type[StrategyRecord], ...] = (*INNER_RECORDS, ByDifficulty)
+STRATEGY_RECORDS: tuple[type[StrategyRecord], ...] = (*INNER_RECORDS, ByDifficulty, StepValueSearch)
 
 if TYPE_CHECKING:
     Strategy = Slot
