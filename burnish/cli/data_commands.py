@@ -342,7 +342,8 @@ def run_impact(args: argparse.Namespace) -> int:
 
 
 def add_reject_arguments(parser: argparse.ArgumentParser) -> None:
-    """`burnish data reject COMPLETIONS|RUN OUT`."""
+    """`burnish data reject COMPLETIONS|RUN OUT`, and `burnish data reject DATA OUT --strategy NAME --model DIR key=value ...`."""
+    from burnish.cli.search_data_commands import add_search_arguments
     from burnish.rewards.language_id import SCRIPTS
 
     add = parser.add_argument
@@ -374,10 +375,12 @@ def add_reject_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-paragraph", type=int, metavar="WORDS", help="longest paragraph")
     add("--no-code", action="store_true", help="remove completions with code blocks")
+    add_search_arguments(parser)
 
 
 def run_reject(args: argparse.Namespace) -> int:
     """Write right completions as demonstrations for `burnish sft`."""
+    from burnish.cli.search_data_commands import search_first
     from burnish.data.curation.output_files import aligned_table, summary
     from burnish.evaluation.rejection_sampling import RejectionOptions, write_demonstrations
 
@@ -392,6 +395,7 @@ def run_reject(args: argparse.Namespace) -> int:
         no_code=args.no_code,
         trees=args.trees,
     )
+    search_first(args)
     manifest, is_new = write_demonstrations(args.source, args.out, options, args.prompts, args.force, print_progress)
     print_result(summary(manifest, args.out, is_new))
     counts = [(key, manifest[key]) for key in ("read", "right", "written")]

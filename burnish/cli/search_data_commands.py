@@ -1,10 +1,13 @@
-"""`burnish data steps`: the trees of searches become rows for a step reward model."""
+"""`burnish data steps` turns trees of searches into rows for a step reward model, and `burnish data reject --strategy` searches first."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from burnish.cli.data_commands import add_output, add_samples, print_progress, print_result
+from burnish.config.errors import UserError
+from burnish.data.files import find_files
 
 
 def add_steps_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,3 +34,45 @@ def run_steps(args: argparse.Namespace) -> int:
     ]
     print_result([*summary(manifest, args.out, is_new), *lines])
     return 0
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options with which `burnish data reject` makes the completions itself."""
+    group = parser.add_argument_group(
+        "searching first",
+        "with --strategy, the source is what `burnish eval` takes as data: a file of rows, or task:NAME",
+    )
+    group.add_argument(
+        "--strategy", metavar="NAME", help="the strategy that answers the rows (burnish eval --strategies)"
+    )
+    group.add_argument("--model", metavar="DIR", help="the model that answers them: a directory or a run")
+    text = "settings of the evaluation, such as strategy.n=16 strategy.verifier=oracle limit=1000"
+    group.add_argument("settings", nargs="*", metavar="key=value", help=text)
+
+
+def search_first(args: argparse.Namespace) -> None:
+    """With --strategy, answer the rows of the source by `burnish eval`, and put the file of completions in the source's place.
+
+    The completions stay beside the output, so that a search that was interrupted goes on when the command is repeated.
+    """
+    if args.strategy is None:
+        for name, value in (("--model", args.model), ("key=value", args.settings)):
+            if value:
+                raise UserError(f"{name} has no effect without --strategy, which makes the completions")
+        return
+    from burnish.cli.main import main
+
+    if args.model is None:
+        raise UserError("--strategy needs --model DIR, the model that answers the rows")
+    if args.prompts is not None:
+        raise UserError("--prompts has no effect with --strategy, whose prompts are the rows of the source")
+    completions = args.out.with_suffix(".completions.jsonl")
+    words = [args.model, str(args.source), "--strategy", args.strategy, "--keep-trees", "--out", str(completions)]
+    if not any(setting.startswith("sampling.temperature=") for setting in args.settings):
+        words += ["--temperature", "1"]
+    if main(["eval", *words, *args.settings]) != 0:
+        raise UserError(f"the evaluation failed, so there are no completions in {completions}")
+    if not str(args.source).startswith("task:"):
+        find_files(str(args.source))
+        args.prompts = args.source
+    args.source = Path(completions)

@@ -12,6 +12,7 @@ from burnish.config.schema import StepValues
 from burnish.data.preference_pairs import EncodingOptions
 from burnish.data.step_values import load_stepped_answers
 from burnish.models.tokenizer import Tokenizer
+from tests.trainers.tiny import TINY, WARM, run_of
 
 
 def node(
@@ -126,3 +127,38 @@ def test_completions_without_trees_are_refused(
     completions.write_text(json.dumps(record) + "\n")
     assert data("steps", completions, tmp_path / "steps.jsonl") != 0
     assert "--keep-trees" in capsys.readouterr().err
+
+
+def test_rows_are_searched_first_and_become_labels_and_demonstrations(tmp_path: Path) -> None:
+    """From a model and rows to a file for a step reward model and one for SFT, and the same command finds its work done."""
+    run = run_of(tmp_path / "run", TINY + WARM, ["training.steps=1", "warm_start.updates=40"])
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{k}>", "answer": f"{k}"}) + "\n" for k in range(12, 22)))
+    out, words = (
+        tmp_path / "right.jsonl",
+        ["strategy.n=3", "strategy.rollouts=2", "strategy.step=1", "reward.parts=[exact]"],
+    )
+    search = ["--strategy", "step_values", "--model", run, "--trees"]
+    assert data("reject", source, out, *search, *words) == 0
+    found = rows(out)
+    assert found
+    assert all(row["completion"] == row["prompt"].rstrip(">") for row in found)
+    labels = tmp_path / "steps.jsonl"
+    searched = tmp_path / "right.completions.jsonl"
+    assert data("steps", searched, labels, "--step", "1", "--prompts", source) == 0
+    for row in rows(labels):
+        assert len(row["steps"]) == len(row["values"]) == len(row["counts"])
+        is_right = "1".join(row["steps"]) in (row["prompt"].rstrip(">"), row["prompt"].rstrip(">").removesuffix("1"))
+        assert row["values"][-1] == 1.0 or not is_right
+    before = searched.stat().st_mtime_ns
+    assert data("reject", source, out, *search, *words) == 0
+    assert searched.stat().st_mtime_ns == before
+
+
+def test_options_of_a_search_without_one_are_refused(
+    completions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data("reject", completions, tmp_path / "out.jsonl", "--model", "m") != 0
+    assert "--model has no effect without --strategy" in capsys.readouterr().err
+    assert data("reject", completions, tmp_path / "out.jsonl", "--strategy", "majority") != 0
+    assert "--strategy needs --model" in capsys.readouterr().err
