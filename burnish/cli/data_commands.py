@@ -7,13 +7,21 @@ Every command writes a file and `FILE.manifest.json`, which says what it was mad
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from burnish.cli.data_options import (
+    add_ngram,
+    add_output,
+    add_rows,
+    add_samples,
+    add_scores,
+    add_trees,
+    print_progress,
+    print_result,
+)
 from burnish.config.errors import UserError
 from burnish.config.extras import install_hint
-from burnish.config.yaml_text import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": (
@@ -78,7 +86,7 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
         help="a test set to compare with; may be repeated; NAME if its format differs (the test split of a folder is "
         "always compared with)",
     )
-    _add_ngram(parser)
+    add_ngram(parser)
     add(
         "--drop-overlap",
         choices=("exact", "any"),
@@ -196,7 +204,7 @@ def add_decontaminate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BENCHMARK|[SHAPE:]FILE",
         help=f"a test set: {', '.join(BENCHMARKS)}, or a file; may be repeated",
     )
-    _add_ngram(parser)
+    add_ngram(parser)
     add("--data-dir", type=Path, metavar="FOLDER", help="folder of the benchmarks' files (default: BURNISH_DATA)")
 
 
@@ -220,9 +228,9 @@ def run_decontaminate(args: argparse.Namespace) -> int:
 def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data filter SRC OUT`."""
     add = parser.add_argument
-    _add_rows(parser)
+    add_rows(parser)
     add_output(parser)
-    _add_scores(parser, required=False)
+    add_scores(parser, required=False)
     add(
         "--pass-rate",
         type=float,
@@ -278,9 +286,9 @@ def run_filter(args: argparse.Namespace) -> int:
 def add_bucket_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data bucket SRC OUT --scores RUN|COMPLETIONS`."""
     add = parser.add_argument
-    _add_rows(parser)
+    add_rows(parser)
     add_output(parser)
-    _add_scores(parser, required=True)
+    add_scores(parser, required=True)
     add("--buckets", type=int, default=4, metavar="N", help="number of buckets of equal size (default 4)")
     add("--column", default="difficulty", help="the column of 1 - pass rate (default difficulty)")
 
@@ -348,7 +356,7 @@ def add_reject_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add_samples(parser)
-    _add_trees(parser)
+    add_trees(parser)
     add_output(parser)
     add("--most", type=int, default=1, metavar="M", help="most completions of one prompt (default 1)")
     add(
@@ -408,7 +416,7 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
     """`burnish data pairs COMPLETIONS|RUN OUT`."""
     add = parser.add_argument
     add_samples(parser)
-    _add_trees(parser)
+    add_trees(parser)
     add_output(parser)
     add(
         "--ratio",
@@ -454,54 +462,3 @@ def run_questions(args: argparse.Namespace) -> int:
     manifest, is_new = write_questions(args.source, args.out, template, args.force, print_progress)
     print_result([*summary(manifest, args.out, is_new), f"  pairs        {manifest['pairs']:,}, each in both orders"])
     return 0
-
-
-# --- shared options and output ------------------------------------------------------------------------------------------------
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    text = "the .jsonl or .parquet file to write, with OUT.manifest.json"
-    parser.add_argument("out", type=Path, metavar="OUT", help=text)
-    parser.add_argument("--force", action="store_true", help="replace a file that this command did not write")
-
-
-def _add_ngram(parser: argparse.ArgumentParser) -> None:
-    from burnish.data.curation.decontamination import NGRAM_WORDS
-
-    text = f"consecutive words that count as overlap (default {NGRAM_WORDS})"
-    parser.add_argument("--ngram", type=int, default=NGRAM_WORDS, metavar="N", help=text)
-
-
-def _add_rows(parser: argparse.ArgumentParser) -> None:
-    text = "rows to train on: jsonl, json, csv, parquet or arrow"
-    parser.add_argument("source", type=Path, metavar="SRC", help=text)
-
-
-def _add_scores(parser: argparse.ArgumentParser, required: bool) -> None:
-    text = "source of pass rates: a run that trained on SRC, or completions of `burnish eval DIR SRC --n K`"
-    parser.add_argument("--scores", type=Path, required=required, metavar="RUN|COMPLETIONS", help=text)
-
-
-def _add_trees(parser: argparse.ArgumentParser) -> None:
-    text = "take all finished answers of `burnish eval --strategy NAME --keep-trees` with verifier oracle, not only the chosen ones"
-    parser.add_argument("--trees", action="store_true", help=text)
-
-
-def add_samples(parser: argparse.ArgumentParser) -> None:
-    text = "completions of `burnish eval DIR DATA --n K`, or a run"
-    parser.add_argument("source", type=Path, metavar="COMPLETIONS|RUN", help=text)
-    text = (
-        "the file of the prompts (for a run: if it is not where its config says); without it, the prompts of "
-        "completions are used as text, which is right for a plain template only"
-    )
-    parser.add_argument("--prompts", type=Path, metavar="DATA", help=text)
-
-
-def print_progress(text: str) -> None:
-    """Print progress to stderr."""
-    print(f"  {printable(text)}", file=sys.stderr, flush=True)
-
-
-def print_result(lines: list[str]) -> None:
-    """Print results to stdout. Names and examples in them come from files, so control characters are replaced."""
-    print(printable("\n".join(lines)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from burnish.cli.data_commands import add_output, add_samples, print_progress, print_result
+from burnish.cli.data_options import add_output, add_samples, print_progress, print_result
 from burnish.config.errors import UserError
 from burnish.data.files import find_files
 

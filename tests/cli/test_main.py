@@ -134,7 +134,7 @@ def test_what_would_steer_a_terminal_is_shown_in_an_error(monkeypatch, capsys: p
 
 
 def test_values_of_rows_in_the_tables_of_a_run_do_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from burnish.cli.data_commands import print_result
+    from burnish.cli.data_options import print_result
     from burnish.cli.train import _print_table
 
     values = {"step": 1, "validation/mode/accuracy/level=\x1b[31m": 0.5}
