@@ -144,7 +144,7 @@ class RewardPart(Record):
     """One term of the reward."""
 
     name: str
-    """exact, number, choice, math, format, think_format, language, rule_scores, task, qa, search_r1, research, table_r1, ifeval, code, proof, lean, rm_r1, gui_r1, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
+    """exact, number, choice, math, answer_set, format, think_format, language, rule_scores, task, qa, search_r1, research, table_r1, ifeval, code, code_output, code_input, proof, lean, rm_r1, gui_r1, row, model, judge, `path/to/file.py:function` or `package.module:function`."""
     weight: float = 1.0
     """Weight of this part in the sum."""
     correct_at: float | None = None
@@ -181,8 +181,10 @@ class Reward(Record):
 
     @model_validator(mode="after")
     def _check_sandbox(self) -> Reward:
-        if self.sandbox == "unsafe" and not any(part.name in ("code", "lean", "row") for part in self.parts):
+        if self.sandbox == "unsafe" and not any(
+            part.name in ("code", "code_input", "lean", "row") for part in self.parts
+        ):
             raise ValueError(
-                "reward.sandbox=unsafe has no effect: no part of the reward runs programs (code, lean, row)"
+                "reward.sandbox=unsafe has no effect: no part of the reward runs programs (code, code_input, lean, row)"
             )
         return self

@@ -16,7 +16,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,28 @@ WHOLE_SPLIT = "all"
 """The split name of data that is not divided."""
 
 
-def read_records(pattern: str, base: Path | None = None) -> Iterator[LocatedRecord]:
+def read_records(pattern: str, base: Path | None = None, csv_header: Sequence[str] = ()) -> Iterator[LocatedRecord]:
     """Read all records of the files that a path or glob names, in sorted order of the files."""
     for path in find_files(pattern, base):
+        yield from read_file(path, csv_header)
+
+
+def read_file(path: Path, csv_header: Sequence[str] = ()) -> Iterator[LocatedRecord]:
+    """Read all records of a file. `csv_header` are the columns of csv files without a line of names.
+
+    A record of such a file also has the name of the file without its suffix, in the column `file`.
+    """
+    if not csv_header or file_format(path) != ".csv" or _has_header(path, csv_header):
         yield from READERS[file_format(path)](path)
+        return
+    for where, record in _read_csv(path, csv_header):
+        yield where, {**record, "file": path.name.partition(".")[0]}
+
+
+def _has_header(path: Path, names: Sequence[str]) -> bool:
+    """Whether the first line of a csv file has one of these names."""
+    first = next(csv.reader(io.StringIO(_read_text(path))), [])
+    return any(name.casefold() in (field.strip().casefold() for field in first) for name in names if len(name) > 1)
 
 
 def find_files(pattern: str, base: Path | None = None) -> list[Path]:
@@ -93,8 +111,11 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _read_json(path: Path) -> Iterator[LocatedRecord]:
-    """Read a list of objects or, as some data sets have under this suffix, one object per line."""
+    """Read a list of objects or, as some data sets have under this suffix, one object per line, or one object over several lines."""
     text = _read_text(path)
+    if text.split("\n", 1)[0].strip() == "{":
+        yield str(path), _checked_object(parse_json(text, str(path)), str(path))
+        return
     if not text.lstrip().startswith("["):
         yield from _read_jsonl(path)
         return
@@ -143,8 +164,8 @@ def _unreadable(path: Path, number: int, kind: str, error: BaseException) -> Use
     return UserError(f"{path}{f', after row {number}' if number else ''}: not a readable {kind} file: {reason}")
 
 
-def _read_csv(path: Path) -> Iterator[LocatedRecord]:
-    reader = csv.DictReader(io.StringIO(_read_text(path)), strict=True)
+def _read_csv(path: Path, header: Sequence[str] = ()) -> Iterator[LocatedRecord]:
+    reader = csv.DictReader(io.StringIO(_read_text(path)), header or None, strict=True)
     try:
         for record in reader:
             where = f"{path}:{reader.line_num}"

@@ -11,206 +11,36 @@ the row's other values. `SHAPES` is the table. A row without an answer to check 
 
 from __future__ import annotations
 
-import json
+import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean, unknown_name_error
-from burnish.data.files import LocatedRecord, Record
-from burnish.data.picture_datasets import clevr, geometry3k, gui_r1
-from burnish.data.published_example import (
-    PublishedExample,
-    UnusableRow,
-    first_value,
-    question_of,
-    renamed_columns,
-    user_messages,
+from burnish.data.choice_datasets import arc, gpqa, mmlu, mmlu_pro
+from burnish.data.code_datasets import cruxeval_input, cruxeval_output, humaneval, livecodebench, mbpp
+from burnish.data.files import LocatedRecord, Record, find_files
+from burnish.data.math_datasets import (
+    contest_problem,
+    gsm8k,
+    gsm_hard,
+    gsm_plus,
+    math_problem,
+    minerva_problem,
+    olympiad_problem,
+    verl_record,
+    word_problem,
 )
-from burnish.data.tasks import arithmetic as countdown_task
+from burnish.data.picture_datasets import clevr, geometry3k, gui_r1
+from burnish.data.published_example import PublishedExample, UnusableRow
+from burnish.data.tasks.reasoning_gym import library_version
+from burnish.data.text_datasets import countdown, game24, ifeval, short_answer
 
 FOLDER_VARIABLE = "BURNISH_DATA"
-BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-TAGGED_INSTRUCTION = "\nThink step by step, then give the answer alone, in a few words, inside <answer> </answer>."
-NUMBER = re.compile(r"-?\d+(\.\d+)?(/\d+)?")
-
-
-# --- mathematics -----------------------------------------------------------------------------------------------------
-
-
-def gsm8k(record: Record) -> PublishedExample:
-    """GSM8K: the answer is the number after `####`, without commas."""
-    question, solution = question_of(record), record["answer"]
-    if solution is None:
-        raise UnusableRow("no answer")
-    answer = plain_number(str(solution).rpartition("####")[2])
-    if answer is None:
-        raise UnusableRow("no number behind ####")
-    return PublishedExample(question, user_messages(question + BOXED_INSTRUCTION), answer)
-
-
-def plain_number(text: str) -> str | None:
-    """`$1,450.0` as `1450`; None for a text that is not a number."""
-    digits = text.strip().replace(",", "").replace("$", "").rstrip(".")
-    if not NUMBER.fullmatch(digits):
-        return None
-    return re.sub(r"\.0+$", "", digits)
-
-
-def contest_problem(record: Record) -> PublishedExample:
-    """AIME and AMC: contest problems whose answer is a number."""
-    question, value = question_of(record), first_value(record, "answer", "final_answer", "Answer")
-    if value is None:
-        raise UnusableRow("no answer")
-    answer = plain_number(str(value))
-    if answer is None:
-        raise UnusableRow("the answer is no number")
-    return PublishedExample(
-        question, user_messages(question + BOXED_INSTRUCTION), answer, renamed_columns(record, difficulty="difficulty")
-    )
-
-
-def math_problem(record: Record) -> PublishedExample:
-    r"""MATH and similar sets: the answer is `answer` in LaTeX, or the last `\boxed{}` of `solution`."""
-    question, answer = question_of(record), first_value(record, "answer", "final_answer", "Answer")
-    if answer is None and record.get("solution") is not None:
-        answer = last_boxed_answer(str(record["solution"]))
-    if answer is None or not str(answer).strip():
-        raise UnusableRow("no answer")
-    extra = renamed_columns(record, subject="subject") or renamed_columns(record, subject="type")
-    level = first_value(record, "level", "difficulty")
-    if level is not None:
-        found = re.search(r"\d+(\.\d+)?", str(level))
-        extra["level"] = float(found[0]) if found else None
-    return PublishedExample(question, user_messages(question + BOXED_INSTRUCTION), str(answer).strip(), extra)
-
-
-def last_boxed_answer(solution: str) -> str | None:
-    r"""The inside of the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 5`) of a solution, or None."""
-    starts = list(re.finditer(r"\\f?boxed\s*|\\fbox\s*", solution))
-    if not starts:
-        return None
-    rest = solution[starts[-1].end() :]
-    if not rest.startswith("{"):
-        return re.split(r"[\s$.,]", rest, maxsplit=1)[0] or None
-    depth = 0
-    for at, brace in ((m.start(), m[0]) for m in re.finditer(r"(?<!\\)[{}]", rest)):
-        depth += 1 if brace == "{" else -1
-        if depth == 0:
-            return rest[1:at]
-    return None
-
-
-def verl_record(record: Record) -> PublishedExample:
-    """A record that is in verl's layout already: prompt and ground truth are taken as they are."""
-    truth = (record["reward_model"] or {}).get("ground_truth")
-    if (record["reward_model"] or {}).get("style") == "model":
-        raise UnusableRow("reward_model.style is model, so no rule checks its answer")
-    if truth is None or truth == "":
-        raise UnusableRow("no answer")
-    messages = record["prompt"]
-    if not isinstance(messages, list) or not messages:
-        raise TypeError(f"prompt should be a list of messages, got {type(messages).__name__}")
-    plain_messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-    question = "\n".join(message["content"] for message in plain_messages if message["role"] == "user")
-    return PublishedExample(strip_format_request(question), plain_messages, truth)
-
-
-def strip_format_request(question: str) -> str:
-    """A question without the sentence that asks for a format, which differs between data sets with the same question."""
-    return re.sub(r"\s*(Let's think|Please reason) step by step[^.]*\\boxed\{\}\.?\s*$", "", question)
-
-
-# --- code ------------------------------------------------------------------------------------------------------------
-
-
-def mbpp(record: Record) -> PublishedExample:
-    """MBPP: a task in words, with the tests that its function must pass. The tests also show the function's name."""
-    question, tests = str(first_value(record, "prompt", "text")), list(record["test_list"])
-    if not tests:
-        raise UnusableRow("no tests")
-    setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or [])
-    listed = "\n".join(tests)
-    prompt = (
-        f"{question}\nYour code should pass these tests:\n\n{listed}\n\nGive the whole program in a ```python block."
-    )
-    answer = {"asserts": tests, **({"setup": setup} if setup else {})}
-    return PublishedExample(question, user_messages(prompt), json.dumps(answer), {"task_id": int(record["task_id"])})
-
-
-def humaneval(record: Record) -> PublishedExample:
-    """HumanEval: the beginning of a function to complete. The hidden tests are a function `check`."""
-    function_start = record["prompt"]
-    prompt = f"Complete this Python function. Give the whole function in a ```python block.\n\n```python\n{function_start.rstrip()}\n```"
-    answer = {"check": record["test"], "entry_point": record["entry_point"], "prefix": function_start}
-    return PublishedExample(
-        function_start, user_messages(prompt), json.dumps(answer), renamed_columns(record, task_id="task_id")
-    )
-
-
-# --- text and knowledge ----------------------------------------------------------------------------------------------
-
-
-def ifeval(record: Record) -> PublishedExample:
-    """IFEval: the answer is the list of instructions as JSON, with the arguments that are set."""
-    prompt, ids, arguments = str(record["prompt"]), record["instruction_id_list"], record["kwargs"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if len(ids) != len(arguments):
-        raise ValueError(f"{len(ids)} instructions with {len(arguments)} sets of arguments")
-    instructions = [
-        {"id": name, **{key: value for key, value in (given or {}).items() if value is not None}}
-        for name, given in zip(ids, arguments, strict=True)
-    ]
-    return PublishedExample(
-        prompt, user_messages(prompt), json.dumps(instructions, sort_keys=True), renamed_columns(record, key="key")
-    )
-
-
-def short_answer(record: Record) -> PublishedExample:
-    """Natural Questions and HotpotQA: a question with one or several accepted answers."""
-    question, value = question_of(record), first_value(record, "answer", "answers")
-    value = value.get("value") if isinstance(value, dict) else value
-    answers = [str(item).strip() for item in (value if isinstance(value, list) else [value]) if item is not None]
-    if not any(answers):
-        raise UnusableRow("no answer")
-    return PublishedExample(
-        question,
-        user_messages(question + TAGGED_INSTRUCTION),
-        [a for a in answers if a],
-        renamed_columns(record, type="type"),
-    )
-
-
-# --- puzzles ---------------------------------------------------------------------------------------------------------
-
-
-def countdown(record: Record) -> PublishedExample:
-    """Countdown: numbers and a target, asked as the built-in task asks, so that its checker can score the answer."""
-    numbers, target = [int(n) for n in first_value(record, "numbers", "nums")], int(record["target"])
-    return _puzzle(numbers, target, renamed_columns(record, solution="solution"))
-
-
-def game24(record: Record) -> PublishedExample:
-    """Game of 24: four numbers that make 24. The rank, by how long people take, is kept."""
-    value = first_value(record, "Puzzles", "numbers")
-    numbers = [int(n) for n in (value.split() if isinstance(value, str) else value)]
-    rank = record.get("Rank")
-    return _puzzle(numbers, 24, {} if rank is None else {"rank": int(rank)})
-
-
-def _puzzle(numbers: list[int], target: int, extra: dict[str, Any]) -> PublishedExample:
-    if len(numbers) < 2 or any(n < 0 for n in numbers):
-        raise ValueError(f"expected two or more positive numbers, got {numbers}")
-    listed = ", ".join(map(str, numbers))
-    prompt = countdown_task.COUNTDOWN_PROMPT.replace("{numbers}", listed).replace("{target}", str(target))
-    # Two puzzles are the same if their numbers are, in any order.
-    question = f"{' '.join(map(str, sorted(numbers)))} make {target}"
-    return PublishedExample(
-        question, user_messages(prompt), target, {"task": countdown_task.COUNTDOWN, "numbers": numbers, **extra}
-    )
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -232,19 +62,40 @@ class DatasetShape:
     """Benchmarks that must not overlap with this data."""
     rows_under: str | None = None
     """For a file that is one object: the key of the list of its rows."""
+    csv_header: tuple[str, ...] = ()
+    """The columns of csv files that are published without a line of names."""
 
 
-QUESTION = ("question", "problem", "Problem", "query")
+QUESTION = ("question", "problem", "Problem", "Question", "query")
 ANSWER = ("answer", "final_answer", "Answer")
-PROBLEM = (("problem", "question", "Problem", "prompt"), (*ANSWER, "solution"))
+PROBLEM = (("problem", "question", "Problem", "Question", "prompt"), (*ANSWER, "solution"))
+WORD_PROBLEM = (
+    ("Question", "question", "sQuestion", "original_text"),
+    ("Answer", "answer", "final_ans", "lSolutions", "ans"),
+)
+CRUXEVAL = (("code",), ("input",), ("output",))
+MMLU = (("question", "Question"), ("choices", "Choices", "A"), ("answer", "Answer"))
 # Ranges of task_id from the paper (Austin et al. 2021, 2108.07732); 1 to 10 are its few-shot prompts.
 MBPP_SPLITS = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
 
 SHAPES: dict[str, DatasetShape] = {
     "gsm8k": DatasetShape("GSM8K", gsm8k, (QUESTION, ("answer",)), "math", "number", tests=("gsm8k",)),
+    "gsm_symbolic": DatasetShape("GSM-Symbolic", gsm8k, (QUESTION, ("answer",)), "math", "number"),
+    "gsm_plus": DatasetShape("GSM-Plus", gsm_plus, (QUESTION, ("answer",)), "math", "number"),
+    "gsm_hard": DatasetShape("GSM-hard", gsm_hard, (("input",), ("target",)), "math", "answer_set"),
+    "svamp": DatasetShape("SVAMP", word_problem, WORD_PROBLEM, "math", "number"),
+    "asdiv": DatasetShape("ASDiv", word_problem, WORD_PROBLEM, "math", "number"),
+    "mawps": DatasetShape("MAWPS", word_problem, WORD_PROBLEM, "math", "number"),
+    "multiarith": DatasetShape("MultiArith", word_problem, WORD_PROBLEM, "math", "number"),
     "math": DatasetShape("MATH", math_problem, PROBLEM, "math", "math", tests=("math500",)),
     "math500": DatasetShape("MATH-500", math_problem, PROBLEM, "math", "math"),
+    "minerva": DatasetShape("Minerva's university problems", minerva_problem, PROBLEM, "math", "math"),
+    "olympiadbench": DatasetShape(
+        "OlympiadBench", olympiad_problem, (QUESTION, ("final_answer",)), "math", "answer_set"
+    ),
+    "aime": DatasetShape("AIME of any years", contest_problem, PROBLEM, "math", "number"),
     "aime24": DatasetShape("AIME 2024", contest_problem, PROBLEM, "math", "number"),
+    "aime25": DatasetShape("AIME 2025", contest_problem, PROBLEM, "math", "number"),
     "amc": DatasetShape("AMC", contest_problem, PROBLEM, "math", "number"),
     "deepscaler": DatasetShape(
         "DeepScaleR, in verl's layout", verl_record, (("prompt",), ("reward_model",)), "math", "math",
@@ -257,6 +108,23 @@ SHAPES: dict[str, DatasetShape] = {
     "humaneval": DatasetShape(
         "HumanEval", humaneval, (("prompt",), ("test",), ("entry_point",)), "code", "code"
     ),
+    "cruxeval_o": DatasetShape("CRUXEval, what a call returns", cruxeval_output, CRUXEVAL, "code", "code_output"),
+    "cruxeval_i": DatasetShape("CRUXEval, a call that returns it", cruxeval_input, CRUXEVAL, "code", "code_input"),
+    "livecodebench": DatasetShape(
+        "LiveCodeBench, code generation", livecodebench,
+        (("question_content",), ("public_test_cases",), ("private_test_cases",)), "code", "code",
+    ),
+    "gpqa": DatasetShape(
+        "GPQA", gpqa, (("Question",), ("Correct Answer",), *((f"Incorrect Answer {n}",) for n in (1, 2, 3))),
+        "knowledge", "choice",
+    ),
+    "mmlu": DatasetShape(
+        "MMLU", mmlu, MMLU, "knowledge", "choice", csv_header=("question", "A", "B", "C", "D", "answer")
+    ),
+    "mmlu_pro": DatasetShape(
+        "MMLU-Pro", mmlu_pro, (("question",), ("options",), ("answer", "answer_index")), "knowledge", "choice"
+    ),
+    "arc": DatasetShape("ARC", arc, (("question",), ("answerKey",)), "knowledge", "choice"),
     "ifeval": DatasetShape("IFEval", ifeval, (("prompt",), ("instruction_id_list",), ("kwargs",)), "text", "ifeval"),
     "nq": DatasetShape("Natural Questions (open)", short_answer, (QUESTION, ("answer", "answers")), "knowledge", "qa"),
     "hotpotqa": DatasetShape("HotpotQA", short_answer, (QUESTION, ("answer", "answers")), "knowledge", "qa"),
@@ -295,7 +163,7 @@ def to_verl_layout(record: Record, where: str, name: str) -> Record:
             )
     try:
         example = shape.read(record)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise UserError(f"{where}: not a row of {name}: {error}") from error
     images = {"images": list(example.images)} if example.images else {}
     return images | {
@@ -337,17 +205,22 @@ def check_shape_split(name: str, split: str | None) -> None:
         raise UserError(f"shape {name!r} has no split {split!r}; it can tell apart {known}")
 
 
-def read_shaped_records(located: Iterator[LocatedRecord], name: str, split: str | None) -> Iterator[LocatedRecord]:
-    """Convert the records of a source that names its shape. An unusable row is an error."""
+def read_shaped_records(
+    located: Iterator[LocatedRecord], name: str, split: str | None, left_out: Counter[str] | None = None
+) -> Iterator[LocatedRecord]:
+    """Convert the records of a source that names its shape. An unusable row is an error, unless `left_out` counts it by reason."""
     check_shape_split(name, split)
     for where, record in listed_rows(located, get_shape(name)):
-        if in_split(record, get_shape(name), split):
-            try:
-                yield where, to_verl_layout(record, where, name)
-            except UnusableRow as error:
+        if not in_split(record, get_shape(name), split):
+            continue
+        try:
+            yield where, to_verl_layout(record, where, name)
+        except UnusableRow as error:
+            if left_out is None:
                 raise UserError(
                     f"{where}: {error}; `burnish data prepare {name}` writes a file without such rows"
                 ) from error
+            left_out[str(error)] += 1
 
 
 # --- benchmarks ------------------------------------------------------------------------------------------------------
@@ -360,18 +233,23 @@ class Benchmark:
     name: str
     title: str
     files: tuple[str, ...]
-    """File names and patterns to look for in the folder; the first that exists is used."""
-    shape: str
+    """File names and patterns to look for in the folder; the first that exists is used, with the other shards of its file."""
+    shape: str | None
+    """How its rows are read; None for a set that is generated."""
     max_tokens: int
     split: str | None = None
     """The split that is the benchmark, if the file has several."""
     subject: str | None = None
-    """The key of a row's `extra` that names its subject."""
+    """The key of a row's `extra` by which its results are usually broken down."""
+    parts: tuple[str, ...] = ()
+    """Patterns of sets that are published as several files: all files that the first matching pattern names are the benchmark."""
+    timeout_s: float | None = None
+    """The time for all tests of one answer, if they take longer than the default of the rewards."""
 
     @property
     def reward(self) -> list[dict[str, Any]]:
         """The `reward.parts` that score its answers."""
-        return [{"name": SHAPES[self.shape].verifier}]
+        return [{"name": "task" if self.shape is None else SHAPES[self.shape].verifier}]
 
 
 def _benchmark(name: str, title: str, max_tokens: int, *files: str, **more: Any) -> Benchmark:
@@ -384,18 +262,74 @@ BENCHMARKS: dict[str, Benchmark] = {
     row.name: row
     for row in (
         _benchmark("gsm8k", "GSM8K, 1,319 questions", 1024),
+        _benchmark("gsm_symbolic", "GSM-Symbolic, 5,000 questions", 1024, "GSM-Symbolic/main/test.jsonl"),
+        _benchmark(
+            "gsm_plus", "GSM-Plus, 10,552 questions", 1024, "GSM-Plus/data/test-*.parquet", subject="type"
+        ),
+        _benchmark("gsm_hard", "GSM-hard, 1,319 questions", 1024, "gsmhardv2.jsonl", "gsm-hard/*.jsonl"),
+        _benchmark("svamp", "SVAMP, 1,000 questions", 1024, "SVAMP.json", "SVAMP/test.json", subject="type"),
+        _benchmark("asdiv", "ASDiv, 2,305 questions", 1024, "asdiv/**/validation-*.parquet", subject="type"),
+        _benchmark("mawps", "MAWPS", 1024, "MAWPS/test.*", "MAWPS/**/test-*.parquet"),
+        _benchmark("multiarith", "MultiArith, 600 questions", 1024, "MultiArith.json", "MultiArith/test.json"),
+        _benchmark(
+            "math", "MATH, 5,000 problems", 2048, subject="subject",
+            parts=("MATH/test/*/*.json", "math/test/*/*.json", "hendrycks_math/*/test-*.parquet", "math/*/test-*.parquet"),
+        ),
         _benchmark("math500", "MATH-500", 2048, "MATH-500/test.jsonl", subject="subject"),
         _benchmark(
+            "minerva", "Minerva, 272 university problems", 2048, "minerva_math*.json*", "minervamath/test.jsonl",
+            "minerva-math/*.json*", "minerva_math/*.json*",
+        ),
+        _benchmark(
+            "olympiadbench", "OlympiadBench, 674 English competition problems in text", 4096,
+            "OE_TO_maths_en_COMP.json*", "OlympiadBench/**/OE_TO_maths_en_COMP*.*", "OlympiadBench/OE_TO_maths_en_COMP/*.*",
+            subject="subject",
+        ),
+        _benchmark(
+            "aime", "AIME of the years in the file", 8192, "AIME_Dataset_1983_2024.csv", "AIME_1983_2024/*.csv",
+            "aime_1983_2024.*", "aime.csv", subject="year",
+        ),
+        _benchmark(
             "aime24", "AIME 2024, 30 problems", 8192, "aime2024*.json*", "aime_2024*.json*", "AIME_2024/*.parquet"
+        ),
+        _benchmark(
+            "aime25", "AIME 2025, 30 problems", 8192, "aime2025.json*", "aime_2025*.json*", "AIME_2025/*.parquet",
+            parts=("AIME2025/aime2025-*.jsonl", "aime2025-*.jsonl"),
         ),
         _benchmark("amc", "AMC 12 of 2022 and 2023, 83 problems", 4096, "amc*.json*"),
         _benchmark("humaneval", "HumanEval, 164 functions", 1024, "HumanEval.jsonl.gz", "HumanEval.jsonl"),
         _benchmark(
             "mbpp", "MBPP (sanitized), 257 functions", 1024, "mbpp_sanitized.json", "sanitized-mbpp.json", split="test"
         ),
+        _benchmark("cruxeval_o", "CRUXEval-O, 800 calls", 1024, "cruxeval.jsonl", "cruxeval/**/*.jsonl"),
+        _benchmark("cruxeval_i", "CRUXEval-I, 800 calls", 1024, "cruxeval.jsonl", "cruxeval/**/*.jsonl"),
+        _benchmark(
+            "livecodebench", "LiveCodeBench, code generation", 4096, subject="difficulty", timeout_s=60.0,
+            parts=("livecodebench/test*.jsonl", "code_generation_lite/test*.jsonl"),
+        ),
+        _benchmark(
+            "gpqa", "GPQA (diamond), 198 questions", 4096, "gpqa_diamond.csv", "gpqa/gpqa_diamond.csv",
+            "GPQA/gpqa_diamond.csv", subject="subject",
+        ),
+        _benchmark(
+            "mmlu", "MMLU, 14,042 questions", 1024, subject="subject",
+            parts=("mmlu/all/test-*.parquet", "mmlu/*/test-*.parquet", "mmlu/test/*_test.csv", "mmlu/data/test/*_test.csv"),
+        ),
+        _benchmark("mmlu_pro", "MMLU-Pro, 12,032 questions", 2048, "MMLU-Pro/data/test-*.parquet", subject="subject"),
+        _benchmark(
+            "arc", "ARC (challenge), 1,172 questions", 1024, "ARC-Challenge-Test.jsonl", "ARC-Challenge/test-*.parquet",
+            "ai2_arc/ARC-Challenge/test-*.parquet",
+        ),
         _benchmark("ifeval", "IFEval, 541 prompts", 1280, "ifeval*.jsonl"),
+        _benchmark("nq", "Natural Questions (open), 3,610 questions", 512, "nq_open*.jsonl"),
+        _benchmark("hotpotqa", "HotpotQA, 7,405 questions", 512, "hotpotqa*.json*", subject="type"),
+        _benchmark("countdown", "Countdown", 1024, "countdown*.jsonl"),
+        _benchmark("game24", "Game of 24, 1,362 puzzles", 1024, "game24.csv", "24.csv"),
+        Benchmark("reasoning_gym", "reasoning-gym, 500 held-out problems of 20 tasks", (), None, 2048, subject="subject"),
     )
-}
+}  # fmt: skip
+GENERATED = {"reasoning_gym": "burnish.data.tasks.reasoning_gym:held_out_rows"}
+"""The functions that generate benchmarks without files."""
 
 
 def get_benchmark(name: str) -> Benchmark:
@@ -405,9 +339,16 @@ def get_benchmark(name: str) -> Benchmark:
     return BENCHMARKS[name]
 
 
-def find_benchmark_file(name: str, folder: Path | None) -> Path:
-    """Find the file of a benchmark in a folder, or in the folder of `BURNISH_DATA`."""
-    files = get_benchmark(name).files
+def find_benchmark_files(name: str, folder: Path | None) -> list[Path]:
+    """Find the files of a benchmark in a folder, or in the folder of `BURNISH_DATA`."""
+    return find_files(benchmark_path(name, folder))
+
+
+def benchmark_path(name: str, folder: Path | None) -> str:
+    """The path of a benchmark's file, or a pattern of all its files."""
+    row = get_benchmark(name)
+    if row.shape is None:
+        raise UserError(f"{name} is generated and has no file")
     given = folder or (Path(os.environ[FOLDER_VARIABLE]) if os.environ.get(FOLDER_VARIABLE) else None)
     if given is None:
         raise UserError(
@@ -415,23 +356,37 @@ def find_benchmark_file(name: str, folder: Path | None) -> Path:
         )
     if not given.is_dir():
         raise UserError(f"{given} is not a folder; it should contain the files of {name}")
-    found = look_for_benchmark_file(name, given)
+    found = look_for_benchmark(name, given)
     if found is None:
-        raise UserError(f"{given} has no file of {name}; looked for {', '.join(files)}")
+        raise UserError(f"{given} has no file of {name}; looked for {', '.join((*row.files, *row.parts))}")
     return found
 
 
-def look_for_benchmark_file(name: str, folder: Path) -> Path | None:
-    """The file of a benchmark in a folder, or None."""
-    for pattern in get_benchmark(name).files:
+def look_for_benchmark(name: str, folder: Path) -> str | None:
+    """The path of a benchmark's file in a folder, or a pattern of all its files, or None."""
+    row = get_benchmark(name)
+    for pattern in row.files:
         found = sorted(path for path in folder.glob(pattern) if path.is_file())
         if found:
-            return found[0]
+            return _with_other_shards(found[0])
+    for pattern in row.parts:
+        if any(path.is_file() for path in folder.glob(pattern)):
+            return f"{glob.escape(str(folder))}/{pattern}"
     return None
+
+
+def _with_other_shards(path: Path) -> str:
+    """A path, or for one shard of several (`test-00000-of-00003.parquet`) the pattern of all of them."""
+    shard = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\..*)", path.name)
+    if shard is None or "-of-00001" in path.name:
+        return str(path)
+    return f"{glob.escape(str(path.parent))}/{glob.escape(shard[1])}*{glob.escape(shard[2])}"
 
 
 def benchmark_source(name: str, folder: Path | None) -> dict[str, Any]:
     """The data source of a benchmark, in the form of the config."""
     row = get_benchmark(name)
-    source = {"path": str(find_benchmark_file(name, folder)), "shape": row.shape, "name": row.name}
+    if row.shape is None:
+        return {"plugin": GENERATED[name], "name": name, "options": {"version": library_version()}}
+    source = {"path": benchmark_path(name, folder), "shape": row.shape, "name": row.name}
     return {**source, **({"split": row.split} if row.split else {})}

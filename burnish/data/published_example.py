@@ -37,7 +37,7 @@ def first_value(record: Record, *names: str) -> Any:
 
 def question_of(record: Record) -> str:
     """The question of a record; some files store it as a conversation of one turn."""
-    value = first_value(record, "question", "problem", "Problem", "query", "prompt", "text")
+    value = first_value(record, "question", "problem", "Problem", "Question", "query", "prompt", "text")
     if isinstance(value, list):
         turns = [turn.get("content", turn.get("value")) for turn in value if isinstance(turn, dict)]
         if len(turns) != 1:

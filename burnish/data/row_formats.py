@@ -12,6 +12,7 @@ ignored, because parquet gives every row every column. docs/data.md has the whol
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from burnish.config.plugins import check_options, load_plugin
 from burnish.data.files import LocatedRecord, Record, find_files, read_records
 from burnish.data.images import content_text, with_text
 from burnish.data.media_columns import inline_media
-from burnish.data.published_datasets import read_shaped_records
+from burnish.data.published_datasets import get_shape, read_shaped_records
 from burnish.data.row import (
     VERL_MODEL_STYLE,
     Message,
@@ -74,9 +75,12 @@ def refuse_weights(sources: list[Source], use: str) -> None:
             raise UserError(f"{source_name(source)}: weight={source.weight} has no effect on {use}; remove it")
 
 
-def read_rows(source: Source, base: Path | None = None) -> list[Row]:
-    """Read all rows of a file or plug-in source, for rollouts."""
-    located = enumerate(source_records(source, base))
+def read_rows(source: Source, base: Path | None = None, left_out: Counter[str] | None = None) -> list[Row]:
+    """Read all rows of a file or plug-in source, for rollouts.
+
+    A row of a published data set whose answer cannot be used is an error, unless `left_out` counts it by reason.
+    """
+    located = enumerate(source_records(source, base, left_out))
     return [prompt_row(record, where, source, index) for index, (where, record) in located]
 
 
@@ -86,12 +90,13 @@ def read_supervised_rows(source: Source, base: Path | None = None) -> list[tuple
     return [(where, supervised_row(record, where, source, index)) for index, (where, record) in located]
 
 
-def source_records(source: Source, base: Path | None) -> Iterator[LocatedRecord]:
+def source_records(source: Source, base: Path | None, left_out: Counter[str] | None = None) -> Iterator[LocatedRecord]:
     """Read the records of a file or plug-in source, at most `limit` of them. No record at all is an error."""
-    located = read_records(source.path, base) if source.path is not None else _plugin_records(source, base)
+    header = () if source.shape is None else get_shape(source.shape).csv_header
+    located = read_records(source.path, base, header) if source.path is not None else _plugin_records(source, base)
     located = _supported_records(located)
     if source.shape is not None:
-        located = read_shaped_records(located, source.shape, source.split)
+        located = read_shaped_records(located, source.shape, source.split, left_out)
     num_records = 0
     folders = {str(file): file.parent for file in find_files(source.path, base)} if source.path is not None else {}
     prompts = prompt_columns(source)
@@ -100,7 +105,13 @@ def source_records(source: Source, base: Path | None) -> Iterator[LocatedRecord]
         if num_records == source.limit:
             return
     if num_records == 0:
-        raise UserError(f"{source.path or source.plugin} holds no rows")
+        unusable = f" that can be used: {reasons_text(left_out)}" if left_out else ""
+        raise UserError(f"{source.path or source.plugin} holds no rows{unusable}")
+
+
+def reasons_text(left_out: Counter[str]) -> str:
+    """The reasons why rows were left out, with their numbers, the most frequent first."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
 
 
 def prompt_columns(source: Source) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from burnish.run.durable_files import append, atomic_write
 from burnish.trainers.episode_rows import episode_entries, opening_text
 
 SUFFIXES = (".jsonl", ".parquet")
-TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "language")
+TAGS = ("subject", "level", "type", "category", "difficulty", "ability", "language", "year")
 """Columns of a data set by which results are broken down."""
 SYNC_INTERVAL_S = 1.0
 """A loss of power costs at most this many seconds of completions. A kill costs only those that are being scored."""

@@ -30,7 +30,7 @@ from burnish.evaluation.statistics import (
 )
 
 Row = dict[str, Any]
-MAX_TABLE_ROWS = 40
+MAX_TABLE_ROWS = 64
 """A column with more values than this gets no table."""
 MIN_WIDTH = 11
 CORRECT_VOTE = ("right",)

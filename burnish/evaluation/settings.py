@@ -198,7 +198,10 @@ def _source(data: str, folder: Path | None) -> dict[str, Any]:
 
 def _from_benchmark(data: str) -> dict[str, Any]:
     row = BENCHMARKS.get(data)
-    return {} if row is None else {"reward.parts": row.reward, "sampling.max_tokens": row.max_tokens}
+    if row is None:
+        return {}
+    timeout = {} if row.timeout_s is None else {"reward.timeout_s": row.timeout_s}
+    return {"reward.parts": row.reward, "sampling.max_tokens": row.max_tokens, **timeout}
 
 
 def _from_run(run: dict[str, Any], task: str | None, is_benchmark: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Iterator
 
 ANSWER_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
@@ -17,16 +18,26 @@ def answer_block(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The inside of the last complete `\boxed{...}` with balanced braces, or None. It takes one pass even if many are left open."""
+    r"""The inside of the last complete `\boxed{...}` with balanced braces, or None."""
+    best = max(_boxed_spans(text), default=None)
+    return None if best is None else text[best[0] : best[1]].strip()
+
+
+def boxed_texts(text: str) -> list[str]:
+    r"""The insides of all complete `\boxed{...}`, in the order in which they begin."""
+    return [text[start:end].strip() for start, end in sorted(_boxed_spans(text))]
+
+
+def _boxed_spans(text: str) -> Iterator[tuple[int, int]]:
+    r"""Where the inside of each complete `\boxed{...}` starts and ends. It takes one pass even if many are left open."""
     open_braces: list[int] = []  # where the inside of each open \boxed starts; -1 for a plain brace
-    best = (-1, -1)
     for token in _BRACES.finditer(text):
         if token[0] == "}":
             start = open_braces.pop() if open_braces else -1
-            best = max(best, (start, token.start()))
+            if start >= 0:
+                yield start, token.start()
         elif token[0].endswith("{") and not token[0].startswith("\\{"):
             open_braces.append(token.end() if token[0] != "{" else -1)
-    return text[best[0] : best[1]].strip() if best[0] >= 0 else None
 
 
 def normalized_words(text: str) -> list[str]:

@@ -26,11 +26,13 @@ from burnish.config.data import Reward
 from burnish.config.errors import UserError
 from burnish.data.row import VERL_MODEL_STYLE, Row
 from burnish.data.tasks.proofs import theorem_of_row
+from burnish.rewards.code_prediction import expected_output, prediction_tests
 from burnish.rewards.code_reward import check_sandbox, parse_tests
 from burnish.rewards.judge_endpoint import JudgeBackend
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.lean_reward import parse_statement
 from burnish.rewards.llm_judge import Judge
+from burnish.rewards.math_answers import read_answer_set
 from burnish.rewards.pair_verdicts import check_verdict
 from burnish.rewards.reward_parts import (
     JUDGE,
@@ -72,8 +74,13 @@ SHOWN_CHARS = 400
 """How much of a completion an error shows."""
 ANSWER_PARAMETER: dict[Convention, str] = {VERL: "ground_truth", VERL_BATCH: "ground_truths", OPENRLHF: "labels"}
 """The parameter for the expected answer in each convention that passes it even where a row has none."""
+RUN_PROGRAMS = frozenset({"code", "code_input", "lean"})
+"""Verifiers that run programs in the sandbox."""
 ANSWER_CHECKS: dict[str, Callable[[Any], object]] = {
+    "answer_set": read_answer_set,
     "code": parse_tests,
+    "code_input": prediction_tests,
+    "code_output": expected_output,
     "lean": parse_statement,
     "proof": theorem_of_row,
     "rm_r1": check_verdict,
@@ -102,7 +109,7 @@ class Rewards:
         self._parts = check_parts(config.parts, base)
         self._has_checked_sandbox = False
         self._warned_parts: set[str] = set()  # labels of parts that get None for an answer
-        if any(part.config.name in ("code", "lean") for part in self._parts):
+        if any(part.config.name in RUN_PROGRAMS for part in self._parts):
             self._check_sandbox()
         self._applying: dict[tuple[str, bool], list[int]] = {}  # by data source, and whether a model scores the row
         self._outcomes: OutcomeQueue = queue.SimpleQueue()
@@ -279,7 +286,7 @@ class Rewards:
                 answer_key,
             )
             verifiers = {row.extra["verifier"] if name == "row" else name for name in names}
-            if verifiers & {"code", "lean"}:
+            if verifiers & RUN_PROGRAMS:
                 self._check_sandbox()
             for verifier in verifiers & ANSWER_CHECKS.keys():
                 try:

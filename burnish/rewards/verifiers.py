@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import logging
 import re
 import unicodedata
 from collections import Counter
@@ -27,9 +26,11 @@ from burnish.config.extras import install_hint
 from burnish.data.gui_actions import gui_reward, read_target
 from burnish.data.tasks.proofs import checked_answer
 from burnish.rewards.answer_texts import answer_block, has_words, last_boxed, normalized_words, token_f1
+from burnish.rewards.code_prediction import code_input, code_output
 from burnish.rewards.code_reward import SCORE_MODES, code, process_runner
 from burnish.rewards.instruction_checks import MODES, ifeval
 from burnish.rewards.lean_reward import check_lean, lean
+from burnish.rewards.math_answers import answer_set, math_verifier
 from burnish.rewards.pair_verdicts import rm_r1
 from burnish.rewards.score_types import PartResult, require_answer
 from burnish.rewards.tagged_answers import SEARCH_R1_SCORES, research, search_r1, table_r1
@@ -161,43 +162,6 @@ def qa(completion: str, answer: Any, extra: Mapping[str, Any], *, metric: str = 
     if metric == "sub_em":
         return float(any(has_words(answered, expected) for expected in accepted))
     return max(token_f1(answered, expected) for expected in accepted)
-
-
-# --- mathematics -----------------------------------------------------------------------------------------------------
-
-_DELIMITED = re.compile(r"\\boxed|(?<!\\)\$")
-_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s")
-
-
-def _parse_math(latex: str) -> list[Any]:
-    from math_verify import parse
-
-    # math-verify's own timeout needs the main thread, and it would turn a hostile answer into an uncounted 0. The worker pool's deadline
-    # works in any thread and is counted.
-    return parse(latex, parsing_timeout=None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _expected_math(answer: str) -> list[Any]:
-    # Answers in data files are bare LaTeX; math-verify parses only what is inside a delimiter.
-    parsed = _parse_math(answer if _DELIMITED.search(answer) else f"\\boxed{{{answer}}}")
-    if not parsed:
-        raise ValueError(f"math-verify cannot parse the expected answer {answer!r}")
-    return parsed
-
-
-def math_verifier(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
-    """1 if math-verify finds the completion's expression equal to the expected one (Hugging Face, math-verify)."""
-    from math_verify import verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its timeout is off
-    require_answer(answer)
-    expected = _expected_math(str(answer))
-    block = answer_block(completion)
-    text = block or completion
-    if block and not _DELIMITED.search(block) and not _PROSE.search(block):
-        text = f"\\boxed{{{block}}}"
-    return float(verify(expected, _parse_math(text), timeout_seconds=None))
 
 
 # --- format ----------------------------------------------------------------------------------------------------------
@@ -347,6 +311,7 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "number": number,
     "choice": choice,
     "math": math_verifier,
+    "answer_set": answer_set,
     "format": format_verifier,
     "think_format": think_format,
     "language": language,
@@ -358,6 +323,8 @@ VERIFIERS: dict[str, Callable[..., float | PartResult]] = {
     "table_r1": table_r1,
     "ifeval": ifeval,
     "code": code,
+    "code_output": code_output,
+    "code_input": code_input,
     "proof": proof,
     "lean": lean,
     "rm_r1": rm_r1,
@@ -372,6 +339,7 @@ NEEDS_ANSWER = frozenset(
         "number",
         "choice",
         "math",
+        "answer_set",
         "rule_scores",
         "qa",
         "search_r1",
@@ -379,6 +347,8 @@ NEEDS_ANSWER = frozenset(
         "table_r1",
         "ifeval",
         "code",
+        "code_output",
+        "code_input",
         "proof",
         "lean",
         "rm_r1",
@@ -426,15 +396,17 @@ def check_verifier(name: str, options: Mapping[str, Any], where: str) -> None:
             ) from error
     if name == "lean":
         check_lean(options, where)
-    if "math" in (name, options.get("checker")) and importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"{where}: the math verifier needs math-verify; install it with {install_hint('math')}")
+    if {"math", "answer_set"} & {name, options.get("checker")} and importlib.util.find_spec("math_verify") is None:
+        raise UserError(f"{where}: the verifier {name} needs math-verify; install it with {install_hint('math')}")
 
 
 def warm_up(name: str) -> None:
     """Load what a verifier loads on first use, so that this time does not count against the deadline of the first answer."""
-    if name == "math" or (name in ("rule_scores", "row") and importlib.util.find_spec("math_verify") is not None):
+    if name in ("math", "answer_set") or (
+        name in ("rule_scores", "row") and importlib.util.find_spec("math_verify") is not None
+    ):
         math_verifier("\\boxed{\\frac{1}{2}}", "0.5", {})
-    if name == "code":
+    if name in ("code", "code_input"):
         process_runner().sandbox.start()
     if name in ("task", "row"):
         import burnish.data.tasks.registry  # noqa: F401

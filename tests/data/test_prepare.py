@@ -17,7 +17,7 @@ from burnish.config.errors import UserError
 from burnish.data.curation.decontamination import find_overlap
 from burnish.data.curation.output_files import manifest_path
 from burnish.data.curation.prepare import PrepareOptions, prepare
-from burnish.data.published_datasets import BOXED_INSTRUCTION
+from burnish.data.math_datasets import BOXED_INSTRUCTION
 from burnish.data.row_formats import read_rows
 
 SHARED = Path(__file__).parents[2] / "../shared/data"

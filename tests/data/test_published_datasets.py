@@ -10,18 +10,17 @@ import pytest
 
 from burnish.config.data import Reward, Source
 from burnish.config.errors import UserError
+from burnish.data.math_datasets import BOXED_INSTRUCTION, last_boxed_answer
 from burnish.data.published_datasets import (
     BENCHMARKS,
-    BOXED_INSTRUCTION,
     FOLDER_VARIABLE,
     SHAPES,
-    UnusableRow,
     benchmark_source,
-    find_benchmark_file,
+    find_benchmark_files,
     get_benchmark,
-    last_boxed_answer,
     to_verl_layout,
 )
+from burnish.data.published_example import UnusableRow
 from burnish.data.row_formats import read_rows
 
 PUBLISHED: list[tuple[str, dict[str, Any], str, Any]] = [
@@ -177,15 +176,18 @@ def test_options_without_effect_are_refused(given: dict[str, Any], words: str) -
 # --- benchmarks ------------------------------------------------------------------------------------------------------
 
 SHARED = Path(__file__).parents[2] / "../shared/data"
-NUM_ROWS = {"gsm8k": 1319, "math500": 500, "aime24": 30, "amc": 83, "humaneval": 164, "mbpp": 257, "ifeval": 541}
+NUM_ROWS = {
+    "gsm8k": 1319, "math500": 500, "aime24": 30, "amc": 83, "humaneval": 164, "mbpp": 257, "ifeval": 541,
+    "nq": 3610, "hotpotqa": 7405, "countdown": 400, "game24": 1362,
+}  # fmt: skip
 
 
 def test_a_file_is_found_by_its_usual_names_in_the_order_given(tmp_path: Path) -> None:
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k/test.jsonl").write_text("")
-    assert find_benchmark_file("gsm8k", tmp_path) == tmp_path / "gsm8k/test.jsonl"
+    assert find_benchmark_files("gsm8k", tmp_path) == [tmp_path / "gsm8k/test.jsonl"]
     (tmp_path / "gsm8k_test.jsonl").write_text("")
-    assert find_benchmark_file("gsm8k", tmp_path) == tmp_path / "gsm8k_test.jsonl"
+    assert find_benchmark_files("gsm8k", tmp_path) == [tmp_path / "gsm8k_test.jsonl"]
     assert benchmark_source("gsm8k", tmp_path) == {
         "path": str(tmp_path / "gsm8k_test.jsonl"),
         "shape": "gsm8k",
@@ -196,14 +198,14 @@ def test_a_file_is_found_by_its_usual_names_in_the_order_given(tmp_path: Path) -
 def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     with pytest.raises(UserError, match=f"no folder given for the files of amc.*--data-dir.*{FOLDER_VARIABLE}"):
-        find_benchmark_file("amc", None)
+        find_benchmark_files("amc", None)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     with pytest.raises(UserError, match=r"has no file of amc; looked for amc_test\.jsonl"):
-        find_benchmark_file("amc", None)
+        find_benchmark_files("amc", None)
     (tmp_path / "amc_rllm.json").write_text("[]")
-    assert find_benchmark_file("amc", None) == tmp_path / "amc_rllm.json"
+    assert find_benchmark_files("amc", None) == [tmp_path / "amc_rllm.json"]
     with pytest.raises(UserError, match="is not a folder"):
-        find_benchmark_file("amc", tmp_path / "amc_rllm.json")
+        find_benchmark_files("amc", tmp_path / "amc_rllm.json")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -218,7 +220,7 @@ def test_every_benchmark_names_a_reward_a_config_accepts(name: str) -> None:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the published data sets are not here")
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", NUM_ROWS)
 def test_the_published_benchmarks_are_read_whole(name: str) -> None:
     rows = read_rows(Source(**benchmark_source(name, SHARED)))
     assert len(rows) == NUM_ROWS[name]

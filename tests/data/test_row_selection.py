@@ -14,7 +14,7 @@ from burnish.cli.main import main
 from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.data.curation.row_selection import ImpactOptions, impact_scores, pass_rate_histogram, reward_curves
-from burnish.data.published_datasets import BOXED_INSTRUCTION
+from burnish.data.math_datasets import BOXED_INSTRUCTION
 from burnish.data.row_formats import read_rows
 from burnish.run.journal import Journal
 from burnish.run.run import PromptVisit, read_visits

@@ -44,7 +44,7 @@ def test_a_task_is_judged_by_its_own_checker_on_a_thousand_problems() -> None:
 def test_a_file_needs_a_reward_and_the_error_lists_them() -> None:
     with pytest.raises(
         UserError,
-        match=r"how are answers to d\.jsonl .* exact, number, choice, math, format, think_format, language, rule_scores, .*or path",
+        match=r"how are answers to d\.jsonl .* exact, number, choice, math, answer_set, format, think_format, language, rule_scores, .*or path",
     ):
         made("d.jsonl")
     assert made("d.jsonl", {"reward.parts": ["number"]}).limit is None

@@ -23,19 +23,18 @@ from burnish.data.curation.output_files import (
     short_place,
     write_output,
 )
-from burnish.data.files import Record, find_files, read_records
+from burnish.data.files import Record, find_files, read_file, read_records
+from burnish.data.math_datasets import strip_format_request
 from burnish.data.published_datasets import (
     BENCHMARKS,
     SHAPES,
-    UnusableRow,
-    find_benchmark_file,
+    find_benchmark_files,
     get_benchmark,
     get_shape,
     in_split,
-    question_of,
-    strip_format_request,
     to_verl_layout,
 )
+from burnish.data.published_example import UnusableRow, question_of
 from burnish.run.durable_files import checksums
 
 NGRAM_WORDS = 13
@@ -70,7 +69,7 @@ def decontaminate(
 def resolve_test_set(text: str, folder: Path | None) -> tuple[str, str | None, list[Path]]:
     """The name of a test set, the shape of its rows if it has one, and its files."""
     if text in BENCHMARKS:
-        return text, get_benchmark(text).shape, [find_benchmark_file(text, folder)]
+        return text, get_benchmark(text).shape, find_benchmark_files(text, folder)
     head, _, rest = text.partition(":")
     if rest and head in SHAPES and not Path(text).exists():
         return head, head, find_files(rest)
@@ -81,7 +80,8 @@ def resolve_test_set(text: str, folder: Path | None) -> tuple[str, str | None, l
 def read_test_questions(name: str, shape: str | None, files: list[Path]) -> list[tuple[str, str]]:
     """The questions of a test set, each with its place."""
     split = BENCHMARKS[name].split if name in BENCHMARKS else None
-    located = [located for file in files for located in read_records(str(file))]
+    header = () if shape is None else get_shape(shape).csv_header
+    located = [located for file in files for located in read_file(file, header)]
     if shape is not None:
         located = [(where, record) for where, record in located if in_split(record, get_shape(shape), split)]
     return [(where, _question(where, record, shape)) for where, record in located]

@@ -17,17 +17,17 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.data.curation.decontamination import NGRAM_WORDS, Overlap, count_repeated, find_overlap
 from burnish.data.curation.output_files import NUM_SHOWN, short_place, up_to_date_manifest, write_pair
-from burnish.data.files import READERS, WHOLE_SPLIT, Record, choose_split, file_format, find_files, find_splits
+from burnish.data.files import WHOLE_SPLIT, Record, choose_split, find_files, find_splits, read_file
 from burnish.data.images import image_input
 from burnish.data.published_datasets import (
     DatasetShape,
-    UnusableRow,
     get_shape,
     in_split,
     listed_rows,
-    look_for_benchmark_file,
+    look_for_benchmark,
     to_verl_layout,
 )
+from burnish.data.published_example import UnusableRow
 from burnish.run.durable_files import checksums, sha256
 
 FORMAT = 1
@@ -132,8 +132,8 @@ def find_test_sets(wanted: PrepareOptions, files: Sequence[Path]) -> list[tuple[
         if "test" in splits:
             found.append((wanted.name, splits["test"]))
     else:
-        beside = ((name, look_for_benchmark_file(name, files[0].parent)) for name in get_shape(wanted.name).tests)
-        found += [(name, [path]) for name, path in beside if path is not None]
+        beside = ((name, look_for_benchmark(name, files[0].parent)) for name in get_shape(wanted.name).tests)
+        found += [(name, find_files(path)) for name, path in beside if path is not None]
     # A test set is not compared with itself, but one split of a file is compared with the test split of that file.
     is_part = wanted.split != "test" and wanted.split in get_shape(wanted.name).splits
     kept = [(name, paths) for name, paths in found if is_part or not _same(paths, files)]
@@ -149,7 +149,7 @@ def read_source(wanted: PrepareOptions, files: Sequence[Path]) -> PreparedRows:
     rows, shape = PreparedRows(files=list(files)), get_shape(wanted.name)
     split = wanted.split if wanted.split in shape.splits else None
     for path in files:
-        for where, record in listed_rows(READERS[file_format(path)](path), shape):
+        for where, record in listed_rows(read_file(path, shape.csv_header), shape):
             if not in_split(record, shape, split):
                 rows.dropped["of another split"] += 1
                 continue

@@ -32,7 +32,7 @@ from burnish.data.curation.pass_rates import (
     run_sources,
 )
 from burnish.data.files import find_files
-from burnish.data.published_datasets import strip_format_request
+from burnish.data.math_datasets import strip_format_request
 from burnish.data.row import Row
 from burnish.run.durable_files import checksums
 from burnish.run.run import PromptVisit, read_visits

@@ -9,9 +9,11 @@ score only inside reward workers. Some give partial credit; the number is passed
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from burnish.config.errors import UserError, unknown_name_error
@@ -30,6 +32,14 @@ HASH_ORDERED = (
     "word_ladder",
 )
 """Tasks whose generators iterate over sets of strings, so that their entries depend on Python's hash seed."""
+BENCHMARK_TASKS = (
+    "aiw", "base_conversion", "calendar_arithmetic", "circuit_logic", "coin_flip", "color_cube_rotation", "course_schedule",
+    "family_relationships", "knights_knaves", "largest_island", "leg_counting", "letter_counting", "number_sequence",
+    "self_reference", "shortest_path", "spell_backward", "syllogism", "time_intervals", "tower_of_hanoi", "word_sorting",
+)  # fmt: skip
+"""The tasks of the benchmark: quick to generate, the same in every process, and with scorers that evaluate no code."""
+BENCHMARK_PROBLEMS_PER_TASK = 25
+BENCHMARK_INSTRUCTION = "\n\nThink step by step, then give the answer alone inside <answer> </answer>."
 
 
 def score(name: str, completion: str, answer: Any, extra: dict[str, Any]) -> float:
@@ -118,3 +128,31 @@ def _make(name: str, options: dict[str, Any], seed: int) -> Any:
 def _dataset(name: str, options_text: str, seed: int) -> Any:
     """The data set whose checker scores. It is cached, because some load word lists or puzzles when created."""
     return _make(name, json.loads(options_text), seed)
+
+
+def library_version() -> str:
+    """The version of the installed library; a UserError if there is none."""
+    try:
+        return importlib.metadata.version("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(f"reasoning_gym needs the reasoning-gym library: {install_hint('tasks')}") from error
+
+
+def held_out_rows(version: str) -> Iterator[dict[str, Any]]:
+    """The rows of the benchmark `reasoning_gym`: held-out problems of each task, the same for every seed of an evaluation.
+
+    `version` is the library's. It is a setting of the evaluation, because another version may generate other problems.
+    """
+    if version != library_version():
+        raise UserError(f"reasoning_gym: reasoning-gym {library_version()} is installed, but {version} was asked for")
+    for task in BENCHMARK_TASKS:
+        generated = ReasoningGymTask(PREFIX + task, {}, seed=0)
+        for index in range(BENCHMARK_PROBLEMS_PER_TASK):
+            row = generated.row("test", index)
+            yield {
+                "prompt": f"{row.prompt}{BENCHMARK_INSTRUCTION}",
+                "answer": row.answer,
+                **row.extra,
+                "subject": task,
+                "verifier": "task",
+            }
