@@ -16,6 +16,7 @@ from burnish.config.errors import UserError
 from burnish.config.yaml_text import printable
 
 if TYPE_CHECKING:
+    from burnish.evaluation.contamination import TrainingQuestions
     from burnish.evaluation.model_source import ModelSource
     from burnish.evaluation.session import EvalJob, MeasuredEval
 
@@ -74,6 +75,13 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
         metavar="VALUE",
         help="values of the first --reward of VALUE or more count as correct (default: 1 for verifiers; a function that returns numbers is graded)",
     )
+    add(
+        "--contamination",
+        nargs="*",
+        metavar="PATH",
+        help="compare the questions with training data: of the run, or these files (also SHAPE:FILE, or a run's folder), and print the "
+        "accuracy with and without those that overlap",
+    )
     add("--best-by", metavar="PART", help="best@k selects the sample with the highest score of this reward part")
     add(
         "--strategy",
@@ -117,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         overrides, args.environment = [f"environment={args.environment}", *overrides], None
     subject = find_model(model, print_note)
     tests = make_tests(args, model, subject, data, overrides)
-    printer = ResultPrinter(args, len(tests) > 1)
+    printer = ResultPrinter(args, len(tests) > 1, read_training_questions(args, model))
     for test in tests:
         printer.reuse(test)
     left = [test for test in tests if test.paths.name not in printer.results]
@@ -173,7 +181,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from burnish.run.durable_files import atomic_write
 
     unused = [*args.words, *(key for key, value in option_values(args).items() if value is not None)]
-    unused += [name for name in ("best_by", "data_dir") if getattr(args, name) is not None]
+    unused += [name for name in ("best_by", "data_dir", "contamination") if getattr(args, name) is not None]
     if unused:
         raise UserError(f"--compare A B reads two results and evaluates nothing, so {unused[0]} has no effect")
     if args.out is not None and args.out.suffix == ".parquet":
@@ -302,11 +310,20 @@ def run_settings_note(data: list[str]) -> str:
     )
 
 
+def read_training_questions(args: argparse.Namespace, model: Path) -> TrainingQuestions | None:
+    """The training questions that `--contamination` asks to compare with; None without the option."""
+    if args.contamination is None:
+        return None
+    from burnish.evaluation.contamination import training_questions
+
+    return training_questions(model, args.contamination, args.data_dir)
+
+
 class ResultPrinter:
     """Prints the results to stdout: each data set when it is done, and one table at the end."""
 
-    def __init__(self, args: argparse.Namespace, is_many: bool) -> None:
-        self.best_by, self.is_many = args.best_by, is_many
+    def __init__(self, args: argparse.Namespace, is_many: bool, training: TrainingQuestions | None) -> None:
+        self.best_by, self.is_many, self.training = args.best_by, is_many, training
         self.results: dict[str, Any] = {}
         self.files: dict[str, dict[str, Any]] = {}
 
@@ -344,6 +361,8 @@ class ResultPrinter:
 
         self.results[test.paths.name] = result
         print(printable("\n".join([f"{test.paths.name}\n"] if self.is_many else []) + result_text(result)))
+        if self.training is not None:
+            self._show_contamination(test, result, self.training)
         if cache is not None:
             print(f"cache        {cache}")
         if seconds is not None:
@@ -355,6 +374,19 @@ class ResultPrinter:
             )
         if self.best_by is not None and not result.best_at:
             print_note(f"--best-by {self.best_by}: no completion of {test.paths.name} has that part of the reward")
+
+    def _show_contamination(self, test: EvalJob, result: Any, training: TrainingQuestions) -> None:
+        """Print the overlap with the training data, and add it to the result's file."""
+        import json
+
+        from burnish.evaluation.contamination import contamination_json, contamination_text, find_contamination
+        from burnish.run.durable_files import atomic_write
+
+        found = find_contamination(result.rows, test.config.data.source, training, test.base)
+        print(printable(contamination_text(found)))
+        record = self.files[test.paths.name]
+        record["contamination"] = contamination_json(found)
+        atomic_write(test.paths.result, json.dumps(record, indent=1) + "\n")
 
 
 class Progress:

@@ -6,6 +6,7 @@ blocks if it has images or videos (`data/images.py`). Everything else is an erro
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from burnish.config.errors import UserError
 from burnish.data.images import Message, content_text, image_input, video_input
 
 TextOrMessages = str | list[Message]
+MAX_ANSWER_CHARS = 20_000
 ROLE = re.compile(r"[\w-]+")
 ROLES = {
     "human": "user",
@@ -59,6 +61,18 @@ class Row:
     def place(self) -> str:
         """Where to find the row, for errors."""
         return self.where or f"row {self.id!r} of {self.data_source!r}"
+
+
+def answer_text(answer: Any) -> str:
+    """The text by which files of completions name an answer: the answer, or of a long one its beginning and its checksum.
+
+    The tests of one program can be megabytes, and every completion names its answer.
+    """
+    text = str(answer)
+    if len(text) <= MAX_ANSWER_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{text[:MAX_ANSWER_CHARS]}... ({len(text):,} characters, sha256 {digest})"
 
 
 def text_or_messages(value: Any, key: str, where: str) -> str | list[Message]:

@@ -95,6 +95,11 @@ def _read_exact(text: str) -> Answer:
     return Answer((answer_block(text) or text).strip() or None, None)
 
 
+def _read_block(text: str) -> Answer:
+    found = answer_block(text)
+    return Answer(found or None, found is not None)
+
+
 def _read_code(text: str) -> Answer:
     return Answer(None, _CODE.search(text) is not None)
 
@@ -111,10 +116,13 @@ def _read_marked(text: str) -> Answer:
 ANSWER_READERS: dict[str, Callable[[str], Answer]] = {
     "number": _read_number,
     "math": _read_math,
+    "answer_set": _read_math,
     "choice": _read_choice,
     "exact": _read_exact,
     "task": _read_exact,
     "code": _read_code,
+    "code_output": _read_block,
+    "code_input": _read_block,
     "ifeval": _read_none,
     "": _read_none,
 }

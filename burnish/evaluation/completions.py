@@ -22,6 +22,7 @@ from typing import Any
 from burnish.config.errors import UserError
 from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, PLAYERS, Trajectory
 from burnish.data.prompt_pool import Prompt
+from burnish.data.row import answer_text
 from burnish.evaluation.answers import read_answer
 from burnish.evaluation.result import Row
 from burnish.evaluation.strategies.search_tree import SEARCH
@@ -59,7 +60,7 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
         "tags": tags,
         "prompt": prompt.text,
         "completion": t.completion,
-        "answer": None if question.answer is None else str(question.answer),
+        "answer": None if question.answer is None else answer_text(question.answer),
         "answered": answer.text,
         "formatted": answer.is_marked,
         "accuracy": t.accuracy,

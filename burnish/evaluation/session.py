@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from burnish.config.data import Reward
+from burnish.config.data import Reward, Source
 from burnish.config.environment import SINGLE_TURN, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
@@ -20,7 +21,8 @@ from burnish.config.rollout import Rollout
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import validation_prompts
-from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, refuse_tools
+from burnish.data.row import Row as DataRow
+from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, read_rows, reasons_text, refuse_tools
 from burnish.distributed.roles import build_engine, build_scorers, find_paged_engine
 from burnish.environments.registry import check_template_for_turns
 from burnish.evaluation.completions import PartialCompletions, write_completions
@@ -74,6 +76,8 @@ class PreparedEval:
     sampling: SamplingOptions
     positions: int | None = None
     """The model's limit on the tokens of a context."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """The number of rows that cannot be used, by reason."""
 
     @property
     def num_requests(self) -> int:
@@ -105,6 +109,8 @@ class MeasuredEval:
     """Seconds from the start of the process until the model was ready. It is the same for all jobs of a command."""
     num_found: int
     """Completions that an interrupted evaluation had already sampled."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """The number of rows that were not asked because their answer cannot be used, by reason."""
 
 
 def choose_dtype(model: Model, path: Path) -> str:
@@ -201,13 +207,20 @@ def _prepare(job: EvalJob, policy: PolicyModel, say: Say) -> PreparedEval:
     for text in check_template_for_turns(config.environment, policy.tokenizer, config.data.template, job.base):
         say(f"{job.paths.name}: {text}")
     data = config.prompts(positions)
-    prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, job.base)
+    left_out: Counter[str] = Counter()
+
+    def read(source: Source, base: Path | None) -> list[DataRow]:
+        return read_rows(source, base, left_out)
+
+    prompts = validation_prompts(data.validation, policy.tokenizer, data, config.seed, config.limit, job.base, read)
+    if left_out:
+        say(f"{job.paths.name}: {left_out.total():,} rows are not asked: {reasons_text(left_out)}")
     longest = max(len(p.tokens) for p in prompts)
     max_tokens, note = fit_max_tokens(config.sampling.max_tokens, longest, positions, config.environment)
     if note is not None:
         say(f"{job.paths.name}: {note}")
     sampling = config.sampling.model_copy(update={"max_tokens": max_tokens})
-    return PreparedEval(job, prompts, sampling_options(sampling, policy.tokenizer.eos_ids), positions)
+    return PreparedEval(job, prompts, sampling_options(sampling, policy.tokenizer.eos_ids), positions, dict(left_out))
 
 
 def most_new_tokens(longest_prompt: int, max_tokens: int, environment: Environment, positions: int | None) -> int:
@@ -315,7 +328,7 @@ def _finish(
     rows = in_data_order(journal.rows, one.prompts)
     result = summarise(rows, best_by)
     write_completions(one.job.paths.completions, rows)
-    measured = MeasuredEval(one.job, result, work, start_s, num_found)
+    measured = MeasuredEval(one.job, result, work, start_s, num_found, one.left_out)
     atomic_write(one.job.paths.result, json.dumps(result_record(measured), indent=1) + "\n")
     return measured
 
@@ -334,6 +347,7 @@ def result_record(measured: MeasuredEval) -> dict[str, Any]:
         **result_json(measured.result),
         "seconds": {"start_up": measured.start_s, "generation": work.generate_s, "scoring": work.score_s},
         "resumed": measured.num_found,
+        "left_out": dict(measured.left_out),
         "tokens": work.num_tokens,
         "tokens_per_second": work.num_tokens / work.generate_s if work.generate_s else None,
         **({} if measured.result.searches is None else {"cache_hit_rate": work.cache_hit_rate}),

@@ -147,6 +147,52 @@ def test_a_run_is_measured_at_its_best_checkpoint(model: Path, capsys: pytest.Ca
     assert max(json.loads(line)["length"] for line in Path("o.jsonl").read_text().splitlines()) <= 7
 
 
+def test_overlap_with_training_data_is_printed_and_saved_also_for_a_finished_evaluation(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("d.jsonl").write_text("".join(json.dumps({"question": f"{i}>", "answer": "1"}) + "\n" for i in range(4)))
+    Path("train.jsonl").write_text('{"question": "2>", "answer": "1"}\n')
+    command = [
+        "eval",
+        str(model),
+        "d.jsonl",
+        "--reward",
+        "exact",
+        "--max-tokens",
+        "2",
+        "--out",
+        "o",
+        "reward.workers=1",
+    ]
+    assert main([*command, "--contamination"]) == 2
+    assert "is no run that names its training data" in capsys.readouterr().err
+    assert main(command) == 0
+    assert "overlap" not in capsys.readouterr().out
+    assert main([*command, "--contamination", "train.jsonl"]) == 0
+    shown = capsys.readouterr()
+    assert "nothing is sampled again" in shown.err
+    assert "overlap        1 of 4 questions overlap with the training data (1 rows): 1 the same" in shown.out
+    result = json.loads(Path("o/d.json").read_text())
+    assert result["contamination"]["exact"] == ["d.jsonl/2"]
+    assert result["contamination"]["clean"]["num_questions"] == 3
+    assert (result["num_prompts"], "settings" in result) == (4, True)
+    assert main(["eval", "--compare", "o", "o", "--contamination", "train.jsonl"]) == 2
+    assert "contamination has no effect" in capsys.readouterr().err
+
+
+def test_rows_of_a_benchmark_that_cannot_be_used_are_counted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": "1>", "answer": "3"}, {"question": "2>", "answer": "None"}]
+    Path("gsm_plus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=128)
+    wide = Path("wide")
+    wide.mkdir()
+    load_policy(Model(new=new, device="cpu"), None, string.printable, seed=1).save(wide)
+    command = ["eval", str(wide), "gsm_plus", "--data-dir", ".", "--max-tokens", "2", "--out", "o", "reward.workers=1"]
+    assert main(command) == 0
+    assert "gsm_plus: 1 rows are not asked: 1 no answer" in capsys.readouterr().err
+    assert json.loads(Path("o/gsm_plus.json").read_text())["left_out"] == {"no answer": 1}
+
+
 def test_scorers_that_all_fail_are_an_exit_and_not_a_zero(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.py").write_text(FAILING)
     Path("d.jsonl").write_text('{"question": "1>", "answer": "1"}\n')

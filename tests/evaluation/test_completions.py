@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,13 @@ def test_two_at_once_are_refused_and_a_stranger_too(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no journal"):
         PartialCompletions(path, SETTINGS)
     assert path.read_text() == "hello\n"
+
+
+def test_a_long_answer_is_named_by_its_beginning_and_its_checksum() -> None:
+    from burnish.data.row import MAX_ANSWER_CHARS, answer_text
+
+    assert answer_text("x" * MAX_ANSWER_CHARS) == "x" * MAX_ANSWER_CHARS
+    long, other = ("x" * MAX_ANSWER_CHARS + end for end in "ab")
+    assert len(answer_text(long)) < MAX_ANSWER_CHARS + 120
+    assert answer_text(long) != answer_text(other)
+    assert answer_text(long).endswith(hashlib.sha256(long.encode()).hexdigest() + ")")

@@ -84,10 +84,10 @@ def read_test_questions(name: str, shape: str | None, files: list[Path]) -> list
     located = [located for file in files for located in read_file(file, header)]
     if shape is not None:
         located = [(where, record) for where, record in located if in_split(record, get_shape(shape), split)]
-    return [(where, _question(where, record, shape)) for where, record in located]
+    return [(where, question_of_record(where, record, shape)) for where, record in located]
 
 
-def _question(where: str, record: Record, shape: str | None = None) -> str:
+def question_of_record(where: str, record: Record, shape: str | None = None) -> str:
     """The question of a row of any kind: for rollouts, supervised or preference data, also without an answer."""
     if shape is not None:
         with suppress(UnusableRow):
@@ -109,7 +109,7 @@ def _rows_without_overlap(
     file: Path, tests: list[tuple[str, str | None, list[Path]]], ngram: int, report: ProgressReport
 ) -> KeptRows:
     items = list(read_records(str(file)))
-    questions = [_question(where, record) for where, record in items]
+    questions = [question_of_record(where, record) for where, record in items]
     gone: dict[int, str] = {}
     reports = []
     for name, shape, files in tests:

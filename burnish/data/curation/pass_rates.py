@@ -14,7 +14,7 @@ from burnish.config.data import Source
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import parse_yaml
 from burnish.data.files import READERS, Record, file_format, find_files, read_records
-from burnish.data.row import Row
+from burnish.data.row import Row, answer_text
 from burnish.data.row_formats import prompt_row, source_name, source_records
 from burnish.data.tasks.registry import make_task
 from burnish.run.run import read_visits
@@ -153,7 +153,7 @@ def match_pass_counts(
         )
     for item in items:
         count = found.get(item.row.id)
-        if count is not None and count.answer is not None and count.answer != str(item.row.answer):
+        if count is not None and count.answer is not None and count.answer != answer_text(item.row.answer):
             raise UserError(
                 f"{item.where}: its answer is {item.row.answer!r}, but in {scores} it is {count.answer!r}: the scores are of "
                 "another file, or its rows were in another order"
