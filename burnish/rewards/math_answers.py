@@ -165,12 +165,11 @@ def _equal(expected: str, tolerance: float | None, given: str) -> bool:
 def number_value(text: str) -> float | None:
     """The value of a text that is one real number or an expression of numbers; None for anything else."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        pass
-    parsed = _parse_math(f"\\boxed{{{text}}}")
-    try:
-        value = float(parsed[0]) if parsed else math.nan
-    except (TypeError, ValueError, OverflowError):  # a symbol, a set, a complex number, or beyond a float
-        return None
+        parsed = _parse_math(f"\\boxed{{{text}}}")
+        try:
+            value = float(parsed[0]) if parsed else math.nan
+        except (TypeError, ValueError, OverflowError):  # a symbol, a set, a complex number, or beyond a float
+            return None
     return value if math.isfinite(value) else None
