@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import re
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -306,7 +307,14 @@ def test_the_generated_benchmark_is_the_same_for_every_seed_and_scored_by_its_ch
         next(reasoning_gym.held_out_rows("0.0.0"))
 
 
-def test_every_benchmark_has_a_row_in_the_documentation() -> None:
+def test_the_table_of_the_documentation_has_every_benchmark_with_its_verifier_and_its_limit() -> None:
     page = (Path(__file__).parents[2] / "docs/eval.md").read_text()
-    for name in BENCHMARKS:
-        assert f"| `{name}`" in page, name
+    section = page.partition("## Benchmarks\n")[2].partition("\n## ")[0]
+    listed = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            verifier = re.match(r"`(\w+)`", cells[4])
+            assert verifier is not None
+            listed |= {name: (verifier[1], int(cells[5])) for name in re.findall(r"`(\w+)`", cells[0])}
+    assert listed == {name: (row.reward[0]["name"], row.max_tokens) for name, row in BENCHMARKS.items()}
