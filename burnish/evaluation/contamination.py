@@ -25,6 +25,7 @@ from burnish.data.curation.decontamination import (
 )
 from burnish.data.curation.output_files import NUM_SHOWN, short_place
 from burnish.data.curation.row_selection import comparable_question
+from burnish.data.files import find_files
 from burnish.data.row_formats import read_rows, source_name, source_records
 from burnish.evaluation.result import Row, aligned_lines, by_question, estimate_json, interval_text, judged_rows
 from burnish.evaluation.statistics import Estimate, mean_at_k
@@ -89,11 +90,17 @@ def _add_run(found: TrainingQuestions, run: Path) -> None:
         if source.task is not None:
             found.not_compared.append(f"{source.task} is a generated task, so its training rows are in no file")
             continue
-        try:
-            found.questions += _questions_of_source(source)
-        except UserError as error:
-            raise UserError(f"{error}; if the training data has moved, name it: --contamination FILE") from error
+        if source.path is not None:
+            _check_files(source.path)
+        found.questions += _questions_of_source(source)
         found.sources.append(source.path or source_name(source))
+
+
+def _check_files(path: str) -> None:
+    try:
+        find_files(path)
+    except UserError as error:
+        raise UserError(f"{error}; if the training data has moved, name it: --contamination FILE") from error
 
 
 def _questions_of_source(source: Source) -> Iterator[tuple[str, str]]:

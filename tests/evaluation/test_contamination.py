@@ -106,6 +106,23 @@ def test_a_run_names_its_training_files_also_from_its_checkpoint(tmp_path: Path,
     assert [question for _, question in named.questions] == [QUESTIONS[0], QUESTIONS[2]]
 
 
+def test_questions_of_training_rows_in_every_format_are_found(tmp_path: Path, test_set: Source) -> None:
+    rows = [
+        {"conversations": [{"from": "human", "value": QUESTIONS[1]}, {"from": "gpt", "value": QUESTIONS[3]}]},
+        {"instruction": "Something else", "input": "entirely?", "output": "x"},
+        {
+            "prompt": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": LONG}]},
+            ]
+        },
+    ]
+    train = write(tmp_path / "train.jsonl", rows)
+    found = find_contamination(completions(1, 1, 0, 1), test_set, training_questions(tmp_path, (train,), None))
+    assert isinstance(found, Contamination)
+    assert (found.exact, found.shared) == (("gsm8k/1", "gsm8k/2"), ("gsm8k/0",))
+
+
 def test_generated_problems_are_not_compared_and_the_reason_is_kept(tmp_path: Path, test_set: Source) -> None:
     run = run_folder(tmp_path / "run", "data: {train: [{task: sort_digits}]}\n")
     found = find_contamination(completions(1, 0, 0, 0), test_set, training_questions(run, (), None))

@@ -24,6 +24,7 @@ from burnish.data.curation.output_files import (
     write_output,
 )
 from burnish.data.files import Record, find_files, read_file, read_records
+from burnish.data.images import content_text
 from burnish.data.math_datasets import strip_format_request
 from burnish.data.published_datasets import (
     BENCHMARKS,
@@ -35,6 +36,7 @@ from burnish.data.published_datasets import (
     to_verl_layout,
 )
 from burnish.data.published_example import UnusableRow, question_of
+from burnish.data.row import ROLES
 from burnish.run.durable_files import checksums
 
 NGRAM_WORDS = 13
@@ -92,17 +94,25 @@ def question_of_record(where: str, record: Record, shape: str | None = None) -> 
     if shape is not None:
         with suppress(UnusableRow):
             return str(to_verl_layout(record, where, shape)["extra_info"]["question"])
-    info, messages = record.get("extra_info"), record.get("messages", record.get("prompt"))
+    info = record.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         return str(info["question"])
-    if isinstance(messages, list):
-        return strip_format_request(
-            "\n".join(str(turn.get("content", "")) for turn in messages if turn.get("role") == "user")
-        )
+    for messages in (record.get(name) for name in ("messages", "prompt", "conversations", "context_messages")):
+        if isinstance(messages, list):
+            return strip_format_request("\n".join(map(_user_text, messages)))
+    if isinstance(record.get("instruction"), str):  # Alpaca: `input` is what the instruction is about
+        return strip_format_request("\n".join(filter(None, (record["instruction"], record.get("input")))))
     try:
         return strip_format_request(question_of(record))
     except (UnusableRow, ValueError, TypeError) as error:
         raise UserError(f"{where}: no question found ({error}; has: {', '.join(map(str, record))})") from error
+
+
+def _user_text(turn: Record) -> str:
+    """The text of a turn of the user, in a conversation of any format; nothing of another turn."""
+    if ROLES.get(turn.get("role", turn.get("from", ""))) != "user":
+        return ""
+    return content_text(turn.get("content", turn.get("value", "")))
 
 
 def _rows_without_overlap(
