@@ -124,8 +124,9 @@ def run(args: argparse.Namespace) -> int:
     if args.environment is not None and args.environment.startswith("{"):  # a whole section
         overrides, args.environment = [f"environment={args.environment}", *overrides], None
     subject = find_model(model, print_note)
+    training = read_training_questions(args, model)  # before --force removes old results
     tests = make_tests(args, model, subject, data, overrides)
-    printer = ResultPrinter(args, len(tests) > 1, read_training_questions(args, model))
+    printer = ResultPrinter(args, len(tests) > 1, training)
     for test in tests:
         printer.reuse(test)
     left = [test for test in tests if test.paths.name not in printer.results]

@@ -24,34 +24,12 @@ from burnish.data.published_datasets import BENCHMARKS, benchmark_source, find_b
 from burnish.data.published_example import UnusableRow
 from burnish.data.row_formats import read_rows
 from burnish.rewards.verifiers import VERIFIERS
+from tests.data.code_records import CRUX, LCB, LEETCODE
 
 OLYMPIAD = {
     "id": 1606, "question": "Solve it.", "context": None, "final_answer": ["$3$, $-5$"], "is_multiple_answer": True,
     "unit": None, "answer_type": "Numerical", "error": None, "question_type": "Open-ended", "subfield": "Algebra",
 }  # fmt: skip
-CRUX = {"code": "def f(a, n):\n    return a[:n] + [n]", "input": "[1, 2], 1", "output": "[1, 1]", "id": "sample_0"}
-LCB = {
-    "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder", "question_id": "abc1_a",
-    "contest_date": "2023-08-21T00:00:00", "starter_code": "", "difficulty": "easy",
-    "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3", "testtype": "stdin"}]),
-    "private_test_cases": json.dumps([{"input": "5 -9\n", "output": "-4\n", "testtype": "stdin"}]), "metadata": "{}",
-}  # fmt: skip
-LEETCODE = {
-    **LCB, "platform": "leetcode", "starter_code": "class Solution:\n    def twoSum(self, nums: List[int], target: int) -> List[int]:\n        ",
-    "public_test_cases": json.dumps([{"input": "[2, 7, 11]\n9", "output": "[0, 1]", "testtype": "functional"}]),
-    "private_test_cases": json.dumps([{"input": "[3, 3]\n6", "output": "[0, 1]", "testtype": "functional"}]),
-    "metadata": json.dumps({"func_name": "twoSum"}),
-}  # fmt: skip
-TWO_SUM = """```python
-class Solution:
-    def twoSum(self, nums: List[int], target: int) -> List[int]:
-        seen = {}
-        for i, n in enumerate(nums):
-            if target - n in seen:
-                return (seen[target - n], i)
-            seen[n] = i
-```"""
-HOSTILE = "<answer>f(type('X', (), {'__eq__': lambda a, b: True})(), 1)</answer>"
 
 JUDGED: list[tuple[str, dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]] = [
     # (shape, record as published, the answer, right completions, wrong completions)
@@ -87,10 +65,6 @@ JUDGED: list[tuple[str, dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]] 
      "A", ("A",), ("B",)),
     ("cruxeval_o", CRUX, "[1, 1]", ("<answer>[1,1]</answer>", "<answer>assert f([1, 2], 1) == [1, 1]</answer>", "<answer>`[1, 1]`</answer>"),
      ("<answer>[1]</answer>", "<answer>f([1, 2], 1)</answer>", "[1, 1]", "<answer>[1, 1</answer>")),
-    ("cruxeval_i", CRUX, None, ("<answer>f([1, 2], 1)</answer>", "<answer>f([1] * 1, n=1)</answer>", "<answer>f([1, 9], 1) == [1, 1]</answer>"),
-     ("<answer>f([2], 1)</answer>", "<answer>[1, 2], 1</answer>", "<answer>g(1)</answer>", "<answer>f(1)</answer>", HOSTILE)),
-    ("livecodebench", LCB, None, ("```python\nprint(sum(map(int, input().split())))\n```",), ("```python\nprint(3)\n```",)),
-    ("livecodebench", LEETCODE, None, (TWO_SUM,), (TWO_SUM.replace("(seen[target - n], i)", "[i, 0]"), "no program")),
 ]  # fmt: skip
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from burnish.rewards.code_prediction import code_input, code_output, predicted_arguments, prediction_tests
-
-LOOP = {"code": "def f(n):\n    while n > 0:\n        pass\n    return n", "output": "0"}
+from burnish.rewards.code_prediction import code_output, predicted_arguments, prediction_tests
 
 
 @pytest.mark.parametrize(
@@ -40,18 +36,6 @@ def test_outputs_are_compared_by_value() -> None:
         assert code_output(f"<answer>{said}</answer>", "{'a': (1,), 'b': 2}", {}) == value
     with pytest.raises(ValueError, match="is not a Python literal"):
         code_output("<answer>1</answer>", "f(1)", {})
-
-
-def test_a_call_that_does_not_return_is_wrong_and_timed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from burnish.rewards import code_prediction
-    from burnish.rewards.code_reward import ProgramRunner
-
-    monkeypatch.setattr(code_prediction, "process_runner", lambda: runner)
-    runner = ProgramRunner(timeout_s=2.0)
-    with runner.sandbox:
-        found = code_input("<answer>f(1)</answer>", json.dumps(LOOP), {})
-        assert (found.value, found.timed_out) == (0.0, True)
-        assert code_input("<answer>f(0)</answer>", LOOP, {}).value == 1.0
 
 
 def test_an_answer_without_code_and_output_is_an_error() -> None:

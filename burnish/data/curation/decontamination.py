@@ -110,7 +110,7 @@ def question_of_record(where: str, record: Record, shape: str | None = None) -> 
 
 def _user_text(turn: Record) -> str:
     """The text of a turn of the user, in a conversation of any format; nothing of another turn."""
-    if ROLES.get(turn.get("role", turn.get("from", ""))) != "user":
+    if ROLES.get(str(turn.get("role") or turn.get("from"))) != "user":
         return ""
     return content_text(turn.get("content", turn.get("value", "")))
 
