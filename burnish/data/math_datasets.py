@@ -137,6 +137,9 @@ def word_problem(record: Record) -> PublishedExample:
     question = " ".join(str(part).strip() for part in parts if part is not None)
     numbers = str(record.get("Numbers") or "").split()
     if numbers:
+        places = [int(place) for place in PLACEHOLDER.findall(question)]
+        if places and max(places) >= len(numbers):
+            raise ValueError(f"the question has the place N_{max(places):02d}, but there are {len(numbers)} Numbers")
         question = PLACEHOLDER.sub(lambda found: numbers[int(found[1])], question)
     value = first_value(record, "Answer", "answer", "final_ans", "lSolutions", "ans")
     if isinstance(value, list) and len(value) != 1:

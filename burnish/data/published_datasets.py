@@ -358,20 +358,20 @@ def benchmark_path(name: str, folder: Path | None) -> str:
         raise UserError(f"{given} is not a folder; it should contain the files of {name}")
     found = look_for_benchmark(name, given)
     if found is None:
-        raise UserError(f"{given} has no file of {name}; looked for {', '.join((*row.files, *row.parts))}")
+        raise UserError(f"{given} has no file of {name}; looked for {', '.join((*row.parts, *row.files))}")
     return found
 
 
 def look_for_benchmark(name: str, folder: Path) -> str | None:
     """The path of a benchmark's file in a folder, or a pattern of all its files, or None."""
     row = get_benchmark(name)
+    for pattern in row.parts:  # before `files`, which would find one part of several
+        if any(path.is_file() for path in folder.glob(pattern)):
+            return f"{glob.escape(str(folder))}/{pattern}"
     for pattern in row.files:
         found = sorted(path for path in folder.glob(pattern) if path.is_file())
         if found:
             return _with_other_shards(found[0])
-    for pattern in row.parts:
-        if any(path.is_file() for path in folder.glob(pattern)):
-            return f"{glob.escape(str(folder))}/{pattern}"
     return None
 
 

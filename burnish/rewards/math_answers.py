@@ -96,7 +96,7 @@ def answer_set(completion: str, answer: Any, extra: Mapping[str, Any]) -> float:
     r"""1 if the last `\boxed{}` has exactly the expected answers, in any order, separated by commas.
 
     With several answers, as many last boxes with one each count too. A number with a tolerance may differ by it; expressions must be equal
-    by math-verify. OlympiadBench scores so (He et al. 2024, 2402.14008).
+    by math-verify. OlympiadBench's `error` is such a tolerance (He et al. 2024, 2402.14008).
     """
     require_answer(answer)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -159,7 +159,7 @@ def _equal(expected: str, tolerance: float | None, given: str) -> bool:
     if tolerance is None or right is None:
         return bool(verify(_expected_math(expected), _parse_math(f"\\boxed{{{given}}}"), timeout_seconds=None))
     value = number_value(given)
-    return value is not None and abs(value - right) <= tolerance + 1e-9 * abs(right)
+    return value is not None and abs(value - right) <= tolerance + 1e-12 * abs(right)
 
 
 def number_value(text: str) -> float | None:

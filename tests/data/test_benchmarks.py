@@ -194,7 +194,7 @@ def test_private_tests_are_unpacked_without_running_what_a_pickle_names() -> Non
     ("name", "record", "words"),
     [
         ("gpqa", {"Question": "q", "Correct Answer": "a"}, "has a column 'Incorrect Answer 1'"),
-        ("mawps", {"Question": "N_00 N_03", "Numbers": "1 2", "Answer": 3}, "not a row of mawps"),
+        ("mawps", {"Question": "N_00 N_03", "Numbers": "1 2", "Answer": 3}, "the place N_03, but there are 2 Numbers"),
         ("olympiadbench", {**OLYMPIAD, "error": "a bit"}, "not a row of olympiadbench: could not convert"),
         ("cruxeval_o", {**CRUX, "code": "def g(: pass"}, "code and input should be Python"),
         ("cruxeval_i", {**CRUX, "code": "def g(a): pass"}, "code should define a function f"),
@@ -254,6 +254,23 @@ def test_all_shards_of_a_parquet_file_are_read_and_all_problems_of_the_folders_o
         (tmp_path / "MATH/test" / subject / "1.json").write_text(json.dumps(problem, indent=4))
     assert [row.extra["subject"] for row in read_benchmark("math", tmp_path)] == ["Algebra", "Geometry"]
     assert len(find_benchmark_files("math", tmp_path)) == 2
+
+
+def test_a_set_of_several_files_is_never_read_in_part(tmp_path: Path) -> None:
+    for subject in ("anatomy", "virology"):
+        (tmp_path / "mmlu" / subject).mkdir(parents=True)
+        table = pyarrow.Table.from_pylist(
+            [{"question": f"{subject}?", "choices": ["a", "b"], "answer": 0, "subject": subject}]
+        )
+        pyarrow.parquet.write_table(table, tmp_path / "mmlu" / subject / "test-00000-of-00001.parquet")
+    assert [row.extra["subject"] for row in read_benchmark("mmlu", tmp_path)] == ["anatomy", "virology"]
+    (tmp_path / "mmlu/all").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "mmlu/all/test-00000-of-00001.parquet")
+    assert [row.extra["subject"] for row in read_benchmark("mmlu", tmp_path)] == ["virology"]
+    (tmp_path / "livecodebench").mkdir()
+    for name, record in (("test", LCB), ("test2", LEETCODE)):
+        (tmp_path / f"livecodebench/{name}.jsonl").write_text(json.dumps(record) + "\n")
+    assert [row.extra["category"] for row in read_benchmark("livecodebench", tmp_path)] == ["atcoder", "leetcode"]
 
 
 def test_a_csv_of_contest_problems_is_read_by_year(tmp_path: Path) -> None:

@@ -15,6 +15,13 @@ from burnish.rewards.verifiers import VERIFIERS
 from tests.data.code_records import CRUX, LCB, LEETCODE, TWO_SUM
 
 HOSTILE = "<answer>f(type('X', (), {'__eq__': lambda a, b: True})(), 1)</answer>"
+EQUAL_TO_ALL = """```python
+class Equal:
+    def __eq__(self, other): return True
+    def __iter__(self): return iter([0, 1])
+class Solution:
+    def twoSum(self, nums, target): return Equal()
+```"""
 LOOP = {"code": "def f(n):\n    while n > 0:\n        pass\n    return n", "output": "0"}
 JUDGED: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
     # (shape, record as published, right completions, wrong completions)
@@ -22,7 +29,7 @@ JUDGED: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
      ("<answer>f([1, 2], 1)</answer>", "<answer>f([1] * 1, n=1)</answer>", "<answer>f([1, 9], 1) == [1, 1]</answer>"),
      ("<answer>f([2], 1)</answer>", "<answer>[1, 2], 1</answer>", "<answer>g(1)</answer>", "<answer>f(1)</answer>", HOSTILE)),
     ("livecodebench", LCB, ("```python\nprint(sum(map(int, input().split())))\n```",), ("```python\nprint(3)\n```",)),
-    ("livecodebench", LEETCODE, (TWO_SUM,), (TWO_SUM.replace("(seen[target - n], i)", "[i, 0]"), "no program")),
+    ("livecodebench", LEETCODE, (TWO_SUM,), (TWO_SUM.replace("(seen[target - n], i)", "[i, 0]"), EQUAL_TO_ALL, "no program")),
 ]  # fmt: skip
 
 
