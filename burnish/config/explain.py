@@ -237,7 +237,9 @@ def _default(key: ConfigKey) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, Record):
-        return str(getattr(value, "name", type(value).__name__))
+        given = [f"{name}: {_value(getattr(value, name))}" for name in sorted(value.model_fields_set)]
+        unnamed = f"{{{', '.join(given)}}}" if given else type(value).__name__
+        return str(getattr(value, "name", unnamed))
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from burnish.config.explain import help_text
 from burnish.config.records import Record, walk_keys
 from burnish.evaluation.strategies.registry import STRATEGIES, strategy_needs, strategy_record
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, Majority, Strategy
@@ -132,3 +133,5 @@ def test_help_lists_the_options_of_the_strategies_of_levels_once() -> None:
     assert "strategy.levels.<i>.strategy" in paths
     assert not [path for path in paths if path.startswith("strategy.levels.<i>.strategy.")]
     assert "strategy.waits" in paths
+    text = help_text(Settings)
+    assert "levels (a list of sections; default [{at_least: 0.75, strategy: majority}, {strategy: majority}])" in text

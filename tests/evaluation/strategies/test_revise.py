@@ -13,6 +13,7 @@ from burnish.evaluation.strategies.registry import load_strategy, strategy_recor
 from burnish.evaluation.strategies.revise import CRITIQUE, REQUESTS
 from burnish.evaluation.strategies.search import Question, Search, SearchProgram
 from burnish.evaluation.strategies.search_tree import SearchNode
+from burnish.evaluation.strategies.verifiers import RewardVerifier
 from burnish.rewards.score_types import Score
 from tests.environments.chat_templates import small_tokenizer
 from tests.evaluation.strategies.toy import END, TURNS, sampling, solve
@@ -255,3 +256,20 @@ def test_a_model_without_a_chat_template_cannot_be_asked_again() -> None:
 def test_options_without_an_effect_are_errors(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         strategy_record("revise", **options)
+
+
+def test_what_the_oracle_says_besides_its_score_is_not_quoted() -> None:
+    class Checked:
+        """Scores whose details state the key."""
+
+        pending = 0
+
+        def poll(self, timeout_s: float | None) -> list[Score]:
+            return [Score("q#0.0/1", 1.0, 1.0, details={"number": "expected 42"})]
+
+        def close(self) -> None:
+            """Nothing to close."""
+
+    scores = [RewardVerifier(Checked(), {}, is_oracle=is_oracle).poll(None)[0] for is_oracle in (True, False)]  # type: ignore[arg-type]
+    assert [score.details for score in scores] == [{}, {"number": "expected 42"}]
+    assert [score.reward for score in scores] == [1.0, 1.0]
