@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from burnish.evaluation.strategies.search import Choice, Search
+from burnish.evaluation.strategies.search import Choice, Search, SearchFailed
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.spec import Revise
 from burnish.evaluation.strategies.votes import best_scored, elect, vote_weights
@@ -90,6 +90,12 @@ def what_is_said(search: Search, node: SearchNode) -> str:
 
 def elect_by_chain(search: Search, chains: Sequence[Sequence[SearchNode]]) -> Choice:
     """Return the winner among the winners of all chains, by votes weighed by the scores."""
+    scores = [node.score for chain in chains for node in chain if node.score is not None]
+    if not search.log_scores and min(scores) < 0:
+        raise SearchFailed(
+            f"revise: the verifier gave {min(scores):g}, and votes weighed by negative scores are meaningless: set strategy.choose to best, "
+            "or use a verifier with scores from 0"
+        )
 
     def weighted(nodes: Sequence[SearchNode]) -> Choice:
         scores = [node.score for node in nodes]

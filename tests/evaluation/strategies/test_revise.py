@@ -203,6 +203,14 @@ def test_choosing_by_chain_differs_from_a_weighted_vote_of_all_answers() -> None
     assert program.choice.node is chains[1][0]
 
 
+def test_votes_by_chain_refuse_negative_scores() -> None:
+    options = {"chat": TURNS, "rounds": 1, "request": AGAIN, "choose": "by_chain"}
+    _, program = solve("revise", counter, score=lambda text: -1.0, **options)
+    assert program.error is not None
+    assert "set strategy.choose to best" in program.error
+    assert solve("revise", counter, **options)[1].choice is not None  # log-probs are weighed by exp
+
+
 @pytest.mark.parametrize(("times", "answers"), [(1, 2), (2, 3), (None, 7)])
 def test_a_chain_ends_when_the_answer_stays_the_same(times: int | None, answers: int) -> None:
     def model(text: str) -> dict[str, float]:
