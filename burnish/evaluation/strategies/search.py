@@ -289,6 +289,20 @@ class Search:
         self._texts.pop(node, None)
         return chain
 
+    def part(self, parent: SearchNode, source: SearchNode, start: int, end: int) -> SearchNode:
+        """Append a run of tokens of a sampled node to a path, so that they need not be sampled again.
+
+        The tokens before `start` must be on the path already, behind the parent of `source`. The last part ends as `source` does. Costs
+        count these tokens once.
+        """
+        assert source.logp is not None, "only sampled nodes have parts"
+        node = self._add(parent, end - start, source.stop, source.temperature)
+        node.tokens, node.logp, node.version = source.tokens[start:end], source.logp[start:end], source.version
+        node.notes["part_of"] = source.index
+        if end == len(source.tokens):
+            node.end, node.score = source.end, source.score
+        return node
+
     def text(self, node: SearchNode) -> str:
         """Return the text behind the root, up to the end of a node."""
         if node not in self._texts:
@@ -477,7 +491,7 @@ class SearchProgram:
             parent.context,
             options,
             node.key,
-            may_continue=bool(node.stop),
+            may_continue=bool(node.stop) or limit < search.room(parent),
             pictures=pictures,
         )
 

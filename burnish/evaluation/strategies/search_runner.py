@@ -208,7 +208,9 @@ def search_record(program: SearchProgram) -> dict[str, Any]:
 
 def _is_whole_answer(node: SearchNode) -> bool:
     """Whether one request sampled a whole answer to the question, as a single sample would."""
-    return node.is_sampled and node.end != "open" and node.parent is not None and node.parent.index == 0
+    return (
+        node.is_sampled and not node.stop and node.end != "open" and node.parent is not None and node.parent.index == 0
+    )
 
 
 def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:

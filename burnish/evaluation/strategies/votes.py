@@ -39,16 +39,18 @@ def borda_weights(scores: Sequence[float | None], power: float) -> list[float | 
     return [None if s is None else (n - (first[s] + last[s]) / 2) ** power for s in scores]
 
 
-def vote_weights(scores: Sequence[float | None], borda: float | None, is_logp: bool) -> list[float | None]:
-    """Return the weight of each vote from the verifier's scores."""
+def vote_weights(
+    scores: Sequence[float | None], borda: float | None, is_logp: bool, instead: str = "set strategy.borda"
+) -> list[float | None]:
+    """Return the weight of each vote from the verifier's scores. `instead` says what a user can do where scores are negative."""
     if borda is not None:
         return borda_weights(scores, borda)
     if is_logp:
         return [None if score is None else math.exp(score) for score in scores]
     if negative := next((score for score in scores if score is not None and score < 0), None):
         raise SearchFailed(
-            f"weighted_vote: the verifier gave {negative:g}, and votes weighed by negative scores are meaningless: set strategy.borda, or "
-            "use a verifier with scores from 0"
+            f"the verifier gave {negative:g}, and votes weighed by negative scores are meaningless: {instead}, or use a verifier with "
+            "scores from 0"
         )
     return list(scores)
 
