@@ -14,9 +14,11 @@ from burnish.config.errors import UserError
 from burnish.config.plugins import check_options, load_plugin
 from burnish.config.records import Plugin, Slot
 from burnish.evaluation.strategies import votes
+from burnish.evaluation.strategies.beam_search import beam_search, dvts
 from burnish.evaluation.strategies.budget_forcing import budget_forcing
 from burnish.evaluation.strategies.by_difficulty import by_difficulty
 from burnish.evaluation.strategies.early_stopping import early_stopping
+from burnish.evaluation.strategies.rebase import rebase
 from burnish.evaluation.strategies.revise import revise
 from burnish.evaluation.strategies.search import Choice, Search
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, ByDifficulty, StrategyRecord, VerifierPart
@@ -33,6 +35,9 @@ STRATEGIES: Mapping[str, StrategyFunction] = {
     "revise": revise,
     "budget_forcing": budget_forcing,
     "early_stopping": early_stopping,
+    "beam_search": beam_search,
+    "dvts": dvts,
+    "rebase": rebase,
     "by_difficulty": lambda search, options: by_difficulty(search, options, STRATEGIES),
     "step_values": step_values,
 }

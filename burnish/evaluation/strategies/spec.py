@@ -245,6 +245,95 @@ class StepValueSearch(StrategyRecord):
         return None
 
 
+class StepSearch(StrategyRecord):
+    """A search over the steps of answers: partial answers are scored, and the tokens go to the promising ones."""
+
+    verified: ClassVar[bool] = True
+    step: str | None = Field("\n\n", min_length=1)
+    """The text that ends a step. Give the same one to a process reward model as its `delimiter`."""
+    step_tokens: int | None = Field(None, ge=1)
+    """Most tokens of a step; null sets no limit. With step null, every step has this many."""
+    verifier: Verifier = VerifierPart()
+    """What scores partial and finished answers, such as a process reward model whose `aggregate` is last, min, prod or mean."""
+
+    @model_validator(mode="after")
+    def _check_step(self) -> StepSearch:
+        if self.step is None and self.step_tokens is None:
+            raise ValueError(f"{self.name}: nothing ends a step; give step (a text) or step_tokens (a number)")
+        return self
+
+
+class BeamSearch(StepSearch):
+    """Keeps the best partial answers after every step and samples the next step of each: beam search against a process reward model."""
+
+    formula: ClassVar[str] = (
+        "m_0 = M; step t: sample m_t n / M children of the kept paths, in equal parts; of the distinct paths take the m_t with the highest v; "
+        "keep the open ones: m_(t+1) = m_t - #finished among them; end at m = 0; answer = argmax or weighted vote over all finished paths"
+    )
+    paper: ClassVar[str] = "Beam search against a process reward model (2408.03314), whose width M is n / beams here"
+    name: Literal["beam_search"] = "beam_search"
+    n: int = Field(16, ge=1)
+    """Candidates at each step; a multiple of beams."""
+    beams: int = Field(4, ge=1)
+    """M: partial answers that are kept after each step. Each gets n / M children."""
+    choose: Literal["best", "vote"] = "best"
+    """best: the finished answer with the highest score. vote: the answer with the largest sum of scores of finished answers."""
+
+    @model_validator(mode="after")
+    def _check_beams(self) -> BeamSearch:
+        check_multiple("beam_search", self.n, "beams", self.beams)
+        return self
+
+
+class Dvts(StepSearch):
+    """Runs several independent greedy beams, so that candidates stay diverse (diverse verifier tree search)."""
+
+    formula: ClassVar[str] = (
+        "in each of M subtrees, step t: sample n / M children of the path, go on with argmax v; end when it has finished; "
+        "answer = argmax or weighted vote over all finished paths of all subtrees"
+    )
+    paper: ClassVar[str] = "DVTS (Beeching et al. 2024, Scaling test-time compute with open models)"
+    name: Literal["dvts"] = "dvts"
+    n: int = Field(16, ge=1)
+    """Candidates at each step in all subtrees; a multiple of subtrees."""
+    subtrees: int = Field(4, ge=1)
+    """M: independent subtrees. Each has n / M candidates at each step."""
+    choose: Literal["best", "vote"] = "best"
+    """best: the finished answer with the highest score. vote: the answer with the largest sum of scores of finished answers."""
+
+    @model_validator(mode="after")
+    def _check_subtrees(self) -> Dvts:
+        check_multiple("dvts", self.n, "subtrees", self.subtrees)
+        return self
+
+
+class Rebase(StepSearch):
+    """Shares the children of every step out by the softmax of the scores (reward-balanced search)."""
+
+    formula: ClassVar[str] = (
+        "B_0 = n, B_t = B_(t-1) - #finished at step t; W_j = B_t softmax(v / T)_j children of open path j, rounded from the best path down: "
+        "W_j = ceil(b e_j / sum_{k >= j} e_k) with e = exp(v / T) and b what is left of B_t, so that sum_j W_j = B_t"
+    )
+    paper: ClassVar[str] = "REBASE (2408.00724); the rounding is that of its published program"
+    name: Literal["rebase"] = "rebase"
+    n: int = Field(16, ge=1)
+    """Answers that are finished if no budget ends the search, and paths that are open at the beginning."""
+    temperature: float = Field(0.2, gt=0)
+    """T: a low one gives all children to the best path, a high one equal numbers to all."""
+    choose: Literal["best", "vote"] = "vote"
+    """best: the finished answer with the highest score. vote: the answer with the largest sum of scores of finished answers."""
+
+
+def check_multiple(strategy: str, n: int, key: str, parts: int) -> None:
+    """Raise unless n is a multiple of the number of parts."""
+    if n % parts:
+        near = sorted({max(1, n // parts) * parts, (n // parts + 1) * parts})
+        raise ValueError(
+            f"{strategy}: n={n} is not a multiple of {key}={parts}, so the candidates cannot be shared out equally; "
+            f"set n to {' or '.join(map(str, near))}"
+        )
+
+
 INNER_RECORDS: tuple[type[StrategyRecord], ...] = (
     Single,
     Majority,
@@ -253,6 +342,9 @@ INNER_RECORDS: tuple[type[StrategyRecord], ...] = (
     Revise,
     BudgetForcing,
     EarlyStopping,
+    BeamSearch,
+    Dvts,
+    Rebase,
 )
 """Strategies that `by_difficulty` can choose among."""
 
@@ -281,7 +373,7 @@ class ByDifficulty(StrategyRecord):
     verified: ClassVar[bool] = True
     name: Literal["by_difficulty"] = "by_difficulty"
     probe: int = Field(4, ge=1)
-    """Answers sampled first. They count among the samples of the level's strategy."""
+    """Answers sampled first. They count among the samples of the level's strategy, except of one that searches over steps."""
     predict: Literal["agreement", "score"] = "agreement"
     """agreement: the share of the probe that has its most frequent answer. score: the mean of the verifier's scores. High is easy."""
     levels: list[DifficultyLevel] = Field(
