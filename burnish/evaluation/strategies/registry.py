@@ -18,6 +18,7 @@ from burnish.evaluation.strategies.beam_search import beam_search, dvts
 from burnish.evaluation.strategies.budget_forcing import budget_forcing
 from burnish.evaluation.strategies.by_difficulty import by_difficulty
 from burnish.evaluation.strategies.early_stopping import early_stopping
+from burnish.evaluation.strategies.mcts import mcts
 from burnish.evaluation.strategies.rebase import rebase
 from burnish.evaluation.strategies.revise import revise
 from burnish.evaluation.strategies.search import Choice, Search
@@ -38,6 +39,7 @@ STRATEGIES: Mapping[str, StrategyFunction] = {
     "beam_search": beam_search,
     "dvts": dvts,
     "rebase": rebase,
+    "mcts": mcts,
     "by_difficulty": lambda search, options: by_difficulty(search, options, STRATEGIES),
     "step_values": step_values,
 }

@@ -324,6 +324,54 @@ class Rebase(StepSearch):
     """best: the finished answer with the highest score. vote: the answer with the largest sum of scores of finished answers."""
 
 
+class Mcts(StepSearch):
+    """Grows a tree of steps by Monte-Carlo tree search: every simulation selects a leaf, evaluates it and backs its value up."""
+
+    formula: ClassVar[str] = (
+        "select argmax_a Q(s,a) + c P(a|s) sqrt(max(1, N(s))) / (1 + N(s,a)) (puct) or Q(s,a) + c sqrt(ln max(1, N(s)) / N(s,a)) (uct); "
+        "P = exp(mean log-prob of the step), normalised among siblings; Q = mean or max of the values backed up, and Q(s) where N(s,a) = 0; "
+        "a leaf is expanded at its second visit; a node has ceil(children * N(s)^w) sampled steps"
+    )
+    paper: ClassVar[str] = (
+        "AlphaZero-like tree search for language models (2309.17179); rollouts as in rStar (2408.06195)"
+    )
+    name: Literal["mcts"] = "mcts"
+    simulations: int = Field(32, ge=1)
+    """Selected leaves in all. One that ends in a finished answer again costs no tokens."""
+    children: int = Field(4, ge=1)
+    """Steps that are sampled behind a node when it is expanded. Equal ones become one node."""
+    widening: float = Field(0.0, ge=0, le=1)
+    """w: a node with N visits has children * N^w sampled steps, rounded up (progressive widening). 0 adds none after the expansion, so
+    a right step that was not among the first ones is never found."""
+    parallel: int = Field(4, ge=1)
+    """Leaves selected in one iteration, under a virtual loss, so that the engine has that many evaluations and expansions at once."""
+    select: Literal["puct", "uct"] = "puct"
+    """puct weighs exploration by the prior of a step. uct visits every child once before it compares them."""
+    exploration: float = Field(1.0, ge=0)
+    """c: the weight of exploration, for scores between 0 and 1. Scores that are log-probs count as probabilities."""
+    value: Literal["verifier", "rollout"] = "verifier"
+    """verifier: the score of the partial answer. rollout: the scores of answers completed from it. A finished answer has its own score."""
+    rollouts: int = Field(1, ge=1)
+    """Answers completed from a leaf with value rollout. They are candidates, and their steps become children without new tokens."""
+    backup: Literal["mean", "max"] = "mean"
+    """Q of a node: the mean or the largest of the values found at it and behind it."""
+    choose: Literal["best", "visits", "vote"] = "best"
+    """best: the finished answer with the highest score. visits: the end of the most visited path. vote: the answer with the largest sum of
+    scores of finished answers."""
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return this search with `budget` simulations."""
+        return type(self).model_validate({**self.model_dump(exclude_unset=True), "simulations": budget})
+
+    @model_validator(mode="after")
+    def _check_rollouts(self) -> Mcts:
+        if self.value == "verifier" and self.rollouts != 1:
+            raise ValueError(
+                f"mcts: rollouts={self.rollouts} has no effect with value verifier; set value to rollout, or leave rollouts out"
+            )
+        return self
+
+
 def check_multiple(strategy: str, n: int, key: str, parts: int) -> None:
     """Raise unless n is a multiple of the number of parts."""
     if n % parts:
@@ -345,6 +393,7 @@ INNER_RECORDS: tuple[type[StrategyRecord], ...] = (
     BeamSearch,
     Dvts,
     Rebase,
+    Mcts,
 )
 """Strategies that `by_difficulty` can choose among."""
 
