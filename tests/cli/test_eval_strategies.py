@@ -146,9 +146,11 @@ def test_a_budget_and_a_seed_change_the_search(model: Path) -> None:
 
 def test_the_table_has_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--strategies"]) == 0
-    shown = capsys.readouterr().out
-    assert "majority       -         argmax_a #{i: answer(y_i) = a}; ties by the first sample\n" in shown
-    assert "best_of_n      yes       argmax_i v(x, y_i)" in shown
+    shown = [
+        " ".join(line.split()) for line in capsys.readouterr().out.splitlines()
+    ]  # the longest name sets the columns
+    assert "majority - argmax_a #{i: answer(y_i) = a}; ties by the first sample" in shown
+    assert any(line.startswith("best_of_n yes argmax_i v(x, y_i)") for line in shown)
 
 
 @pytest.mark.parametrize(
