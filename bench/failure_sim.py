@@ -332,7 +332,7 @@ class Controller:
         trainer = TrainerClient(
             actor.publish.later, actor.publish_again.later, actor.score.later, PROBE_TOLERANCE["float32"]
         )
-        model: Any = SimpleNamespace(arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1024))
+        model: Any = SimpleNamespace(arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1024, vision=None))
 
         def check(requests: Sequence[Request]) -> None:
             check_requests(requests, frozenset(), partial(check_native_request, model=model, decode=None))

@@ -11,17 +11,20 @@ import base64
 import binascii
 import hashlib
 import io
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
-
-import numpy as np
 
 from burnish.config.errors import UserError
 from burnish.config.extras import install_hint
+
+if TYPE_CHECKING:
+    import numpy as np
+    from typing_extensions import TypeIs
 
 Message = dict[str, Any]
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
@@ -36,6 +39,12 @@ WRAPPERS = ("image", "image_url", "url", "path")
 """Keys under which an object holds an image that is not given as bytes (verl, TRL, OpenAI)."""
 
 
+def is_array(value: Any) -> TypeIs[np.ndarray]:
+    """Whether a value is a numpy array. Only a process that has imported numpy can have one, and this one may be without."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 @dataclass(frozen=True, eq=False)
 class ImageInput:
     """An image as it was given. `load` decodes it."""
@@ -47,14 +56,14 @@ class ImageInput:
 
     def load(self) -> np.ndarray:
         """The pixels, uint8 [H, W, 3]. Transparent ones are white, and a photo stands upright."""
-        if isinstance(self.content, np.ndarray):
+        if is_array(self.content):
             return self.content
         with _opened(self) as image:
             return _pixels_of(image)
 
     def size(self) -> tuple[int, int]:
         """Width and height in pixels, without decoding a file."""
-        if isinstance(self.content, np.ndarray):
+        if is_array(self.content):
             return self.content.shape[1], self.content.shape[0]
         with _opened(self) as image:
             width, height = image.size
@@ -63,7 +72,7 @@ class ImageInput:
     @cached_property
     def digest(self) -> str:
         """The hash of the content, by which inputs are compared."""
-        if isinstance(self.content, np.ndarray):
+        if is_array(self.content):
             data = repr(self.content.shape).encode() + self.content.tobytes()
         else:
             data = self._bytes()
@@ -76,7 +85,7 @@ class ImageInput:
 
     def encoded(self) -> bytes:
         """The image as an encoded file: as it was given, or as PNG if it was given as pixels."""
-        if not isinstance(self.content, np.ndarray):
+        if not is_array(self.content):
             return self._bytes()
         stream = io.BytesIO()
         _pillow().fromarray(self.content).save(stream, format="PNG")
@@ -110,7 +119,7 @@ class VideoInput:
         """The frames, uint8 [H, W, 3] each, all of one size."""
         if isinstance(self.frames, tuple):
             found = [frame.load() for frame in self.frames]
-        elif isinstance(self.frames.content, np.ndarray):
+        elif is_array(self.frames.content):
             found = list(self.frames.content)
         else:
             found = list(_animation(self.frames))
@@ -145,7 +154,7 @@ def image_input(value: Any, where: str, folder: Path | None = None) -> ImageInpu
         return ImageInput(_found_file(value, where, folder), where)
     if isinstance(value, str):
         return _image_of_text(value, where, folder)
-    if isinstance(value, np.ndarray):
+    if is_array(value):
         return ImageInput(_checked_array(value, where), where)
     if type(value).__module__.partition(".")[0] == "PIL":
         return ImageInput(_pixels_of(_checked_size(value, where)), where)
@@ -208,6 +217,8 @@ def _found_file(path: Path, where: str, folder: Path | None) -> Path:
 
 
 def _checked_array(value: np.ndarray, where: str) -> np.ndarray:
+    import numpy as np
+
     if value.dtype == np.uint8 and value.ndim == 2:
         value = np.repeat(value[:, :, None], 3, axis=2)
     if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
@@ -232,7 +243,7 @@ def video_input(value: Any, where: str, folder: Path | None = None) -> VideoInpu
             return value
     if rate <= 0:
         raise UserError(f"{where}: fps should be above 0, got {rate}")
-    if isinstance(value, np.ndarray) and value.ndim == 4:
+    if is_array(value) and value.ndim == 4:
         value = list(value)
     if isinstance(value, list | tuple):
         if not value or len(value) > MAX_FRAMES:
@@ -255,7 +266,7 @@ def _pillow() -> Any:
 
 def _opened(image: ImageInput) -> Any:
     """The PIL image of a file, not yet decoded."""
-    assert not isinstance(image.content, np.ndarray)
+    assert not is_array(image.content)
     try:
         stream = io.BytesIO(image.content) if isinstance(image.content, bytes) else image.content
         return _checked_size(_pillow().open(stream), image.where)
@@ -272,6 +283,7 @@ def _checked_size(image: Any, where: str) -> Any:
 
 
 def _pixels_of(image: Any) -> np.ndarray:
+    import numpy as np
     from PIL import Image, ImageOps
 
     try:
@@ -341,6 +353,6 @@ def without_pixels(messages: Sequence[Message]) -> list[Message]:
 
 def content_digest(value: Any) -> str:
     """The `default` of `json.dumps` for the digest of a row: images by their content, other objects by their type."""
-    if isinstance(value, np.ndarray):
+    if is_array(value):
         value = ImageInput(value)
     return value.digest if isinstance(value, ImageInput | VideoInput) else type(value).__name__

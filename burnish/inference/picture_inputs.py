@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
+from burnish.config.extras import install_hint
 from burnish.core.engine import Request
 from burnish.core.pictures import PictureSpan
 
@@ -51,7 +52,7 @@ def pil_images(spans: Sequence[PictureSpan]) -> list[Image]:
     try:
         from PIL import Image
     except ImportError as error:
-        raise UserError("images for vLLM and SGLang need pillow: pip install 'burnish[vision]'") from error
+        raise UserError(f"images for vLLM and SGLang need pillow: {install_hint('vision')}") from error
     return [Image.fromarray(span.picture.pixels[0]) for span in spans]
 
 

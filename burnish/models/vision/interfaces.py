@@ -83,8 +83,9 @@ class VisionShape(Hashable, Protocol):
     def num_deep_layers(self) -> int:
         """Decoder layers that deep-stack features are added after; 0 without them."""
 
-    def blank_picture(self) -> Picture:
-        """A small black picture that the tower can read."""
+    @property
+    def smallest_picture(self) -> tuple[int, tuple[int, int, int]]:
+        """Pixels of a side and grid of the smallest square picture that the tower can read."""
 
     def tower_flops(self, grids: Sequence[tuple[int, int, int]]) -> float:
         """Floating-point operations of a forward pass over pictures with these grids of placeholder tokens."""

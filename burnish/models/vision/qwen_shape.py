@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from burnish.core.pictures import Picture
 from burnish.models.vision.axis_rotation import AxisRotation
 from burnish.models.vision.tower_cost import tower_bytes
 
@@ -117,9 +114,10 @@ class QwenVisionShape:
             first = hidden * self.patch_elements
         return first + self.num_layers * layer + self.num_projector_parameters
 
-    def blank_picture(self) -> Picture:
-        """A black picture of one token."""
-        return Picture(np.zeros((1, self.pixels_per_token, self.pixels_per_token, 3), dtype=np.uint8), (1, 1, 1))
+    @property
+    def smallest_picture(self) -> tuple[int, Grid]:
+        """Pixels of a side and grid of a picture of one token."""
+        return self.pixels_per_token, (1, 1, 1)
 
     def tower_flops(self, grids: Sequence[Grid]) -> float:
         """Floating-point operations of a forward pass over pictures with these grids; products only, as in `flops.py`."""

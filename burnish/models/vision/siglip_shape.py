@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from burnish.core.pictures import Picture
 from burnish.models.vision.tower_cost import tower_bytes
 
 if TYPE_CHECKING:
@@ -102,10 +99,10 @@ class SiglipShape:
         embeddings = (3 * self.patch_size**2 + 1 + positions) * hidden
         return embeddings + self.num_layers * layer + norm + self.num_projector_parameters
 
-    def blank_picture(self) -> Picture:
-        """A black picture of one image."""
-        side, tokens = self.image_size, self.tokens_per_side
-        return Picture(np.zeros((1, side, side, 3), dtype=np.uint8), (1, tokens, tokens))
+    @property
+    def smallest_picture(self) -> tuple[int, tuple[int, int, int]]:
+        """Pixels of a side and grid of a picture, all of which have one size."""
+        return self.image_size, (1, self.tokens_per_side, self.tokens_per_side)
 
     def saved_bytes(self, num_tokens: int, element: int, recomputes: bool) -> int:
         """Bytes that a trained tower saves for pictures of this many tokens."""

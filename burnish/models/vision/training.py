@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.config.model import Vision
+from burnish.core.pictures import Picture
 from burnish.models.decoder import Decoder
 from burnish.models.vision.interfaces import PicturePass
 from burnish.models.vision.positions import AXES
@@ -35,8 +37,10 @@ def blank_pass(model: Decoder, offsets: Tensor) -> PicturePass:
     lengths = offsets.diff()
     positions = torch.arange(int(offsets[-1]), device=offsets.device)
     index = torch.full_like(positions, -1)
+    side, grid = shape.smallest_picture
+    blank = Picture(np.zeros((1, side, side, 3), dtype=np.uint8), grid)
     if shape.rotation is None:
-        return PicturePass(index, pictures=(shape.blank_picture(),))
+        return PicturePass(index, pictures=(blank,))
     positions = positions - torch.repeat_interleave(offsets[:-1], lengths)
     rotation = positions.expand(AXES, -1)
-    return PicturePass(index, rotation, int(lengths.max()), pictures=(shape.blank_picture(),))
+    return PicturePass(index, rotation, int(lengths.max()), pictures=(blank,))

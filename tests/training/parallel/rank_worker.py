@@ -70,7 +70,9 @@ def alone(num_ranks: int) -> dict[str, Record]:
             after = {n: p.detach() for n, p in model.named_parameters()}
             held = sum(p.numel() for p in model.parameters())
             embedding = next(p.numel() for n, p in model.named_parameters() if n.endswith("embedding.weight"))
-            seen[repr(undivided)] = {"curve": curve, "after": after, "held": held, "embedding": embedding}
+            tower = sum(p.numel() for n, p in model.named_parameters() if "vision." in n)
+            sizes = {"held": held, "embedding": embedding, "tower": tower}
+            seen[repr(undivided)] = {"curve": curve, "after": after, **sizes}
         records[name] = seen[repr(undivided)]
     return records
 
