@@ -35,7 +35,7 @@ from burnish.training.forward import ReferenceFn
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
 
-VOCAB, STEPS = 13, 10
+VOCAB, STEPS = 13, 4
 TERMS: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.1, "entropy_coef": 0.01}
 
 
