@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,30 @@ MODULES = {
     p: ".".join(["burnish", *p.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__") for p in FILES
 }
 
+NAMES = set(MODULES.values())
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree; several tests read it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def statements(path: Path, runs: bool = False) -> Iterator[ast.AST]:
+    """All statements of a file, at any depth; with `runs` without those for type checkers."""
+    pending: list[ast.AST] = [parsed(path)]
+    for node in pending:  # which grows
+        yield node
+        inner: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        if runs and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            inner = node.orelse
+        pending += [child for child in inner if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)]
+
 
 def imported(path: Path) -> Iterator[str]:
     """The absolute names a file imports, wherever in it they stand."""
     package = ["burnish", *path.relative_to(ROOT).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,18 +125,14 @@ def test_the_rule_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.
 
 def modules_needed(path: Path) -> set[str]:
     """The modules of burnish that a file imports, in functions too, and the packages they are in. Imports for type checkers do not count."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = [ast.Pass()]
     names = set()
-    for node in ast.walk(tree):
+    for node in statements(path, runs=True):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     parts = [name.split(".") for name in names]
-    return {".".join(name[:end]) for name in parts for end in range(2, len(name) + 1)} & set(MODULES.values())
+    return {".".join(name[:end]) for name in parts for end in range(2, len(name) + 1)} & NAMES
 
 
 def circles(needed: dict[str, set[str]]) -> list[list[str]]:
