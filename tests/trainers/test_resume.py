@@ -37,6 +37,7 @@ validation: {every: 4, limit: 8}
 run: {save_every: 3, samples_every: 5, threads: 1}
 """
 NUM_KILLS, PARTS = 12, 2
+"""Moments in a run, and the tests that share them."""
 
 
 def run_child(folder: Path) -> None:
@@ -107,7 +108,7 @@ class Runner:
         self.process.wait(300)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runner() -> Iterator[Runner]:
     one = Runner()
     yield one
@@ -134,7 +135,7 @@ def result(folder: Path) -> tuple[list[dict], dict, list, dict]:
     return metrics, weights, used, tables
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> tuple[tuple, float]:
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -142,7 +143,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> tuple[
     return result(folder), seconds
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] if part else []) for part in range(PARTS)]
+)
 def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(
     part: int, unbroken: tuple, runner: Runner, tmp_path: Path
 ) -> None:
@@ -169,7 +172,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_never_stopped(
 def test_a_run_killed_again_and_again_still_ends_the_same(unbroken: tuple, runner: Runner, tmp_path: Path) -> None:
     expected, duration = unbroken
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    for k in range(6):
+    for k in range(4):
         runner.kill_after(tmp_path, duration * (0.3 + 0.1 * (k % 3)))
     runner.finish(tmp_path)
     assert result(tmp_path) == expected
