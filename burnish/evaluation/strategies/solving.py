@@ -1,0 +1,116 @@
+"""Answers single questions by a strategy, for `burnish solve` and `Policy.solve`. There is no answer key here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from burnish.config.data import Reward, Template
+from burnish.core.engine import Engine, SamplingOptions
+from burnish.core.trajectory import Trajectory
+from burnish.data.prompt_stream import PromptSample
+from burnish.evaluation.answers import read_answer, verifier_of
+from burnish.evaluation.model_source import fit_max_tokens
+from burnish.evaluation.strategies.build import build_search_runner
+from burnish.evaluation.strategies.search import STREAM, SearchProgram
+from burnish.evaluation.strategies.search_runner import SEARCH
+from burnish.evaluation.strategies.solve_settings import SolveSettings, check_strategy
+from burnish.models.policy import PolicyModel
+
+COST = ("tokens", "requests", "context_tokens", "verifier_calls", "verifier_failures")
+TREE, WALL = "tree", "wall_s"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The answer that a strategy chose, with what it cost."""
+
+    completion: str
+    """Text of the chosen answer; empty if there is none."""
+    answer: str | None
+    """The normalised answer in it, by which votes are counted; None if it has none."""
+    votes: dict[str, float]
+    """Votes of each answer; empty if the strategy does not vote."""
+    score: float | None
+    """The verifier's score of the chosen answer; None if it has none."""
+    tokens: int
+    """Tokens sampled, in all branches."""
+    requests: int
+    context_tokens: int
+    """Tokens of the contexts of all requests. The engine reuses those that it has in its cache."""
+    verifier_calls: int
+    verifier_failures: int
+    """Verifier calls without a score."""
+    seconds: float
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What the strategy reports of itself."""
+    error: str | None = None
+    """Why no answer was chosen; None if there is one."""
+    tree: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """All nodes of the search: parent, text, tokens, end, score, whether chosen, and the strategy's notes."""
+    trajectory: Trajectory | None = field(default=None, repr=False, compare=False)
+    """The chosen answer with its tokens and log-probs."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return everything but the trajectory as plain values."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "trajectory"}
+
+
+def solution_of(trajectory: Trajectory, kind: str) -> Solution:
+    """Return the solution that a trajectory of a search runner holds. `kind` says where an answer is in a completion."""
+    found = dict(trajectory.metadata[SEARCH])
+    cost = {name: found.pop(name) for name in COST}
+    votes, score, tree, seconds = found.pop("votes", {}), found.pop("score", None), found.pop(TREE, []), found.pop(WALL)
+    answer = None if trajectory.error is not None else read_answer(kind, trajectory.completion).text
+    return Solution(
+        trajectory.completion,
+        answer,
+        votes,
+        score,
+        **cost,
+        seconds=seconds,
+        numbers=found,
+        error=trajectory.error,
+        tree=tree,
+        trajectory=trajectory,
+    )
+
+
+def solve_prompts(
+    policy: PolicyModel,
+    engine: Engine,
+    draws: Sequence[PromptSample],
+    settings: SolveSettings,
+    sampling: SamplingOptions,
+    reward: Reward,
+    seed: int,
+    template: Template,
+    base: Path | None = None,
+    on_step: Callable[[SearchProgram], None] | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[Solution]:
+    """Search for an answer to each prompt, all at once over one engine, and return the solutions in order."""
+    check_strategy(settings.strategy, sampling.temperature)
+    if not draws:
+        return []
+    longest = max(len(draw.prompt.start) for draw in draws)
+    fitting, cut = fit_max_tokens(sampling.max_tokens, longest, policy.max_positions)
+    if cut is not None:
+        note(cut)
+    sampling = replace(sampling, max_tokens=fitting)
+    rows = [draw.prompt.row for draw in draws]
+    runner = build_search_runner(
+        settings.strategy, policy, engine, reward, rows, seed, base, template, settings.budget, True, on_step
+    )
+    order = {(draw.prompt.row.id, draw.visit): index for index, draw in enumerate(draws)}
+    found: dict[int, Solution] = {}
+    try:
+        for trajectory in runner.run(draws, 1, sampling, STREAM):
+            index = order[trajectory.prompt_id, trajectory.visit]
+            row = rows[index]
+            found[index] = solution_of(trajectory, verifier_of(reward.parts, row.data_source, row.extra))
+    finally:
+        runner.close()
+    return [found[index] for index in range(len(draws))]
