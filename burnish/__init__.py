@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from burnish.core.batch import Batch
     from burnish.core.trajectory import Trajectory, pack
     from burnish.environments.base import End, Environment, Observation
+    from burnish.evaluation.strategies.solving import Solution
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "Observation",
     "Policy",
     "Run",
+    "Solution",
     "Trajectory",
     "UserError",
     "evaluate",
@@ -50,6 +52,7 @@ _MODULES = {
     "core.batch": ("Batch",),
     "core.trajectory": ("Trajectory", "pack"),
     "environments.base": ("End", "Environment", "Observation"),
+    "evaluation.strategies.solving": ("Solution",),
 }
 """Where each name comes from. Its module is imported when the name is first used."""
 _SOURCES = {name: module for module, names in _MODULES.items() for name in names}

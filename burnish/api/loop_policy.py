@@ -1,4 +1,4 @@
-"""`Policy`: a model that samples, scores its samples' tokens and learns, for training loops of your own.
+"""`Policy`: a model that samples, searches, scores its samples' tokens and learns, for training loops of your own.
 
     policy = burnish.Policy.load("models/qwen", optimizer={"lr": 1e-6})
     samples = policy.sample(["2+3="], n=8, max_tokens=16)
@@ -48,6 +48,13 @@ from burnish.distributed.roles import build_engine
 from burnish.evaluation.evaluate import make_driver
 from burnish.evaluation.model_source import find_model, sampling_model
 from burnish.evaluation.settings import TASK_PREFIX
+from burnish.evaluation.strategies.solve_settings import (
+    DEFAULT_READER,
+    check_strategy,
+    reader_reward,
+    solve_settings,
+)
+from burnish.evaluation.strategies.solving import Solution, solve_prompts
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.rollout.runner import RolloutRunner
 from burnish.trainers.minibatches import build_policy_loss, with_answer_ids, with_second_moment_mask
@@ -55,6 +62,8 @@ from burnish.training.learner import Learner
 
 PromptLike = str | Sequence[Message] | Mapping[str, Any] | PromptSample
 """A prompt: a text, messages, a row of data, or a draw of `Policy.prompts`."""
+Prompts = str | Mapping[str, Any] | PromptSample | Sequence[PromptLike]
+"""One prompt or several."""
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation.model_fields["name"].annotation)
 LossLike = str | Loss | Callable[..., Tensor]
 """A preset's name, a loss record, or a function `loss(logp, old_logp, advantages)` with one value per token."""
@@ -160,7 +169,7 @@ class Policy:
 
     def sample(
         self,
-        prompts: str | Mapping[str, Any] | PromptSample | Sequence[PromptLike],
+        prompts: Prompts,
         n: int = 1,
         *,
         max_tokens: int = 256,
@@ -173,18 +182,60 @@ class Policy:
 
         A prompt that is sampled again gets other random numbers. `temperature=0` is greedy decoding.
         """
-        if n < 1 or max_tokens < 1 or (temperature or 0) < 0:
-            raise UserError(
-                f"n={n}, max_tokens={max_tokens}, temperature={temperature}: expected at least 1, 1 and 0 (greedy decoding)"
-            )
+        if n < 1:
+            raise UserError(f"n={n}, max_tokens={max_tokens}: expected at least 1 sample")
+        draws = self._draws(prompts)
+        options = self._sampling(max_tokens, temperature, top_p, top_k, stop)
+        order = {(draw.prompt.row.id, draw.visit): index for index, draw in enumerate(draws)}
+        found = list(self._driver.run(draws, n, options, "train"))
+        return sorted(found, key=lambda t: (order[t.prompt_id, t.visit], t.sample))
+
+    def solve(
+        self,
+        prompts: Prompts,
+        strategy: str | Mapping[str, Any] = "majority",
+        *,
+        budget: int | None = None,
+        reward: str = DEFAULT_READER,
+        max_tokens: int = 1024,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        **options: Any,
+    ) -> list[Solution]:
+        """The answer that a strategy chooses for each prompt, with its votes and its cost. `options` are those of the strategy.
+
+        `budget` limits the tokens sampled for one prompt, and `max_tokens` those of one answer. `reward` names the verifier by which an
+        answer is read: number, math, choice or exact. Columns of a row other than its prompt have no effect.
+        """
+        settings = solve_settings(strategy, budget, options)
+        sampling = self._sampling(max_tokens, temperature, top_p, top_k, stop)
+        check_strategy(settings.strategy, sampling.temperature)
+        read = reader_reward(reward)
+        draws, base = self._draws(prompts), Path.cwd()
+        return solve_prompts(
+            self._model, self._engine, draws, settings, sampling, read, self.seed, self.template, base, note=print_note
+        )
+
+    def _draws(self, prompts: Prompts) -> list[PromptSample]:
+        """The prompts of a call, with how often this policy has drawn each before."""
         if not isinstance(prompts, (str, Mapping, PromptSample, Sequence)):
             raise UserError(
                 f"prompts is a {type(prompts).__name__}; expected a text, messages, a row, or a list of them"
             )
         is_one = isinstance(prompts, (str, Mapping, PromptSample)) or _is_conversation(prompts)
         each: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
-        draws = [self._draw(prompt) for prompt in each]
-        options = SamplingOptions(
+        return [self._draw(prompt) for prompt in each]
+
+    def _sampling(
+        self, max_tokens: int, temperature: float | None, top_p: float, top_k: int, stop: Sequence[str]
+    ) -> SamplingOptions:
+        if max_tokens < 1 or (temperature or 0) < 0:
+            raise UserError(
+                f"max_tokens={max_tokens}, temperature={temperature}: expected at least 1, and at least 0 (greedy decoding)"
+            )
+        return SamplingOptions(
             temperature=self.temperature if temperature is None else temperature,
             top_p=top_p,
             top_k=top_k,
@@ -192,9 +243,6 @@ class Policy:
             stop_tokens=tuple(self.tokenizer.eos_ids),
             stop=tuple(stop),
         )
-        order = {(draw.prompt.row.id, draw.visit): index for index, draw in enumerate(draws)}
-        found = list(self._driver.run(draws, n, options, "train"))
-        return sorted(found, key=lambda t: (order[t.prompt_id, t.visit], t.sample))
 
     def _draw(self, prompt: PromptLike) -> PromptSample:
         if isinstance(prompt, PromptSample):

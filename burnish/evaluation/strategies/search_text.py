@@ -55,7 +55,7 @@ def tree_lines(tree: Sequence[Mapping[str, Any]], width: int, max_lines: int | N
     else:
         left = 0
     lines = [_node_line(depth, node, width) for depth, node in order]
-    return lines + [f"  ... and {left} nodes more"] if left else lines
+    return [*lines, f"  ... and {left} nodes more"] if left else lines
 
 
 def _depth_first(tree: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str, Any]]]:
@@ -107,7 +107,7 @@ def votes_lines(votes: Mapping[str, float], width: int, limit: int = 10) -> list
     ranked = sorted(votes.items(), key=lambda item: -item[1])
     lines = [f"{clipped(answer, width - 12)}  {weight:.4g}" for answer, weight in ranked[:limit]]
     left = ranked[limit:]
-    return lines + [f"... and {len(left)} others with {sum(w for _, w in left):.4g} together"] if left else lines
+    return [*lines, f"... and {len(left)} others with {sum(w for _, w in left):.4g} together"] if left else lines
 
 
 def solution_text(solution: Solution, width: int = 100, whole_tree: bool = False) -> str:

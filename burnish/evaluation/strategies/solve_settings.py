@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from burnish.config.data import Reward, RewardPart
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.loading import load_tree
 from burnish.config.records import Record, Slot
 from burnish.evaluation.answers import verifier_of
 from burnish.evaluation.strategies.spec import ORACLE, Majority, Strategy
@@ -25,6 +27,15 @@ class SolveSettings(Record):
     """How candidates are sampled and how one of them is chosen."""
     budget: int | None = Field(None, ge=1)
     """Most tokens that the search may sample. null: as many as the strategy asks for."""
+
+
+def solve_settings(strategy: str | Mapping[str, Any], budget: int | None, options: Mapping[str, Any]) -> SolveSettings:
+    """Return the settings of a call in Python: the strategy by name or as a section, with further options."""
+    section = {"name": strategy} if isinstance(strategy, str) else dict(strategy)
+    if twice := sorted(section.keys() & options.keys()):
+        raise UserError(f"{twice[0]} is given twice: in strategy and as an argument")
+    tree: dict[str, Any] = {"strategy": section | dict(options)}
+    return load_tree(SolveSettings, tree if budget is None else tree | {"budget": budget}, None).config
 
 
 def reader_reward(name: str | None, of_run: Any = None, option: str = "reward") -> Reward:

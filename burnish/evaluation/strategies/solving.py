@@ -53,6 +53,12 @@ class Solution:
     trajectory: Trajectory | None = field(default=None, repr=False, compare=False)
     """The chosen answer with its tokens and log-probs."""
 
+    def __str__(self) -> str:
+        """The tree, the chosen completion, the votes, the answer and the cost, as `burnish solve` prints them."""
+        from burnish.evaluation.strategies.search_text import solution_text
+
+        return solution_text(self)
+
     def plain(self) -> dict[str, Any]:
         """Return everything but the trajectory as plain values."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "trajectory"}
