@@ -209,7 +209,7 @@ def engine_of(args: argparse.Namespace, policy: PolicyModel, display: SearchDisp
 def print_solution(args: argparse.Namespace, question: str, settings: SolveSettings, solution: Solution) -> None:
     """Print the result: text for people, or one JSON object."""
     from burnish.config.loading import to_plain_values
-    from burnish.evaluation.strategies.search_text import solution_text
+    from burnish.evaluation.strategies.solving import solution_text
 
     if args.json:
         plain = to_plain_values(settings)

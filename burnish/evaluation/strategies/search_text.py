@@ -9,7 +9,6 @@ from typing import Any
 from burnish.config.yaml_text import printable
 from burnish.evaluation.strategies.search import Search
 from burnish.evaluation.strategies.search_tree import SearchNode
-from burnish.evaluation.strategies.solving import Solution
 from burnish.evaluation.strategies.votes import count_votes
 
 MAX_INDENT = 40
@@ -18,7 +17,6 @@ MAX_LINES = 40
 """Lines of a tree that is printed in short."""
 NODE_KEYS = frozenset({"node", "parent", "text", "tokens", "sampled", "end", "score", "chosen"})
 """Keys of a node in `tree_record`. The others are notes of the strategy."""
-LABEL = 12
 
 
 def clipped(text: str, width: int) -> str:
@@ -74,8 +72,10 @@ def _depth_first(tree: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[s
 
 def _node_line(depth: int, node: Mapping[str, Any], width: int) -> str:
     facts = [] if node["score"] is None else [f"score {node['score']:.4g}"]
-    facts += [f"{name} {_short(value)}" for name, value in node.items() if name not in NODE_KEYS and name != "verifier"]
-    facts += [_counted(node["tokens"], "token")] if node["parent"] is not None else ["prompt"]
+    facts += [
+        f"{name} {short_value(value)}" for name, value in node.items() if name not in NODE_KEYS and name != "verifier"
+    ]
+    facts += [counted(node["tokens"], "token")] if node["parent"] is not None else ["prompt"]
     if node["end"] == "length":
         facts.append("cut at its limit")
     if node["parent"] is not None and not node["sampled"]:
@@ -86,7 +86,8 @@ def _node_line(depth: int, node: Mapping[str, Any], width: int) -> str:
     return f"{start}{clipped(node['text'], room) or '(no text)'}  {ending}"
 
 
-def _short(value: Any) -> str:
+def short_value(value: Any) -> str:
+    """Return a value of a note in a few characters."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return clipped(str(value), 24)
@@ -110,36 +111,8 @@ def votes_lines(votes: Mapping[str, float], width: int, limit: int = 10) -> list
     return [*lines, f"... and {len(left)} others with {sum(w for _, w in left):.4g} together"] if left else lines
 
 
-def solution_text(solution: Solution, width: int = 100, whole_tree: bool = False) -> str:
-    """Return a solution as `burnish solve` prints it: the tree, the chosen completion, the votes, the answer and the cost."""
-    lines = [tree_text(solution.tree)] if whole_tree else tree_lines(solution.tree, width, MAX_LINES)
-    lines.append("")
-    if solution.error is None:
-        lines += ["\n".join(map(printable, solution.completion.strip().splitlines())), ""]
-    for number, line in enumerate(votes_lines(solution.votes, width - LABEL)):
-        lines.append(f"{'votes' if number == 0 else '':<{LABEL}}{line}")
-    if solution.score is not None:
-        lines.append(f"{'score':<{LABEL}}{solution.score:.4g}")
-    lines += [f"{name:<{LABEL - 1}} {_short(value)}" for name, value in solution.numbers.items()]
-    if solution.error is None:
-        none = "none (the completion has no answer that could be read)"
-        lines.append(f"{'answer':<{LABEL}}{none if solution.answer is None else clipped(solution.answer, width)}")
-    else:
-        lines.append(f"{'failed':<{LABEL}}{printable(solution.error)}")
-    lines.append(f"{'cost':<{LABEL}}{cost_text(solution)}")
-    return "\n".join(lines)
-
-
-def cost_text(solution: Solution) -> str:
-    """Return what a search cost, in words."""
-    failed = f" ({solution.verifier_failures} failed)" if solution.verifier_failures else ""
-    return (
-        f"{_counted(solution.tokens, 'token')} in {_counted(solution.requests, 'request')} over {solution.context_tokens:,} context "
-        f"tokens, {_counted(solution.verifier_calls, 'verifier call')}{failed}, {solution.seconds:.2f} s"
-    )
-
-
-def _counted(number: int, thing: str) -> str:
+def counted(number: int, thing: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
@@ -157,9 +130,9 @@ def progress_text(search: Search, tokens: int) -> str:
     """Return how far a search is, on one line. `tokens` counts those of running requests too."""
     of = "" if search.budget is None else f" of {search.budget:,}"
     ended = len(ended_answers(search))
-    parts = [f"{tokens:,}{of} tokens", _counted(search.cost.requests, "request"), _counted(ended, "answer")]
+    parts = [f"{tokens:,}{of} tokens", counted(search.cost.requests, "request"), counted(ended, "answer")]
     if search.cost.scores:
-        parts.append(_counted(search.cost.scores, "verifier call"))
+        parts.append(counted(search.cost.scores, "verifier call"))
     ranked = sorted(votes_so_far(search).items(), key=lambda item: -item[1])
     if ranked:
         parts.append("so far " + ", ".join(f"{clipped(answer, 24)} x{count:g}" for answer, count in ranked[:4]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.data import Reward, Template
+from burnish.config.yaml_text import printable
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_stream import PromptSample
@@ -16,11 +17,22 @@ from burnish.evaluation.model_source import fit_max_tokens
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.search import STREAM, SearchProgram
 from burnish.evaluation.strategies.search_runner import SEARCH
+from burnish.evaluation.strategies.search_text import (
+    MAX_LINES,
+    clipped,
+    counted,
+    short_value,
+    tree_lines,
+    tree_text,
+    votes_lines,
+)
 from burnish.evaluation.strategies.solve_settings import SolveSettings, check_strategy
 from burnish.models.policy import PolicyModel
 
 COST = ("tokens", "requests", "context_tokens", "verifier_calls", "verifier_failures")
 TREE, WALL = "tree", "wall_s"
+LABEL = 12
+"""Columns before the value of a line."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +67,6 @@ class Solution:
 
     def __str__(self) -> str:
         """The tree, the chosen completion, the votes, the answer and the cost, as `burnish solve` prints them."""
-        from burnish.evaluation.strategies.search_text import solution_text
-
         return solution_text(self)
 
     def plain(self) -> dict[str, Any]:
@@ -81,6 +91,35 @@ def solution_of(trajectory: Trajectory, kind: str) -> Solution:
         error=trajectory.error,
         tree=tree,
         trajectory=trajectory,
+    )
+
+
+def solution_text(solution: Solution, width: int = 100, whole_tree: bool = False) -> str:
+    """Return a solution as `burnish solve` prints it: the tree, the chosen completion, the votes, the answer and the cost."""
+    lines = [tree_text(solution.tree)] if whole_tree else tree_lines(solution.tree, width, MAX_LINES)
+    lines.append("")
+    if solution.error is None:
+        lines += ["\n".join(map(printable, solution.completion.strip().splitlines())), ""]
+    for number, line in enumerate(votes_lines(solution.votes, width - LABEL)):
+        lines.append(f"{'votes' if number == 0 else '':<{LABEL}}{line}")
+    if solution.score is not None:
+        lines.append(f"{'score':<{LABEL}}{solution.score:.4g}")
+    lines += [f"{name:<{LABEL - 1}} {short_value(value)}" for name, value in solution.numbers.items()]
+    if solution.error is None:
+        none = "none (the completion has no answer that could be read)"
+        lines.append(f"{'answer':<{LABEL}}{none if solution.answer is None else clipped(solution.answer, width)}")
+    else:
+        lines.append(f"{'failed':<{LABEL}}{printable(solution.error)}")
+    lines.append(f"{'cost':<{LABEL}}{cost_text(solution)}")
+    return "\n".join(lines)
+
+
+def cost_text(solution: Solution) -> str:
+    """Return what a search cost, in words."""
+    failed = f" ({solution.verifier_failures} failed)" if solution.verifier_failures else ""
+    return (
+        f"{counted(solution.tokens, 'token')} in {counted(solution.requests, 'request')} over {solution.context_tokens:,} context "
+        f"tokens, {counted(solution.verifier_calls, 'verifier call')}{failed}, {solution.seconds:.2f} s"
     )
 
 
