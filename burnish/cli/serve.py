@@ -19,11 +19,13 @@ from burnish.config.extras import install_hint
 if TYPE_CHECKING:
     from burnish.core.engine import Engine
     from burnish.evaluation.model_source import ModelSource
+    from burnish.evaluation.strategies.spec import VerifierPart
     from burnish.inference.native.paged_engine import PagedEngine
     from burnish.models.policy import PolicyModel
     from burnish.serve.async_engine import EngineHost
     from burnish.serve.engine_worker import Listener, LoadedEngine
     from burnish.serve.request_to_engine import Scorer, ServedModel
+    from burnish.serve.server_verifiers import ServerVerifier
 
 KEY_VARIABLE = "BURNISH_API_KEY"
 EXTRA = ("starlette", "uvicorn")
@@ -84,6 +86,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="clients may name images below this folder by their paths (default: they send images as data: URLs)",
     )
     add(
+        "--verifier",
+        action="append",
+        metavar="NAME",
+        help="a verifier for requests with a strategy, besides likelihood and self_certainty; may be repeated: format, "
+        "FILE.py:FUNCTION, '{name: model, options: {path: DIR}}', '{name: judge, options: {...}}'",
+    )
+    add(
+        "--max-search-tokens",
+        type=int,
+        default=2**20,
+        help="most tokens that one request with a strategy may sample (default 1048576)",
+    )
+    add(
         "--max-body",
         type=float,
         default=8,
@@ -104,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
     require_extra()
     check_options(args)
     from burnish.evaluation.model_source import find_model
+    from burnish.serve.server_verifiers import read_verifiers
 
+    parts = read_verifiers(args.verifier or ())
     subject = find_model(args.model, print_note)
     if subject.note is not None:
         print_note(subject.note)
@@ -125,11 +142,24 @@ def run(args: argparse.Namespace) -> int:
     from burnish.serve.async_engine import AsyncEngine
     from burnish.serve.http_server import run_server as serve
 
-    with engine_host(args, subject) as (host, scorer, (served, note)):
+    with engine_host(args, subject) as (host, scorer, (served, note)), loaded_verifiers(parts, served) as verifiers:
         loop = AsyncEngine(host, args.max_rows + args.max_queue)
-        api = Api(served, loop, int(args.max_body * MIB), scorer)
+        api = Api(served, loop, int(args.max_body * MIB), scorer, verifiers, args.max_search_tokens)
         serve(api, bound, api_key=api_key, grace_s=args.grace, log=print_note, note=note)
     return 0
+
+
+@contextlib.contextmanager
+def loaded_verifiers(parts: dict[str, VerifierPart], served: ServedModel) -> Iterator[dict[str, ServerVerifier]]:
+    """The verifiers of `--verifier`, loaded. They end with the block."""
+    from burnish.serve.server_verifiers import load_verifiers
+
+    found = load_verifiers(parts, served.tokenizer, print_note)
+    try:
+        yield found
+    finally:
+        for verifier in found.values():
+            verifier.close()
 
 
 @contextlib.contextmanager
@@ -193,7 +223,14 @@ def check_options(args: argparse.Namespace) -> None:
     """Refuse invalid numbers and names before anything is loaded."""
     from burnish.environments.tools.call_formats import call_format
 
-    for name, least in (("port", 0), ("max_rows", 1), ("max_queue", 0), ("max_tokens", 1), ("grace", 0)):
+    for name, least in (
+        ("port", 0),
+        ("max_rows", 1),
+        ("max_queue", 0),
+        ("max_tokens", 1),
+        ("max_search_tokens", 1),
+        ("grace", 0),
+    ):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")

@@ -2,7 +2,7 @@
 
 An unknown field is refused with the nearest known name. A field of OpenAI that the engine does not support is refused unless its
 value has no effect (`NEUTRAL_VALUES`); fields that never change tokens are ignored (`IGNORED_FIELDS`). `null` means the field is left
-out. Beyond OpenAI's there are `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, and for chats `chat_template_kwargs`.
+out. Beyond OpenAI's there are `top_k`, `min_p`, `raw_logprobs`, `return_token_ids`, `strategy`, and for chats `chat_template_kwargs`.
 
 A body may hold millions of wrong values, and pydantic makes an error object of several hundred bytes for each. Every list therefore
 stops at its first wrong item (`FailFast`), and the length of every list and object is checked before its items.
@@ -163,6 +163,11 @@ class StreamOptions(StrictFields):
     include_obfuscation: Literal[False] = False
 
 
+def _as_named(value: Any) -> Any:
+    """`majority` is short for `{"name": "majority"}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class SamplingFields(StrictFields):
     """Fields of both APIs."""
 
@@ -183,6 +188,10 @@ class SamplingFields(StrictFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     raw_logprobs: bool = False
+    strategy: (
+        Annotated[dict[str, Any], BeforeValidator(_at_most(MAX_FIELDS, "options")), BeforeValidator(_as_named)] | None
+    ) = None
+    """A test-time scaling strategy with its options, which `burnish.serve.search_request` reads."""
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SamplingFields:

@@ -18,9 +18,9 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.applications import Starlette
@@ -33,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 from burnish.config.errors import UserError
 from burnish.core.engine import Request as EngineRequest
 from burnish.core.engine import SamplingOptions
+from burnish.evaluation.strategies.spec import SELF_CERTAINTY
 from burnish.gateway.calls import ModelCall
 from burnish.gateway.completion_text import OfferedTools
 from burnish.gateway.connections import HEALTH
@@ -59,7 +60,7 @@ from burnish.gateway.openai_schema import (
 )
 from burnish.gateway.protocols import MESSAGES, RESPONSES, CallProtocol, error_at
 from burnish.gateway.request_bodies import BodyReader
-from burnish.serve.async_engine import AsyncEngine, Generation
+from burnish.serve.async_engine import AsyncEngine
 from burnish.serve.engine_worker import EngineFailure
 from burnish.serve.other_protocols import call_answer, chat_request, without_messages
 from burnish.serve.request_to_engine import (
@@ -75,6 +76,9 @@ from burnish.serve.request_to_engine import (
     offered_tools,
     tokenize_response,
 )
+from burnish.serve.search_request import MAX_SEARCH_TOKENS, open_search, search_request
+from burnish.serve.search_response import OpenedSearch, invalid_search, search_chunks, whole_search
+from burnish.serve.search_run import CertaintyVerifier, SearchVerifier, ServedSearch
 from burnish.serve.server_metrics import ServerMetrics
 
 T = TypeVar("T")
@@ -96,6 +100,10 @@ class Api:
 
     scorer: Scorer
     """Scores prompts and alternatives, on the engine's thread."""
+    verifiers: Mapping[str, SearchVerifier] = field(default_factory=dict)
+    """What searches may compare candidates by, besides what needs the model alone, by the names that clients use."""
+    max_search_tokens: int = MAX_SEARCH_TOKENS
+    """Most tokens that one search may sample."""
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -143,17 +151,21 @@ class Api:
         """Continue texts or token ids."""
         name = f"cmpl-{uuid.uuid4().hex}"
 
-        def prepare(body: bytearray) -> tuple[CompletionRequest, list[EngineRequest]]:
+        def prepare(body: bytearray) -> tuple[CompletionRequest, list[EngineRequest], OpenedSearch | None]:
             asked = parse_body(CompletionRequest, body)
             check_model(asked.model, self.served)
+            found = search_request(asked, self.verifiers, self.max_search_tokens)
             self.async_engine.check_room(asked.n * len(asked.prompt))
             requests = engine_requests(asked, completion_prompts(asked, self.served), self.served, name)
             check_scored_length(asked, requests)
+            search = None if found is None else OpenedSearch(found, open_search(asked, found, requests[0], self.served))
             # Drop texts that the answer does not need, to free their memory while tokens are sampled.
-            return asked if asked.echo else asked.model_copy(update={"prompt": []}), requests
+            return asked if asked.echo else asked.model_copy(update={"prompt": []}), requests, search
 
-        asked, requests = await self.bodies.work(request, prepare)
+        asked, requests, search = await self.bodies.work(request, prepare)
         answer = CompletionResponse(name, asked, requests, self.served.tokenizer)
+        if search is not None:
+            return await self._search(request, name, search, answer)
         if asked.echo:
             answer.echoes = await unless_disconnected(request, self._echoes(asked, requests))
         if asked.max_tokens == 0:
@@ -198,18 +210,22 @@ class Api:
         """Continue a dialogue."""
         name = f"chatcmpl-{uuid.uuid4().hex}"
 
-        def prepare(body: bytearray) -> tuple[ChatRequest, list[EngineRequest], OfferedTools | None]:
+        def prepare(body: bytearray) -> PreparedChat:
             asked = parse_body(ChatRequest, body)
             check_model(asked.model, self.served)
+            found = search_request(asked, self.verifiers, self.max_search_tokens)
             self.async_engine.check_room(asked.n)
             requests = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
             check_scored_length(asked, requests)
+            search = None if found is None else OpenedSearch(found, open_search(asked, found, requests[0], self.served))
             light = asked.model_copy(update={"messages": [], "tools": [], "chat_template_kwargs": {}})
             schemas = offered_tools(asked)
-            return light, requests, OfferedTools(self.served.tool_calls, schemas) if schemas else None
+            return light, requests, OfferedTools(self.served.tool_calls, schemas) if schemas else None, search
 
-        asked, requests, offered = await self.bodies.work(request, prepare)
+        asked, requests, offered, search = await self.bodies.work(request, prepare)
         answer = ChatResponse(name, asked, requests, self.served.tokenizer)
+        if search is not None:
+            return await self._search(request, name, search, answer)
         return await self._answer(request, requests, answer, offered)
 
     def spoken(self, protocol: CallProtocol) -> Callable[[Request], Awaitable[Response]]:
@@ -301,7 +317,36 @@ class Api:
             generation.cancel()
             raise
 
+    async def _search(self, request: Request, name: str, opened: OpenedSearch, answer: ApiResponse) -> Response:
+        """The answer that a strategy chooses."""
+        found, program = opened
+        verifier = self.verifiers.get(found.verifier) if found.verifier is not None else None
+        if found.verifier == SELF_CERTAINTY:
+            verifier = CertaintyVerifier(self.async_engine, self.scorer)
+        search = ServedSearch(name, program, self.async_engine, verifier)
+        self.metrics.prompt_tokens += answer.num_prompt_tokens
+        cost = program.search.cost
+        request.state.note = lambda: (
+            f"{answer.num_prompt_tokens} + {cost.tokens} tokens, strategy {found.strategy.name}, {cost.requests} completions"
+        )
+        try:
+            if not answer.asked.stream:
+                return await unless_disconnected(request, whole_search(search, found, answer))
+            running = asyncio.create_task(search.run())
+            try:
+                # Await the first results before the headers: a request that the engine refuses needs an error status.
+                await unless_disconnected(request, search.has_results.wait())
+            except BaseException:
+                running.cancel()
+                raise
+            if running.done():
+                running.result()
+            return EventStream(running, search_chunks(running, search, found, answer))
+        except UserError as error:
+            raise invalid_search(error) from error
 
+
+PreparedChat = tuple[ChatRequest, list[EngineRequest], OfferedTools | None, OpenedSearch | None]
 PreparedCall = tuple[ModelCall, EngineRequest, OfferedTools | None]
 
 
@@ -376,18 +421,25 @@ def sse_event(value: dict[str, Any] | None) -> str:
     return f"data: {to_json(value).decode()}\n\n"
 
 
-class EventStream(StreamingResponse):
-    """A stream that cancels its generation however it ends, also if the client disconnects."""
+class Cancellable(Protocol):
+    """Work that can be ended early."""
 
-    def __init__(self, generation: Generation, content: AsyncIterator[str]) -> None:
+    def cancel(self) -> object:
+        """End it; no effect once it has ended."""
+
+
+class EventStream(StreamingResponse):
+    """A stream that cancels its work however it ends, also if the client disconnects."""
+
+    def __init__(self, work: Cancellable, content: AsyncIterator[str]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self.generation = generation
+        self.work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.generation.cancel()
+            self.work.cancel()
 
 
 def make_app(api: Api) -> Starlette:

@@ -105,6 +105,9 @@ class AsyncEngine:
         """The numbers of generations and calls."""
         self._open: dict[int, Generation] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._room_lock = asyncio.Lock()
+        self._room: asyncio.Future[None] | None = None  # of the holder of the lock
+        self._num_queued = 0
         self._is_closed = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
@@ -124,6 +127,7 @@ class AsyncEngine:
             generation.put(_shutting_down())
             generation.cancel()
         self._end_calls(_shutting_down())
+        self._tell_room()
 
     @property
     def num_waiting(self) -> int:
@@ -141,8 +145,9 @@ class AsyncEngine:
         if num > self.max_unfinished:
             message = f"{num} completions are asked for at once; the server holds at most {self.max_unfinished}"
             raise ApiError(400, message, param="n", code="too_many_completions")
-        if self.num_unfinished + len(self._calls) + num > self.max_unfinished:
-            message = f"the queue is full: {self.num_unfinished + len(self._calls)} of {self.max_unfinished} completions are unfinished; try again later"
+        taken = self.max_unfinished - self._num_free + self._num_queued
+        if taken + num > self.max_unfinished:
+            message = f"the queue is full: {taken} of {self.max_unfinished} completions are unfinished; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
 
     def check_open(self) -> None:
@@ -152,9 +157,41 @@ class AsyncEngine:
         if self._is_closed:
             raise _shutting_down()
 
+    @property
+    def _num_free(self) -> int:
+        """How many more requests may be unfinished; calls count as requests."""
+        return self.max_unfinished - self.num_unfinished - len(self._calls)
+
     def submit(self, requests: Sequence[Request], wants_tokens: bool) -> Generation:
         """Submit requests. With `wants_tokens` there is an event for every token, not only for completions."""
         self.check_room(len(requests))
+        return self._submit(requests, wants_tokens)
+
+    async def submit_when_free(self, requests: Sequence[Request]) -> Generation:
+        """Wait until there is room, and submit as many of the requests as there is room for, the first ones.
+
+        For searches, whose later requests belong to a request that was accepted. Those that wait come in turn, and count as one request
+        each, so that requests which come later do not take their room.
+        """
+        self._num_queued += 1
+        try:
+            async with self._room_lock:
+                self.check_open()
+                while self._num_free < 1:
+                    self._room = asyncio.get_running_loop().create_future()
+                    await self._room
+                    self.check_open()
+                return self._submit(requests[: self._num_free], wants_tokens=False)
+        finally:
+            self._num_queued -= 1
+
+    def _tell_room(self) -> None:
+        """Wake the first one that waits for room, if there is some or the engine has ended."""
+        is_over = self._is_closed or self.failure is not None
+        if self._room is not None and not self._room.done() and (is_over or self._num_free > 0):
+            self._room.set_result(None)
+
+    def _submit(self, requests: Sequence[Request], wants_tokens: bool) -> Generation:
         generation = Generation(self, requests, wants_tokens)
         self.num_unfinished += len(requests)
         self._open[generation.number] = generation
@@ -175,6 +212,7 @@ class AsyncEngine:
             return result
         finally:
             del self._calls[number]
+            self._tell_room()
             if future.cancelled():
                 self.host.send(CancelCall(number))
 
@@ -210,6 +248,7 @@ class AsyncEngine:
         for generation in list(self._open.values()):
             self._dispatch(generation, failure)
         self._end_calls(failure)
+        self._tell_room()
         self.on_failure()
 
     def _end_call(self, item: CallResult) -> None:
@@ -234,6 +273,7 @@ class AsyncEngine:
         if not generation.num_unfinished:
             self._open.pop(generation.number, None)
         generation.put(event)
+        self._tell_room()
 
 
 def _shutting_down() -> ApiError:

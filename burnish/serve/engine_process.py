@@ -23,6 +23,7 @@ from typing import Any
 
 from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
+from burnish.rewards.score_types import ScoreRequest
 from burnish.serve.engine_worker import (
     MAX_STEP_S,
     CallResult,
@@ -61,6 +62,10 @@ class ProcessScorer:
     ) -> TokenScores:
         assert _scorer is not None, "called in the engine's process"
         return _scorer.score(tokens, first, num_top, options)
+
+    def self_certainty(self, paths: Sequence[ScoreRequest]) -> list[float]:
+        assert _scorer is not None, "called in the engine's process"
+        return _scorer.self_certainty(paths)
 
 
 def _run_child(pair: socket.socket, load: Load) -> None:

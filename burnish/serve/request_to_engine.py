@@ -23,6 +23,7 @@ from burnish.core.pictures import PictureSpan, distinct_tokens
 from burnish.core.random_keys import fold
 from burnish.data.template import check_all_placed, media_for, place_pictures
 from burnish.environments.tools.call_formats import CallFormat, call_format, detect_format
+from burnish.evaluation.strategies.verifiers import SelfCertainty
 from burnish.gateway.chat_messages import RESERVED_VARIABLES, template_message
 from burnish.gateway.image_parts import content_of, opened
 from burnish.gateway.openai_schema import (
@@ -43,6 +44,7 @@ from burnish.inference.native.sampler import add_bias, truncate
 from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
+from burnish.rewards.score_types import ScoreRequest
 
 MAX_SCORED_TOKENS = 16384
 """Longest sequence that is scored: one forward pass needs memory besides the engine's cache."""
@@ -67,6 +69,9 @@ class Scorer(Protocol):
         self, tokens: Sequence[int], first: int, num_top: int, options: SamplingOptions | None = None
     ) -> TokenScores:
         """Score the tokens from `first` on, under the model itself or under the distribution of `options`."""
+
+    def self_certainty(self, paths: Sequence[ScoreRequest]) -> list[float]:
+        """Return the self-certainty of each path of a search."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,10 @@ class TokenScorer:
             found.top += [[(i, x) for i, x in zip(*row, strict=True) if x != -torch.inf] for row in pairs]
             start += len(logp)
         return found
+
+    def self_certainty(self, paths: Sequence[ScoreRequest]) -> list[float]:
+        """Return the self-certainty of each path of a search."""
+        return SelfCertainty(self.module)(paths)
 
     def _logits(self, tokens: Tensor, first: int) -> Iterator[Tensor]:
         """Yield the logits of the positions from `first` on, in order, as [up to ROWS, vocab]."""
@@ -198,8 +207,7 @@ def chat_prompt(request: ChatRequest, served: ServedModel) -> EnginePrompt:
     if tools and not tokenizer.chat_template_mentions("tools"):
         raise bad_value("tools", "this model's chat template has no place for tools", "unsupported_parameter")
     try:
-        messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
-        messages = opened(messages, served.image_folder)
+        messages = chat_messages(request, served)
         media = media_for(messages, tokenizer)
         variables = kwargs | ({"tools": tools} if tools else {})
         text = tokenizer.chat_text(messages, **variables)
@@ -210,6 +218,12 @@ def chat_prompt(request: ChatRequest, served: ServedModel) -> EnginePrompt:
         return EnginePrompt(tuple(tokens), pictures)
     except (UserError, TypeError) as error:  # a template raises a TypeError for unexpected values
         raise bad_value("messages", str(error)) from error
+
+
+def chat_messages(request: ChatRequest, served: ServedModel) -> list[dict[str, Any]]:
+    """The messages as chat templates expect them, with their images opened."""
+    messages = [_template_message(message, i) for i, message in enumerate(request.messages)]
+    return opened(messages, served.image_folder)
 
 
 def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:

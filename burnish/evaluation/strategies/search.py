@@ -113,13 +113,15 @@ class Search:
         budget: int | None = None,
         max_positions: int | None = None,
         log_scores: bool = False,
+        max_nodes: int | None = None,
     ) -> None:
         """`sampling.max_tokens` limits one answer, `budget` the tokens of the whole search, and `max_positions` a context.
 
-        `number` tells several searches for one question apart. `log_scores`: scores are log-probs, so votes weigh them by exp.
+        A search that needs more than `max_nodes` fails. `number` tells several searches for one question apart. `log_scores`: scores are log-probs, so votes weigh them by exp.
         """
         self.question, self.tokenizer, self.sampling = question, tokenizer, sampling
         self.budget, self.max_positions, self.log_scores = budget, max_positions, log_scores
+        self.max_nodes = max_nodes
         self.cost = Cost()
         self.nodes: list[SearchNode] = []
         self._seed, self._number = seed, number
@@ -333,6 +335,8 @@ class Search:
         return root
 
     def _add(self, parent: SearchNode, limit: int, stop: tuple[str, ...], temperature: float | None) -> SearchNode:
+        if self.max_nodes is not None and len(self.nodes) >= self.max_nodes:
+            raise SearchFailed(f"the search needs more than {self.max_nodes} nodes, which is the limit here")
         node = SearchNode(parent, self._child_key(parent), len(self.nodes), limit=limit, stop=stop)
         node.temperature = temperature
         self.nodes.append(node)
@@ -373,6 +377,8 @@ class SearchProgram:
         """The result, once the strategy has ended."""
         self.error: str | None = None
         """Why it ended without a choice."""
+        self.score_error: str | None = None
+        """Why the verifier failed, the first time that it did."""
         self._strategy = strategy
         self._to_sample: list[SearchNode] = []
         self._sampling: dict[int, SearchNode] = {}
@@ -446,6 +452,8 @@ class SearchProgram:
         value = score.reward
         node.score = value if value is not None and math.isfinite(value) else None
         self.search.cost.failed_scores += node.score is None
+        if self.score_error is None and node.score is None:
+            self.score_error = score.error or f"the score is {value}"
         if score.details:
             node.notes["verifier"] = "\n".join(score.details.values())
         self._advance_if_answered()

@@ -180,7 +180,8 @@ class SearchRunner:
             found["tree"] = tree_record(search, program.choice)
         if program.choice is None:
             nodes = [TokenNode(-1, np.asarray(search.root.tokens, dtype=np.int64))]
-            trajectory = Trajectory(row, draw.visit, number, nodes, "error", "", error=program.error)
+            cause = "" if program.score_error is None else f"; its first failure: {program.score_error}"
+            trajectory = Trajectory(row, draw.visit, number, nodes, "error", "", error=f"{program.error}{cause}")
             trajectory.metadata = {"prompt_length": len(search.root.tokens), SEARCH: found}
             return trajectory
         chosen = program.choice.node

@@ -109,7 +109,7 @@ def solution_text(solution: Solution, width: int = 100, whole_tree: bool = False
         none = "none (the completion has no answer that could be read)"
         lines.append(f"{'answer':<{LABEL}}{none if solution.answer is None else clipped(solution.answer, width)}")
     else:
-        lines.append(f"{'failed':<{LABEL}}{printable(solution.error)}")
+        lines.append(f"{'failed':<{LABEL}}{printable(solution.error.partition(chr(10))[0])}")
     lines.append(f"{'cost':<{LABEL}}{cost_text(solution)}")
     return "\n".join(lines)
 

@@ -146,13 +146,19 @@ def build_verifier(
     if part.name == LIKELIHOOD:
         return None
     if part.name == SELF_CERTAINTY:
-        return LocalVerifier(SelfCertainty(policy), is_logp=False)
+        return LocalVerifier(SelfCertainty(policy.module), is_logp=False)
     if part.name == ORACLE:
         return RewardVerifier(_scored(reward, policy.tokenizer, base), rows, is_oracle=True)
     if part.name == "task":
         for row in rows.values():
             _stated_columns(row)
         return RewardVerifier(_scored(_with_part(reward, "task", {}), policy.tokenizer, base), rows)
+    return keyless_verifier(part, reward, policy.tokenizer, base)
+
+
+def keyless_verifier(part: VerifierPart, reward: Reward, tokenizer: Tokenizer, base: Path | None) -> RewardVerifier:
+    """Return a reward that needs no answer as a verifier. `reward` has the workers and limits."""
+    where = f"strategy.verifier ({part.name})"
     if not is_plugin(part.name) and part.name not in KEYLESS_REWARDS:
         known = [LIKELIHOOD, SELF_CERTAINTY, *KEYLESS_REWARDS, "task", ORACLE, "path/to/file.py:function"]
         raise unknown_name_error("verifier", part.name, known)
@@ -161,7 +167,7 @@ def build_verifier(
             f"{where}: the judge's template shows the expected answer ({{expected}}), which a strategy may not see: give options.template "
             "a text with {question} and {answer}, and options.parser score or boxed"
         )
-    return RewardVerifier(_scored(_with_part(reward, part.name, part.options), policy.tokenizer, base))
+    return RewardVerifier(_scored(_with_part(reward, part.name, part.options), tokenizer, base))
 
 
 def _with_part(reward: Reward, name: str, options: Mapping[str, Any]) -> Reward:
@@ -184,10 +190,11 @@ class SelfCertainty:
     With V tokens in the vocabulary, a token has -log V - (1/V) sum_j log p_j. It is at temperature 1 and needs no verifier.
     """
 
-    def __init__(self, policy: PolicyModel) -> None:
-        if not isinstance(policy.module, Decoder):
+    def __init__(self, module: Any) -> None:
+        """`module` is that of the policy. A module of another kind than `Decoder` is refused."""
+        if not isinstance(module, Decoder):
             raise UserError("verifier self_certainty needs a model of a native family (docs/models.md); use likelihood")
-        self._module: Decoder = policy.module
+        self._module: Decoder = module
 
     @torch.inference_mode()
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[float]:

@@ -1,0 +1,75 @@
+"""Responses to requests with a strategy: the chosen answer when the search has ended, or a stream with it as one chunk.
+
+A stream carries the progress of the search as comments of server-sent events, which clients skip. They also keep the connection open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from burnish.config.errors import UserError
+from burnish.evaluation.strategies.search import SearchProgram
+from burnish.gateway.openai_responses import ApiResponse
+from burnish.gateway.openai_schema import ApiError, internal_error
+from burnish.serve.engine_worker import EngineFailure
+from burnish.serve.search_request import SearchRequest, answer_events, failed_search, whole_answer
+from burnish.serve.search_run import ServedSearch
+
+PROGRESS_S = 1.0
+"""Time between two comments of a stream."""
+
+
+class OpenedSearch(NamedTuple):
+    """A search that was asked for and has not begun."""
+
+    found: SearchRequest
+    program: SearchProgram
+
+
+def invalid_search(error: UserError) -> ApiError:
+    """The error for a search that the engine or a strategy refuses."""
+    return ApiError(400, str(error), param="strategy", code="invalid_value")
+
+
+async def whole_search(search: ServedSearch, found: SearchRequest, answer: ApiResponse) -> Response:
+    """Run a search and answer with its choice, as one JSON response."""
+    await search.run()
+    return Response(await asyncio.to_thread(_content, search, found, answer), media_type="application/json")
+
+
+def _content(search: ServedSearch, found: SearchRequest, answer: ApiResponse) -> bytes:
+    if search.program.choice is None:
+        raise failed_search(search.program)
+    return to_json(whole_answer(answer, search.program, found))
+
+
+async def search_chunks(
+    running: asyncio.Task[None], search: ServedSearch, found: SearchRequest, answer: ApiResponse
+) -> AsyncIterator[str]:
+    """The answer as server-sent events, behind comments with the progress. A failure is sent as an event."""
+    try:
+        while not running.done():
+            yield f": {progress(search.program)}\n\n"
+            await asyncio.wait([running], timeout=PROGRESS_S)
+        running.result()
+        if search.program.choice is None:
+            raise failed_search(search.program)
+        events = await asyncio.to_thread(answer_events, answer, search.program, found)
+        yield "".join(f"data: {to_json(event).decode()}\n\n" for event in events) + "data: [DONE]\n\n"
+    except (ApiError, UserError) as error:
+        known = error if isinstance(error, ApiError) else invalid_search(error)
+        yield f"data: {to_json(known.body()).decode()}\n\n"
+    except EngineFailure:
+        yield f"data: {to_json(internal_error().body()).decode()}\n\n"
+
+
+def progress(program: SearchProgram) -> str:
+    """What a search has spent so far, as one line of JSON."""
+    cost = program.search.cost
+    facts = {"tokens": cost.tokens, "requests": cost.requests, "verifier_calls": cost.scores}
+    return to_json({"strategy": {**facts, "budget": program.search.budget}}).decode()
