@@ -20,15 +20,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from burnish.config.errors import UserError
 from burnish.core.engine import Request as EngineRequest
@@ -61,6 +60,7 @@ from burnish.gateway.openai_schema import (
 from burnish.gateway.protocols import MESSAGES, RESPONSES, CallProtocol, error_at
 from burnish.gateway.request_bodies import BodyReader
 from burnish.serve.async_engine import AsyncEngine
+from burnish.serve.disconnects import EventStream, unless_disconnected
 from burnish.serve.engine_worker import EngineFailure
 from burnish.serve.other_protocols import call_answer, chat_request, without_messages
 from burnish.serve.request_to_engine import (
@@ -77,11 +77,10 @@ from burnish.serve.request_to_engine import (
     tokenize_response,
 )
 from burnish.serve.search_request import MAX_SEARCH_TOKENS, open_search, search_request
-from burnish.serve.search_response import OpenedSearch, invalid_search, search_chunks, whole_search
+from burnish.serve.search_response import OpenedSearch, search_response
 from burnish.serve.search_run import CertaintyVerifier, SearchVerifier, ServedSearch
 from burnish.serve.server_metrics import ServerMetrics
 
-T = TypeVar("T")
 SSE_DONE = "data: [DONE]\n\n"
 MAX_NAMES_AT_ONCE = 4096
 """Most tokens of an answer that is made on the event loop, which takes about a millisecond."""
@@ -329,46 +328,11 @@ class Api:
         request.state.note = lambda: (
             f"{answer.num_prompt_tokens} + {cost.tokens} tokens, strategy {found.strategy.name}, {cost.requests} completions"
         )
-        try:
-            if not answer.asked.stream:
-                return await unless_disconnected(request, whole_search(search, found, answer))
-            running = asyncio.create_task(search.run())
-            try:
-                # Await the first results before the headers: a request that the engine refuses needs an error status.
-                await unless_disconnected(request, search.has_results.wait())
-            except BaseException:
-                running.cancel()
-                raise
-            if running.done():
-                running.result()
-            return EventStream(running, search_chunks(running, search, found, answer))
-        except UserError as error:
-            raise invalid_search(error) from error
+        return await search_response(request, search, found, answer)
 
 
 PreparedChat = tuple[ChatRequest, list[EngineRequest], OfferedTools | None, OpenedSearch | None]
 PreparedCall = tuple[ModelCall, EngineRequest, OfferedTools | None]
-
-
-async def unless_disconnected(request: Request, wanted: Awaitable[T]) -> T:
-    """Await something; raise `ClientDisconnect` if the client disconnects first."""
-
-    async def work() -> T:
-        return await wanted
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.create_task(work()), asyncio.create_task(left())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
 
 
 MakeDeltas = Callable[[list[EngineEvent]], Awaitable[list[ChoiceDelta]]]
@@ -419,27 +383,6 @@ def sse_event(value: dict[str, Any] | None) -> str:
     if value is None:
         return ""
     return f"data: {to_json(value).decode()}\n\n"
-
-
-class Cancellable(Protocol):
-    """Work that can be ended early."""
-
-    def cancel(self) -> object:
-        """End it; no effect once it has ended."""
-
-
-class EventStream(StreamingResponse):
-    """A stream that cancels its work however it ends, also if the client disconnects."""
-
-    def __init__(self, work: Cancellable, content: AsyncIterator[str]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self.work = work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.work.cancel()
 
 
 def make_app(api: Api) -> Starlette:

@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from pydantic_core import to_json
+from starlette.requests import Request
 from starlette.responses import Response
 
 from burnish.config.errors import UserError
 from burnish.evaluation.strategies.search import SearchProgram
 from burnish.gateway.openai_responses import ApiResponse
 from burnish.gateway.openai_schema import ApiError, internal_error
+from burnish.serve.disconnects import EventStream, unless_disconnected
 from burnish.serve.engine_worker import EngineFailure
 from burnish.serve.search_request import SearchRequest, answer_events, failed_search, whole_answer
 from burnish.serve.search_run import ServedSearch
@@ -34,6 +36,27 @@ class OpenedSearch(NamedTuple):
 def invalid_search(error: UserError) -> ApiError:
     """The error for a search that the engine or a strategy refuses."""
     return ApiError(400, str(error), param="strategy", code="invalid_value")
+
+
+async def search_response(
+    request: Request, search: ServedSearch, found: SearchRequest, answer: ApiResponse
+) -> Response:
+    """Run a search and answer with its choice. It ends when the client disconnects."""
+    try:
+        if not answer.asked.stream:
+            return await unless_disconnected(request, whole_search(search, found, answer))
+        running = asyncio.create_task(search.run())
+        try:
+            # Await the first results before the headers: a request that the engine refuses needs an error status.
+            await unless_disconnected(request, search.has_results.wait())
+        except BaseException:
+            running.cancel()
+            raise
+        if running.done():
+            running.result()
+        return EventStream(running, search_chunks(running, search, found, answer))
+    except UserError as error:
+        raise invalid_search(error) from error
 
 
 async def whole_search(search: ServedSearch, found: SearchRequest, answer: ApiResponse) -> Response:

@@ -79,7 +79,7 @@ class ServedSearch:
         """Without `verifier`, scores are mean log-probs."""
         self.name, self.program, self.engine, self.verifier = name, program, engine, verifier
         self.has_results = asyncio.Event()
-        """Set when the engine has accepted the first requests and answered one, or when the search has ended."""
+        """Set when the search has taken its first results, so the engine has accepted its requests, and when it has ended."""
         self._most = max(1, engine.max_unfinished // SEARCH_SHARE)
         self._waiting: deque[Request] = deque()
         self._num_running = 0
@@ -95,11 +95,12 @@ class ServedSearch:
                 requests, scores = await asyncio.to_thread(self._advance, results)
                 if self.program.is_done:
                     return
+                if results:
+                    self.has_results.set()
                 self._start(requests, scores)
                 if not self._tasks:
                     raise RuntimeError(f"{self.name}: the search waits for nothing")
                 results = await self._next_results()
-                self.has_results.set()
         finally:
             self.has_results.set()
             self.cancel()

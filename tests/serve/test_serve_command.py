@@ -64,6 +64,7 @@ def test_it_answers_and_lets_requests_finish_on_sigterm(model_directory: Path) -
 
 def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path) -> None:
     options = ["--cache-gib", "0.01", "--cache-dtype", "fp8", "--max-rows", "4", "--engine-process", "on"]
+    options += ["--verifier", "format", "--max-search-tokens", "30"]
     with serving(str(model_directory), *options) as (process, line):
         assert line.startswith("KV cache: 0.01 GiB, ")
         assert "bytes a token" in line
@@ -73,6 +74,21 @@ def test_a_paged_cache_is_told_with_its_numbers_and_serves(model_directory: Path
         answer = client.completions.create(model="tiny", prompt="the", max_tokens=5, logit_bias={"70": 100})
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
+        for verifier, limit in (
+            ("self_certainty", 0.0),
+            ("format", -1e-9),
+        ):  # of the child's model, and of this process
+            strategy: dict[str, Any] = {"name": "best_of_n", "n": 3, "verifier": verifier}
+            chosen = client.completions.create(
+                model="tiny", prompt="the", max_tokens=5, extra_body={"strategy": strategy}
+            )
+            facts: Any = chosen.model_dump()["strategy"]
+            assert (facts["verifier_calls"], facts["verifier_failures"]) == (3, 0)
+            assert facts["score"] > limit
+        with pytest.raises(openai.BadRequestError, match="from 1 to 30"):
+            client.completions.create(
+                model="tiny", prompt="the", extra_body={"strategy": {"name": "single", "budget": 31}}
+            )
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0
         assert process.stderr.read().endswith("stopped\n")
