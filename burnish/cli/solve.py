@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from burnish.evaluation.strategies.solving import Solution
     from burnish.models.policy import PolicyModel
 
+MAX_TOKENS = 1024
 REDRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
 SETTINGS = ("strategy.", "strategy=", "budget=")
@@ -52,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
     add("--top-p", type=float, default=1.0, help="keep the smallest set of tokens with this probability (default 1)")
     add("--top-k", type=int, default=0, help="keep the k most likely tokens; 0, the default, is off")
-    add("--max-tokens", type=int, default=1024, help="most new tokens of one answer (default 1024)")
+    add(
+        "--max-tokens",
+        type=int,
+        help=f"most new tokens of one answer (default {MAX_TOKENS}, or what the model has room for)",
+    )
     add("--stop", action="append", metavar="TEXT", help="end answers at this text; may be repeated")
     add("--seed", type=int, default=0, help="the same seed gives the same search (default 0)")
     add(
@@ -139,7 +144,8 @@ def settings_of(args: argparse.Namespace) -> tuple[str, SolveSettings, Sampling]
             overrides.append(f"{option}={value}")
     settings = load(SolveSettings, None, overrides).config
     names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
-    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    values = {"max_tokens": MAX_TOKENS}
+    values |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sampling = load(Sampling, None, [f"{name}={json.dumps(value)}" for name, value in values.items()]).config
     return questions[0], settings, sampling
 
@@ -191,7 +197,7 @@ def search(
             template,
             Path.cwd(),
             display.on_step,
-            print_note,
+            print_note if args.max_tokens is not None else lambda _: None,
         )
     return solution
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.data import Reward, Template
+from burnish.config.errors import UserError
 from burnish.config.yaml_text import printable
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.core.trajectory import Trajectory
@@ -15,6 +16,7 @@ from burnish.data.prompt_stream import PromptSample
 from burnish.evaluation.answers import read_answer, verifier_of
 from burnish.evaluation.model_source import fit_max_tokens
 from burnish.evaluation.strategies.build import build_search_runner
+from burnish.evaluation.strategies.registry import strategy_verifier
 from burnish.evaluation.strategies.search import STREAM, SearchProgram
 from burnish.evaluation.strategies.search_runner import SEARCH
 from burnish.evaluation.strategies.search_text import (
@@ -27,6 +29,7 @@ from burnish.evaluation.strategies.search_text import (
     votes_lines,
 )
 from burnish.evaluation.strategies.solve_settings import SolveSettings, check_strategy
+from burnish.evaluation.strategies.spec import SELF_CERTAINTY
 from burnish.models.policy import PolicyModel
 
 COST = ("tokens", "requests", "context_tokens", "verifier_calls", "verifier_failures")
@@ -80,6 +83,7 @@ def solution_of(trajectory: Trajectory, kind: str) -> Solution:
     cost = {name: found.pop(name) for name in COST}
     votes, score, tree, seconds = found.pop("votes", {}), found.pop("score", None), found.pop(TREE, []), found.pop(WALL)
     answer = None if trajectory.error is not None else read_answer(kind, trajectory.completion).text
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
     return Solution(
         trajectory.completion,
         answer,
@@ -87,7 +91,7 @@ def solution_of(trajectory: Trajectory, kind: str) -> Solution:
         score,
         **cost,
         seconds=seconds,
-        numbers=found,
+        numbers=numbers,
         error=trajectory.error,
         tree=tree,
         trajectory=trajectory,
@@ -140,6 +144,9 @@ def solve_prompts(
     check_strategy(settings.strategy, sampling.temperature)
     if not draws:
         return []
+    verifier = strategy_verifier(settings.strategy)
+    if verifier is not None and verifier.name == SELF_CERTAINTY and any(draw.prompt.pictures for draw in draws):
+        raise UserError("strategy.verifier=self_certainty reads no images; use likelihood")
     longest = max(len(draw.prompt.start) for draw in draws)
     fitting, cut = fit_max_tokens(sampling.max_tokens, longest, policy.max_positions)
     if cut is not None:
