@@ -20,8 +20,8 @@ from burnish.config.records import Plugin, Record
 from burnish.core.engine import Request
 from burnish.core.pictures import distinct_tokens
 from burnish.core.random_keys import fold
-from burnish.evaluation.strategies.build import conversation_renderer
-from burnish.evaluation.strategies.registry import load_strategy, strategy_verifier
+from burnish.environments.dialogue import ChatRenderer
+from burnish.evaluation.strategies.registry import load_strategy, strategy_needs, strategy_verifier
 from burnish.evaluation.strategies.search import Question, Search, SearchProgram
 from burnish.evaluation.strategies.search_runner import search_record
 from burnish.evaluation.strategies.solve_settings import DEFAULT_READER, READERS, check_strategy
@@ -194,12 +194,12 @@ def open_search(
             raise bad_value("strategy.verifier", message)
     noise = fold("serve", ",".join(map(str, distinct_tokens(one.tokens, one.pictures))))
     prompt: Any = served.tokenizer.decode(one.tokens)
-    render = None
+    chat = None
+    if "chat" in strategy_needs(found.strategy):
+        chat = _renderer(asked, found, served)
     if isinstance(asked, ChatRequest):
         prompt = chat_messages(asked, served)
-        template = Template(kind="chat", kwargs=asked.chat_template_kwargs)
-        render = conversation_renderer(served.tokenizer, template)
-    question = Question(f"{noise:016x}", prompt, one.tokens, found.kind, pictures=one.pictures, render=render)
+    question = Question(f"{noise:016x}", prompt, one.tokens, found.kind, pictures=one.pictures, chat=chat)
     seed = asked.seed if asked.seed is not None else secrets.randbits(63)
     search = Search(
         question,
@@ -211,7 +211,21 @@ def open_search(
         log_scores=found.verifier in (None, LIKELIHOOD),
         max_nodes=MAX_NODES,
     )
-    return SearchProgram(search, load_strategy(found.strategy)(search))
+    try:
+        return SearchProgram(search, load_strategy(found.strategy)(search))
+    except UserError as error:  # the options do not fit the model or the other fields
+        raise bad_value("strategy", str(error)) from error
+
+
+def _renderer(asked: CompletionRequest | ChatRequest, found: SearchRequest, served: ServedModel) -> ChatRenderer:
+    """Return what writes the further turns of a strategy that asks again. It makes only sense in a chat."""
+    if not isinstance(asked, ChatRequest):
+        message = f"{found.strategy.name} asks the model again, which needs a chat: use /v1/chat/completions"
+        raise bad_value("strategy.name", message, "unsupported_parameter")
+    try:
+        return ChatRenderer(served.tokenizer, Template(kind="chat", kwargs=asked.chat_template_kwargs))
+    except UserError as error:
+        raise bad_value("strategy.name", str(error), "unsupported_parameter") from error
 
 
 def failed_search(program: SearchProgram) -> ApiError:

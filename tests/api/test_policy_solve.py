@@ -73,7 +73,7 @@ def test_a_solution_prints_its_tree_votes_and_cost(policy: burnish.Policy) -> No
         ({"strategy": "majority", "m": 3}, "majority has no option 'm'"),
         ({"strategy": {"name": "majority", "n": 3}, "n": 4}, "n is given twice"),
         ({"strategy": "best_of_n", "verifier": "oracle"}, "expected answer"),
-        ({"temperature": 0}, "greedy samples are identical"),
+        ({"temperature": 0}, "they are all alike"),
         ({"budget": 0}, "budget: got 0"),
         ({"reward": "numbr"}, "did you mean 'number'"),
         ({"max_tokens": 0}, "expected at least 1"),

@@ -83,7 +83,7 @@ def test_a_verifier_scores_and_a_budget_ends_the_search(model: Path, capsys: pyt
     [
         (["12>", "--strategy", "best_of_n", "strategy.verifier=oracle"], "a question here has none"),
         (["12>", "--strategy", "best_of_n", "strategy.verifier=task"], "a typed question has no columns"),
-        (["12>", "--temperature", "0"], "greedy samples are identical"),
+        (["12>", "--temperature", "0"], "they are all alike"),
         (["12>", "--strategy", "majorty"], "did you mean 'majority'"),
         (["12>", "strategy.m=3"], "m"),
         (["12>", "--budget", "0"], "budget"),

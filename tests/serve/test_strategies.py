@@ -13,7 +13,10 @@ import openai
 import pytest
 
 from burnish.config.errors import UserError
-from burnish.evaluation.strategies.search import SearchProgram
+from burnish.evaluation.strategies.registry import STRATEGIES
+from burnish.evaluation.strategies.search import SearchProgram, node_index
+from burnish.evaluation.strategies.search_tree import mean_logp
+from burnish.evaluation.strategies.spec import STRATEGY_RECORDS
 from burnish.evaluation.strategies.verifiers import SelfCertainty
 from burnish.gateway.openai_schema import ChatRequest, CompletionRequest, validate_fields
 from burnish.inference.native.dense_engine import DenseEngine
@@ -32,9 +35,11 @@ def chat(running: Any, strategy: Any, **options: Any) -> Any:
     return running.client().chat.completions.create(**(CHAT | options), extra_body={"strategy": strategy})
 
 
-def by_hand(running: Any, strategy: dict[str, Any], score: Callable[[Any], float] | None = None) -> SearchProgram:
+def by_hand(
+    running: Any, strategy: dict[str, Any], score: Callable[[Any], float] | None = None, **options: Any
+) -> SearchProgram:
     """The search of `CHAT`, on an engine of its own that runs one wave after the other."""
-    asked = validate_fields(ChatRequest, CHAT | {"strategy": strategy})
+    asked = validate_fields(ChatRequest, CHAT | {"strategy": strategy} | options)
     found = search_request(asked, (), 2**20)
     assert found is not None
     (one,) = engine_requests(asked, [chat_prompt(asked, running.served)], running.served, "x")
@@ -45,8 +50,8 @@ def by_hand(running: Any, strategy: dict[str, Any], score: Callable[[Any], float
         for completion in engine.stream():
             program.take(completion)
         for request in program.score_requests():
-            assert score is not None
-            program.take_score(Score(request.id, score(request), None))
+            node = program.search.nodes[node_index(request.id)]
+            program.take_score(Score(request.id, mean_logp(node) if score is None else score(request), None))
     return program
 
 
@@ -66,6 +71,30 @@ def test_the_answer_its_votes_and_its_cost_are_those_of_the_search(random_server
     assert found.usage.completion_tokens == program.search.cost.tokens
     assert found.usage.total_tokens == prompt + program.search.cost.tokens
     assert random_server.log[-1].endswith("tokens, strategy majority, 9 completions")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_served_and_is_the_search_by_hand(random_server: Any, name: str) -> None:
+    strategy = {"name": name, "answer": "exact", "budget": 400}
+    limit = 128 if name == "budget_forcing" else 12  # it keeps some for the answer
+    found = chat(random_server, strategy, max_tokens=limit)
+    program = by_hand(random_server, strategy, max_tokens=limit)
+    assert program.choice is not None
+    cost = program.search.cost
+    facts = found.strategy
+    assert found.choices[0].message.content == program.search.text(program.choice.node)
+    assert (facts["tokens"], facts["requests"], facts["verifier_calls"]) == (cost.tokens, cost.requests, cost.scores)
+    assert facts.get("votes", {}) == pytest.approx(dict(program.choice.votes))
+
+
+def test_a_strategy_that_asks_again_needs_a_chat(random_server: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="use /v1/chat/completions"):
+        random_server.client().completions.create(**TEXT, extra_body={"strategy": "revise"})
+
+
+def test_no_strategy_has_an_option_named_as_a_key_of_the_request() -> None:
+    taken = {key for record in STRATEGY_RECORDS for key in record.model_fields} & {"budget", "answer"}
+    assert not taken
 
 
 def test_without_a_seed_searches_differ_and_with_one_they_repeat(random_server: Any) -> None:
@@ -269,6 +298,7 @@ def test_a_verifier_that_fails_is_an_error_whose_cause_is_in_the_log_alone(
         ({"name": "best_of_n", "verifier": "mine.py:low"}, "strategy.verifier", "start it with --verifier"),
         ({"name": "best_of_n", "verifier": {"name": "model", "options": {"path": "/x"}}}, "strategy.verifier", "--verifier"),
         ({"name": "best_of_n", "verifier": {"name": "likelihood", "options": {"a": 1}}}, "strategy.verifier.options", "alone"),
+        ("budget_forcing", "strategy", "tokens for the answer"),
         (7, "strategy", "dictionary"),
     ],
 )  # fmt: skip

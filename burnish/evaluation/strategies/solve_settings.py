@@ -60,8 +60,10 @@ def check_strategy(strategy: Slot, temperature: float) -> None:
         raise UserError(
             "strategy.verifier=oracle compares with the expected answer, and a question here has none; burnish eval measures with it"
         )
-    num = getattr(strategy, "n", 1)
-    if temperature == 0 and isinstance(num, int) and num > 1:
+    # Answers of a number that no option names are several.
+    num = next((getattr(strategy, key) for key in ("n", "chains") if hasattr(strategy, key)), 2)
+    if temperature == 0 and getattr(strategy, "needs_variety", False) and num > 1:
         raise UserError(
-            f"strategy.n={num} at temperature 0: greedy samples are identical; raise the temperature, or use the strategy single"
+            f"strategy {strategy.name} compares several answers, and at temperature 0 they are all alike; raise the temperature, or use the "
+            "strategy single"
         )
