@@ -108,7 +108,9 @@ def solution_text(solution: Solution, width: int = 100, whole_tree: bool = False
         lines.append(f"{'votes' if number == 0 else '':<{LABEL}}{line}")
     if solution.score is not None:
         lines.append(f"{'score':<{LABEL}}{solution.score:.4g}")
-    lines += [f"{name:<{LABEL - 1}} {short_value(value)}" for name, value in solution.numbers.items()]
+    if solution.numbers:
+        numbers = (f"{name} {short_value(value)}" for name, value in solution.numbers.items())
+        lines.append(f"{'numbers':<{LABEL}}{', '.join(numbers)}")
     if solution.error is None:
         none = "none (the completion has no answer that could be read)"
         lines.append(f"{'answer':<{LABEL}}{none if solution.answer is None else clipped(solution.answer, width)}")
