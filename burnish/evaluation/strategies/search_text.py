@@ -13,6 +13,8 @@ from burnish.evaluation.strategies.votes import count_votes
 
 MAX_INDENT = 40
 """Columns of indentation. Deeper nodes stand below each other."""
+MAX_CHARS = 1000
+"""Characters of a node's text that a line may have."""
 MAX_LINES = 40
 """Lines of a tree that is printed in short."""
 NODE_KEYS = frozenset({"node", "parent", "text", "tokens", "sampled", "end", "score", "chosen"})
@@ -81,9 +83,10 @@ def _node_line(depth: int, node: Mapping[str, Any], width: int) -> str:
     if node["parent"] is not None and not node["sampled"]:
         facts.append("written by the strategy" if node["tokens"] else "not sampled: the budget was spent")
     start = ("* " if node["chosen"] else "  ") + "  " * min(depth, MAX_INDENT // 2)
-    ending = clipped(f"  ({', '.join(facts)})".strip(), width // 2)
-    room = max(8, width - columns(start) - columns(ending) - 2)
-    return f"{start}{clipped(node['text'], room) or '(no text)'}  {ending}"
+    free = width - columns(start) - 2
+    text = clipped(node["text"], MAX_CHARS) or "(no text)"
+    ending = clipped(f"({', '.join(facts)})", max(8, free - min(columns(text), max(8, width // 3))))
+    return f"{start}{clipped(text, max(8, free - columns(ending)))}  {ending}"
 
 
 def short_value(value: Any) -> str:
