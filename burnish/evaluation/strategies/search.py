@@ -117,7 +117,8 @@ class Search:
     ) -> None:
         """`sampling.max_tokens` limits one answer, `budget` the tokens of the whole search, and `max_positions` a context.
 
-        A search that needs more than `max_nodes` fails. `number` tells several searches for one question apart. `log_scores`: scores are log-probs, so votes weigh them by exp.
+        A search that needs more than `max_nodes` nodes fails. `number` tells several searches for one question apart. `log_scores`: scores
+        are log-probs, so votes weigh them by exp.
         """
         self.question, self.tokenizer, self.sampling = question, tokenizer, sampling
         self.budget, self.max_positions, self.log_scores = budget, max_positions, log_scores
