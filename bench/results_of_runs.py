@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from svg_chart import svg_chart
 
 from burnish.evaluation.statistics import wilson_interval
+from burnish.report.svg_chart import svg_chart
 from burnish.run.metrics import read_metrics
 
 KEY, CLOCK = "validation/greedy/accuracy", "time/elapsed_s"

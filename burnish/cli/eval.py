@@ -1,6 +1,6 @@
 """`burnish eval DIR DATA... [key=value ...]`: accuracy with its interval, pass@k, maj@k and length. Every completion is saved.
 
-`burnish eval --compare A B` compares two results question by question.
+`burnish eval --compare A B` compares two results question by question. `--scaling` is in `eval_scaling.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.cli import eval_scaling
 from burnish.cli.main import print_note
 from burnish.config.errors import UserError
 from burnish.config.yaml_text import printable
@@ -92,6 +93,7 @@ what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a 
     add("--budget", type=int, metavar="TOKENS", help="most tokens that the strategy samples for a question")
     add("--keep-trees", action="store_true", help="store all nodes of every search with its row")
     add("--strategies", action="store_true", help="print the table of strategies")
+    eval_scaling.add_arguments(parser)
     add("--template", choices=("auto", "chat", "plain"), help="how a prompt becomes text")
     add("--system", help="a system message (chat templates)")
     add("--prompt-key", metavar="COLUMN", help="column of the prompt in plain rows (default question)")
@@ -117,6 +119,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.compare is not None:
         return run_compare(args)
+    if args.scaling is not None:
+        return eval_scaling.run(args, split_words, make_tests, Progress)
+    if args.budgets is not None:
+        raise UserError("--budgets are the sizes of --scaling; --budget TOKENS limits one strategy")
     from burnish.evaluation.model_source import find_model
     from burnish.evaluation.session import run_evaluations, write_combined
 
@@ -182,7 +188,8 @@ def run_compare(args: argparse.Namespace) -> int:
     from burnish.run.durable_files import atomic_write
 
     unused = [*args.words, *(key for key, value in option_values(args).items() if value is not None)]
-    unused += [name for name in ("best_by", "data_dir", "contamination") if getattr(args, name) is not None]
+    others = ("best_by", "data_dir", "contamination", "scaling", "budgets")
+    unused += [name for name in others if getattr(args, name) is not None]
     if unused:
         raise UserError(f"--compare A B reads two results and evaluates nothing, so {unused[0]} has no effect")
     if args.out is not None and args.out.suffix == ".parquet":

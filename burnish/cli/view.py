@@ -45,9 +45,16 @@ def write_files(args: argparse.Namespace) -> int:
     """Write report.html, curves.png or both for each run."""
     from burnish.report.curves import write_curves_png
     from burnish.report.html_report import write_report
+    from burnish.report.scaling_page import JSON_NAME, write_scaling_page
     from burnish.run.run_directory import RunDirectory
 
     for path in args.paths:
+        scalings = [path] if (path / JSON_NAME).is_file() else sorted(one.parent for one in path.glob(f"*/{JSON_NAME}"))
+        if args.report:
+            for folder in scalings:
+                print(f"scaling: {write_scaling_page(folder)}")
+        if scalings == [path]:
+            continue
         directory = RunDirectory.open(path)
         if args.report:
             print(f"report: {write_report(directory.path)}")

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from burnish.config.errors import UserError
 from burnish.core.trajectory import EPISODE_METRICS, EVENTS, LAST_WORDS, PLAYERS, Trajectory
 from burnish.data.prompt_pool import Prompt
@@ -73,6 +75,13 @@ def completion_row(prompt: Prompt, kind: str, t: Trajectory) -> Row:
         "error": t.error,
         **({SEARCH: t.metadata[SEARCH]} if SEARCH in t.metadata else {}),
     }
+
+
+def token_columns(t: Trajectory) -> Row:
+    """Return the tokens of a completion without an environment, and their mean log-prob."""
+    node = t.nodes[-1]
+    logp = 0.0 if node.logp is None or not len(node.logp) else float(node.logp.mean(dtype=np.float64))
+    return {"tokens": node.tokens.tolist() if node.logp is not None else [], "mean_logp": logp}
 
 
 def episode_row(prompt: Prompt, kind: str, t: Trajectory, episode: int, tokenizer: Tokenizer) -> Row:

@@ -24,7 +24,7 @@ from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
 from burnish.distributed.roles import build_engine, build_environment_driver
 from burnish.evaluation.answers import verifier_of
-from burnish.evaluation.completions import completion_row, episode_row
+from burnish.evaluation.completions import completion_row, episode_row, token_columns
 from burnish.evaluation.result import Result, Row, summarise
 from burnish.evaluation.search_results import cache_hit_rate
 from burnish.evaluation.strategies.search_runner import SearchRunner
@@ -103,15 +103,17 @@ def sample_and_score(
     keep: Callable[[list[Row]], None],
     parts: Sequence[RewardPart] = (),
     done: Container[tuple[str, int]] = frozenset(),
+    keep_tokens: bool = False,
 ) -> WorkStats:
     """Sample and score `n` completions of each prompt, except those in `done`. `keep` gets each completion once it is scored.
 
     The noise depends on the `eval` stream, the prompt's id and the sample index alone. So an interrupted evaluation ends
     with the same completions. `parts` are the reward parts; they determine how answers are extracted.
+    With `keep_tokens`, rows have the tokens of their completion and the mean log-prob.
     """
     draws = [PromptSample(p, 0) for p in prompts]
     kinds = {p.row.id: verifier_of(parts, p.row.data_source, p.row.extra) for p in prompts}
-    queue = _ScoringQueue(driver, rewards, draws, kinds, keep)
+    queue = _ScoringQueue(driver, rewards, draws, kinds, keep, keep_tokens)
     total = sum(not driver.is_sampled(draw, sample, done) for draw in draws for sample in range(n))
     what = "episodes" if has_environment(driver) else "completions"
     ended = set[tuple[str, int]]()  # the players of a game end together
@@ -156,8 +158,9 @@ class _ScoringQueue:
         draws: Sequence[PromptSample],
         kinds: Mapping[str, str],
         keep: Callable[[list[Row]], None],
+        keep_tokens: bool,
     ) -> None:
-        self.driver, self.rewards, self.kinds, self.keep = driver, rewards, kinds, keep
+        self.driver, self.rewards, self.kinds, self.keep, self.keep_tokens = driver, rewards, kinds, keep, keep_tokens
         self.draws = {draw.prompt.row.id: draw for draw in draws}
         self.fresh: list[Trajectory] = []
         self.waiting: dict[str, Trajectory] = {}
@@ -194,7 +197,7 @@ class _ScoringQueue:
     def _row(self, t: Trajectory) -> Row:
         driver, prompt, kind = self.driver, self.draws[t.prompt_id].prompt, self.kinds[t.prompt_id]
         if not has_environment(driver):
-            return completion_row(prompt, kind, t)
+            return completion_row(prompt, kind, t) | (token_columns(t) if self.keep_tokens else {})
         return episode_row(prompt, kind, t, driver.episode_index(t.sample), driver.tokenizer)
 
 

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,8 @@ class EvalJob:
     base: Path
     settings: dict[str, Any]
     """Everything that determines the completions (`burnish.evaluation.evaluate.fingerprint`)."""
+    keep_tokens: bool = False
+    """Store the tokens of each completion and their mean log-prob, for verifiers that score it later."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,12 @@ def run_evaluations(
         first = stack.enter_context(
             Rewards(jobs[0].config.reward, jobs[0].base)
         )  # its processes start while the model loads
-        policy = load_policy(jobs[0].config.model, model, None, jobs[0].config.seed)
-        check_finite(policy)
+        policy = _load_policy(jobs[0], model)
         ready = [_prepare(job, policy, say) for job in jobs]
         first.attach_scorers(build_scorers(jobs[0].config.reward, policy.tokenizer, jobs[0].base))
         _check_rows(first, ready[0])
         engine = _engine(policy, ready, say)
-        start_s = process_seconds()
-        say(f"{model}: {policy.note}, {jobs[0].config.model.dtype}; ready after {start_s:.1f} s{_warmup_note(engine)}")
+        start_s = _say_ready(model, jobs[0], policy, engine, say)
         found = []
         for i, (one, journal) in enumerate(zip(ready, journals, strict=True)):
             with ExitStack() as inner:
@@ -155,14 +155,77 @@ def run_evaluations(
                 if i > 0:
                     rewards.attach_scorers(build_scorers(one.job.config.reward, policy.tokenizer, one.job.base))
                 _check_rows(rewards, one)
-                num_found = len(journal.rows)
-                driver = _driver(one, policy, engine)
-                inner.callback(driver.close)
-                work = _measure(one, journal, driver, rewards, say, progress)
-            found.append(_finish(one, journal, best_by, work, start_s, num_found))
-            journal.close(remove=True)
+                found.append(_run_job(one, journal, policy, engine, rewards, best_by, start_s, say, progress))
             show(found[-1])
         return found
+
+
+def _load_policy(job: EvalJob, model: Path) -> PolicyModel:
+    policy = load_policy(job.config.model, model, None, job.config.seed)
+    check_finite(policy)
+    return policy
+
+
+def _say_ready(model: Path, job: EvalJob, policy: PolicyModel, engine: Engine, say: Say) -> float:
+    start_s = process_seconds()
+    say(f"{model}: {policy.note}, {job.config.model.dtype}; ready after {start_s:.1f} s{_warmup_note(engine)}")
+    return start_s
+
+
+def _run_job(
+    one: PreparedEval,
+    journal: PartialCompletions,
+    policy: PolicyModel,
+    engine: Engine,
+    rewards: Rewards,
+    best_by: str | None,
+    start_s: float,
+    say: Say,
+    progress: Progress,
+) -> MeasuredEval:
+    """Sample and score what the journal lacks, and write the result."""
+    num_found = len(journal.rows)
+    with ExitStack() as stack:
+        driver = _driver(one, policy, engine)
+        stack.callback(driver.close)
+        work = _measure(one, journal, driver, rewards, say, progress)
+    measured = _finish(one, journal, best_by, work, start_s, num_found)
+    journal.close(remove=True)
+    return measured
+
+
+class OpenSession:
+    """A loaded model with its engine and the rewards of one data set, for several evaluations of its prompts one after the other."""
+
+    def __init__(self, jobs: Sequence[EvalJob], model: Path, stack: ExitStack, say: Say, progress: Progress) -> None:
+        """`jobs` differ in their strategies and numbers of samples alone. The first has the prompts that all share."""
+        job = jobs[0]
+        self.say, self.progress, self._stack = say, progress, stack
+        self._rewards = stack.enter_context(Rewards(job.config.reward, job.base))
+        self.policy = _load_policy(job, model)
+        self.pool = _prepare(job, self.policy, say)
+        self._rewards.attach_scorers(build_scorers(job.config.reward, self.policy.tokenizer, job.base))
+        _check_rows(self._rewards, self.pool)
+        self.engine = _engine(self.policy, [self._prepared(one) for one in jobs], say)
+        self._start_s = _say_ready(model, job, self.policy, self.engine, say)
+
+    def run(self, job: EvalJob) -> MeasuredEval:
+        """Run one of the jobs, or go on with it."""
+        journal = self._stack.enter_context(_journal(job, self._stack))
+        return _run_job(
+            self._prepared(job),
+            journal,
+            self.policy,
+            self.engine,
+            self._rewards,
+            None,
+            self._start_s,
+            self.say,
+            self.progress,
+        )
+
+    def _prepared(self, job: EvalJob) -> PreparedEval:
+        return replace(self.pool, job=job)
 
 
 def _driver(one: PreparedEval, policy: PolicyModel, engine: Engine) -> Driver:
@@ -313,7 +376,16 @@ def _measure(
     say(f"{name}: {len(one.prompts):,} prompts, {n} sample{plural} of each{played}{goes_on}")
     try:
         return sample_and_score(
-            driver, rewards, one.prompts, n, one.sampling, progress, journal.add, config.reward.parts, done
+            driver,
+            rewards,
+            one.prompts,
+            n,
+            one.sampling,
+            progress,
+            journal.add,
+            config.reward.parts,
+            done,
+            one.job.keep_tokens,
         )
     except KeyboardInterrupt:
         if journal.rows:

@@ -55,21 +55,26 @@ def vote_weights(
     return list(scores)
 
 
-def elect(search: Search, nodes: Sequence[SearchNode], weights: Sequence[float | None] | None = None) -> Choice:
-    """Return the answer that wins the vote of finished nodes. Of the samples that have it, the one with the largest weight is returned.
+def elected(answers: Sequence[A | None], weights: Sequence[float | None] | None = None) -> tuple[int, dict[A, float]]:
+    """Return the index of the sample that wins a vote, and the votes. Of the samples with the answer, it has the largest weight.
 
-    Without any vote, the first sample is returned.
+    Without any vote, it is the first sample.
     """
-    if not nodes:
-        raise SearchFailed("the budget is spent, and no answer was sampled")
-    answers = [search.answer(node) for node in nodes]
     votes = count_votes(answers, weights)
     won = winner(votes)
     if won is None:
-        return Choice(nodes[0])
-    given = [1.0] * len(nodes) if weights is None else weights
+        return 0, votes
+    given = [1.0] * len(answers) if weights is None else weights
     voters = [(w, -k) for k, (a, w) in enumerate(zip(answers, given, strict=True)) if a == won and w is not None]
-    return Choice(nodes[-max(voters)[1]], votes)
+    return -max(voters)[1], votes
+
+
+def elect(search: Search, nodes: Sequence[SearchNode], weights: Sequence[float | None] | None = None) -> Choice:
+    """Return the answer that wins the vote of finished nodes (`elected`)."""
+    if not nodes:
+        raise SearchFailed("the budget is spent, and no answer was sampled")
+    index, votes = elected([search.answer(node) for node in nodes], weights)
+    return Choice(nodes[index], votes)
 
 
 def best_scored(nodes: Sequence[SearchNode]) -> SearchNode:
@@ -96,6 +101,8 @@ async def weighted_vote(search: Search, options: WeightedVote) -> Choice:
     """Sample n answers and take the one with the largest sum of scores."""
     nodes = await search.sample(search.root, options.n)
     scores = await search.score(nodes)
+    if nodes and all(score is None for score in scores):
+        raise SearchFailed("the verifier failed for every candidate")
     return elect(search, nodes, vote_weights(scores, options.borda, search.log_scores))
 
 

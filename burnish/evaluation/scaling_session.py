@@ -1,0 +1,393 @@
+"""Runs `burnish eval --scaling`: one pool of samples, its scores by each verifier, and the searches, each resumable for itself.
+
+A folder holds an ordinary evaluation for each part: `pool.jsonl` has max(budgets) samples of every question, with their tokens, which all
+strategies on parallel samples share. `scores-VERIFIER.jsonl` has the verifier's score of each sample. Every other strategy has an
+evaluation for each budget, such as `beam_search@model-16.jsonl`. What is there is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from burnish.config.errors import UserError
+from burnish.config.records import Plugin, Slot
+from burnish.data.prompt_stream import PromptSample
+from burnish.evaluation.completions import PartialCompletions, encode_row, read_completions, refuse_other_settings
+from burnish.evaluation.evaluate import fingerprint
+from burnish.evaluation.output_paths import OutputPaths
+from burnish.evaluation.pool_estimates import (
+    PooledQuestion,
+    check_weights,
+    estimate_kind,
+    independent_trials,
+    is_pooled,
+    pooled_accuracy,
+)
+from burnish.evaluation.result import Row, by_question
+from burnish.evaluation.scaling import Scaling, ScalingPoint, paired_bootstrap
+from burnish.evaluation.search_results import summarise_searches
+from burnish.evaluation.session import EvalJob, OpenSession, Say
+from burnish.evaluation.settings import EvalConfig
+from burnish.evaluation.statistics import clustered_interval
+from burnish.evaluation.strategies.registry import strategy_record, strategy_verifier
+from burnish.evaluation.strategies.search import Choice, Search
+from burnish.evaluation.strategies.search_runner import SearchRunner
+from burnish.evaluation.strategies.search_tree import NodeEnd, SearchNode
+from burnish.evaluation.strategies.spec import LIKELIHOOD, ORACLE, StrategyRecord, VerifierPart
+from burnish.evaluation.strategies.verifiers import Verifier, build_verifier
+from burnish.rollout.scoring import Progress
+from burnish.run.durable_files import atomic_write
+
+POOL = "pool"
+MAJORITY = "majority"
+
+
+@dataclass(frozen=True)
+class ScoresFile:
+    """The scores of a pool by one verifier."""
+
+    part: VerifierPart
+    path: Path
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SearchSize:
+    """A strategy at one budget."""
+
+    label: str
+    strategy: Slot
+    budget: int
+    job: EvalJob | None
+    """Its evaluation; None for a strategy that the pool answers."""
+    scores: ScoresFile | None
+    """The scores of the pool that it needs; None for likelihood, which the pool holds, and without a verifier."""
+
+
+@dataclass(frozen=True)
+class ScalingPlan:
+    """All parts of a measurement."""
+
+    name: str
+    folder: Path
+    pool: EvalJob
+    sizes: list[SearchSize]
+
+    @property
+    def searches(self) -> list[EvalJob]:
+        return [size.job for size in self.sizes if size.job is not None]
+
+    @property
+    def scores(self) -> list[ScoresFile]:
+        """Return the files of scores, each once."""
+        return list({size.scores.path: size.scores for size in self.sizes if size.scores is not None}.values())
+
+
+def at_budget(strategy: Slot, budget: int) -> Slot | None:
+    """Return a strategy with the work of `budget` parallel answers; None if it has no such size. A plug-in gets it as its option `n`."""
+    if isinstance(strategy, Plugin):
+        return strategy.model_copy(update={"options": {**strategy.options, "n": budget}})
+    assert isinstance(strategy, StrategyRecord)
+    return strategy.at_budget(budget)
+
+
+def strategy_label(strategy: Slot) -> str:
+    """Return the name of a strategy with its verifier and the options that are not at their defaults: `beam_search@model beams=2`."""
+    part = strategy_verifier(strategy)
+    given = strategy.options if isinstance(strategy, Plugin) else strategy.model_dump(exclude_defaults=True)
+    more = [f"{key}={value}" for key, value in given.items() if key not in ("name", "n", "verifier", "options")]
+    return " ".join([strategy.name + (f"@{part.name}" if part is not None else ""), *more])
+
+
+def file_label(label: str) -> str:
+    """Return a label as part of a file name."""
+    return re.sub(r"[^\w.+=@]+", "-", label).strip("-")
+
+
+def plan_scaling(
+    name: str, base: EvalJob, folder: Path, model: Path, strategies: Sequence[Slot], budgets: Sequence[int]
+) -> ScalingPlan:
+    """Return all parts for one data set. `base` has the settings that all share; its strategy is not used."""
+    plain = base.config.model_dump(mode="json")
+
+    def job(file: str, strategy: Slot | None, n: int) -> EvalJob:
+        sampling = plain["sampling"] | {"n": n}
+        kept = plain["keep_trees"] and strategy is not None
+        chosen = None if strategy is None else strategy.model_dump(mode="json")
+        resolved = plain | {"sampling": sampling, "strategy": chosen, "keep_trees": kept}
+        settings = fingerprint(resolved, base.base, model)
+        config = EvalConfig.model_validate(resolved)
+        return EvalJob(OutputPaths(file, folder / f"{file}.jsonl"), config, base.base, settings, strategy is None)
+
+    pool = job(POOL, None, max(budgets))
+    found: list[SearchSize] = []
+    labels: set[str] = set()
+    for strategy in strategies:
+        label = strategy_label(strategy)
+        if label in labels:
+            raise UserError(f"--scaling names {label} twice")
+        labels.add(label)
+        sized = [(k, one) for k in sorted(set(budgets)) if (one := at_budget(strategy, k)) is not None]
+        if not sized:
+            raise UserError(
+                f"{label} has none of the sizes {', '.join(map(str, sorted(set(budgets))))}: give other --budgets"
+            )
+        scores = _scores_file(strategy, pool, job, folder) if is_pooled(strategy) else None
+        for k, one in sized:
+            own = None if is_pooled(strategy) else job(f"{file_label(label)}-{k}", one, 1)
+            found.append(SearchSize(label, one, k, own, scores))
+    return ScalingPlan(name, folder, pool, found)
+
+
+def _scores_file(strategy: Slot, pool: EvalJob, job: Any, folder: Path) -> ScoresFile | None:
+    part = strategy_verifier(strategy)
+    if part is None or part.name == LIKELIHOOD:
+        return None
+    # The settings of an evaluation with this verifier name its contents: of a model, of a user's file.
+    own = job(POOL, strategy_record("best_of_n", verifier=part), 1).settings
+    verifier = {key: value for key, value in own.items() if key.startswith(("strategy.verifier", "verifier."))}
+    options = "" if not part.options else "-" + "-".join(f"{k}={v}" for k, v in part.options.items())
+    return ScoresFile(part, folder / f"scores-{file_label(part.name + options)}.jsonl", pool.settings | verifier)
+
+
+def run_scaling(plan: ScalingPlan, model: Path, say: Say, progress: Progress, force: bool = False) -> Scaling:
+    """Sample, score and search what is not there yet, and summarise."""
+    jobs = [plan.pool, *plan.searches]
+    if force:
+        for job in jobs:
+            job.paths.clear()
+        for scores in plan.scores:
+            scores.path.unlink(missing_ok=True)
+            _journal_of(scores).unlink(missing_ok=True)
+    plan.folder.mkdir(exist_ok=True)
+    left = [job for job in jobs if job.paths.finished(job.settings) is None]
+    to_score = [scores for scores in plan.scores if not _has_scores(scores)]
+    if left or to_score:
+        with ExitStack() as stack:
+            session = OpenSession(jobs, model, stack, say, progress)
+            _check_verifiers([job for job in left if job is not plan.pool], session)
+            scorers = [(scores, _scorer(scores.part, session)) for scores in to_score]
+            if plan.pool in left:
+                session.run(plan.pool)
+            for scores, verifier in scorers:
+                _score_pool(scores, verifier, plan.pool, session, say, progress)
+            for job in left:
+                if job is not plan.pool:
+                    session.run(job)
+    return summarise_scaling(plan, str(model))
+
+
+def _check_verifiers(jobs: Sequence[EvalJob], session: OpenSession) -> None:
+    """Build each verifier of some searches once and close it, so that one that cannot be built stops the command before it samples."""
+    parts = [strategy_verifier(job.config.strategy) for job in jobs if job.config.strategy is not None]
+    for part in {part.model_dump_json(): part for part in parts if part is not None}.values():
+        verifier = _scorer(part, session)
+        if verifier is not None:
+            verifier.close()
+
+
+def _scorer(part: VerifierPart, session: OpenSession) -> Verifier | None:
+    pool = session.pool
+    rows = {prompt.row.id: prompt.row for prompt in pool.prompts}
+    return build_verifier(part, session.policy, pool.job.config.reward, pool.job.base, rows)
+
+
+# --- Scores of the pool ----------------------------------------------------------------------------------------------------
+
+
+def _journal_of(scores: ScoresFile) -> Path:
+    return scores.path.with_suffix(".partial.jsonl")
+
+
+def _has_scores(scores: ScoresFile) -> bool:
+    if not scores.path.exists():
+        return False
+    with scores.path.open(encoding="utf-8") as file:
+        refuse_other_settings(json.loads(file.readline())["settings"], scores.settings, scores.path)
+    return True
+
+
+def _score_pool(
+    scores: ScoresFile, verifier: Verifier | None, pool: EvalJob, session: OpenSession, say: Say, progress: Progress
+) -> None:
+    """Score every sample of the pool as a strategy would. After an interruption, the questions that are scored stay so."""
+    rows = by_question(read_completions(pool.paths.completions))
+    with PartialCompletions(_journal_of(scores), scores.settings) as journal:
+        counts = by_question(journal.rows)
+        done = {(question, 0) for question, found in counts.items() if len(found) == len(rows[question])}
+        say(f"{scores.path.name}: {sum(map(len, rows.values())):,} samples by {scores.part.name}")
+        for question, values in scored_questions(verifier, rows, done, session):
+            found = [{"id": question, "sample": k, "score": value} for k, value in enumerate(values)]
+            journal.add(found)
+            progress(f"{scores.path.name}: {len(by_question(journal.rows))}/{len(rows)} questions")
+        lines = [encode_row({"settings": scores.settings}), *map(encode_row, journal.rows)]
+        atomic_write(scores.path, b"".join(lines))
+        journal.close(remove=True)
+
+
+def scored_questions(
+    verifier: Verifier | None, rows: Mapping[str, Sequence[Row]], done: set[tuple[str, int]], session: OpenSession
+) -> Iterator[tuple[str, list[float | None]]]:
+    """Yield each question with the scores of its samples, except those in `done`. Close the verifier.
+
+    A search that samples nothing puts the stored tokens into its tree, so a verifier reads what it would read of a strategy.
+    """
+    pool, found = session.pool, dict[str, list[float | None]]()
+
+    async def score_stored(search: Search) -> Choice:
+        nodes = [_stored_node(search, row) for row in rows[search.question.id]]
+        found[search.question.id] = await search.score(nodes)
+        return Choice(nodes[0])
+
+    seed, tokenizer = pool.job.config.seed, session.policy.tokenizer
+    runner = SearchRunner(session.engine, tokenizer, score_stored, verifier, lambda draw: "", seed)
+    try:
+        draws = [PromptSample(prompt, 0) for prompt in pool.prompts]
+        for trajectory in runner.run(draws, 1, pool.sampling, "eval", done):
+            yield trajectory.prompt_id, found.pop(trajectory.prompt_id)
+    finally:
+        runner.close()
+
+
+def _stored_node(search: Search, row: Row) -> SearchNode:
+    """Put a sample of the pool into the tree of a search."""
+    end: NodeEnd = "stop" if row["finish"] == "stop" else "length"
+    logp = np.full(len(row["tokens"]), row["mean_logp"], dtype=np.float32)
+    node = SearchNode(search.root, 0, len(search.nodes), tuple(row["tokens"]), logp, end=end)
+    search.nodes.append(node)
+    return node
+
+
+def read_scores(scores: ScoresFile) -> dict[str, list[float | None]]:
+    """Return the scores of each question, in the order of the samples."""
+    found: dict[str, dict[int, float | None]] = {}
+    for line in scores.path.read_text(encoding="utf-8").splitlines()[1:]:
+        row = json.loads(line)
+        found.setdefault(row["id"], {})[row["sample"]] = row["score"]
+    return {question: [values[k] for k in sorted(values)] for question, values in found.items()}
+
+
+# --- The summary -----------------------------------------------------------------------------------------------------------
+
+
+def read_pool(plan: ScalingPlan) -> dict[str, PooledQuestion]:
+    """Return the questions of the pool whose samples were all judged, with the scores of all verifiers."""
+    files = {scores.path.name: read_scores(scores) for scores in plan.scores}
+    found = {}
+    for question, rows in by_question(read_completions(plan.pool.paths.completions)).items():
+        if any(row["accuracy"] is None for row in rows):
+            continue
+        scores: dict[str, list[float | None]] = {name: values[question] for name, values in files.items()}
+        scores[LIKELIHOOD] = [row["mean_logp"] for row in rows]
+        found[question] = PooledQuestion(
+            [row["answered"] for row in rows],
+            [row["accuracy"] for row in rows],
+            [row["length"] for row in rows],
+            scores,
+        )
+    if not found:
+        raise UserError(
+            f"{plan.pool.paths.completions}: no question has an accuracy for all of its samples: the rewards are graded (--correct-at VALUE "
+            "says from which on an answer counts as right), or scoring failed"
+        )
+    return found
+
+
+def summarise_scaling(plan: ScalingPlan, model: str) -> Scaling:
+    """Return the points of all strategies, from the files."""
+    pool = read_pool(plan)
+    num_all = len(by_question(read_completions(plan.pool.paths.completions)))
+    size = plan.pool.config.sampling.n
+    answer_tokens = float(np.mean([np.mean(question.lengths) for question in pool.values()]))
+    seed = plan.pool.config.seed
+    majority: dict[int, dict[str, float]] = {}
+    points = []
+    for one in plan.sizes:
+        if one.budget not in majority:
+            record = strategy_record(MAJORITY, n=one.budget)
+            majority[one.budget] = _pooled_values(record, pool, one.budget, LIKELIHOOD)
+        if one.job is None:
+            point, values = _pooled_point(one, pool, answer_tokens, num_all)
+        else:
+            point, values = _searched_point(one, one.job, answer_tokens, num_all)
+        common = [question for question in values if question in majority[one.budget]]
+        if one.label != MAJORITY and common:
+            versus, num = paired_bootstrap(majority[one.budget], values, seed, one.label, one.budget)
+            point = replace(point, versus_majority=versus, num_compared=num)
+        points.append(point)
+    return Scaling(plan.name, model, num_all, size, answer_tokens, points)
+
+
+def _pooled_values(strategy: Slot, pool: Mapping[str, PooledQuestion], k: int, scores: str) -> dict[str, float]:
+    is_logp = scores == LIKELIHOOD
+    found = {q: pooled_accuracy(strategy, question, k, scores, is_logp) for q, question in pool.items()}
+    return {q: value for q, value in found.items() if value is not None}
+
+
+def _pooled_point(
+    one: SearchSize, pool: Mapping[str, PooledQuestion], answer_tokens: float, num_all: int
+) -> tuple[ScalingPoint, dict[str, float]]:
+    scores = LIKELIHOOD if one.scores is None else one.scores.path.name
+    questions = list(pool.values())
+    if (reason := check_weights(one.strategy, questions, scores, scores == LIKELIHOOD)) is not None:
+        raise UserError(f"{one.label}: {reason}")
+    values = _pooled_values(one.strategy, pool, one.budget, scores)
+    if not values:
+        raise UserError(f"{one.label}: the verifier failed for every sample of every question")
+    kind, part = estimate_kind(one.strategy), strategy_verifier(one.strategy)
+    trials = independent_trials(kind, [pool[question] for question in values], one.budget)
+    failures = 0 if part is None else sum(score is None for question in questions for score in question.scores[scores])
+    point = ScalingPoint(
+        strategy=one.label,
+        budget=one.budget,
+        estimate=kind,
+        accuracy=clustered_interval(list(values.values()), trials),
+        tokens=answer_tokens * one.budget,
+        times_one_answer=float(one.budget),
+        requests=float(one.budget),
+        verifier_calls=0.0 if part is None else float(one.budget),
+        verifier_failures=failures,
+        wall_s=None,
+        cache_hit_rate=None,
+        num_questions=len(values),
+        num_failed=num_all - len(values),
+        is_oracle=part is not None and part.name == ORACLE,
+    )
+    return point, values
+
+
+def _searched_point(
+    one: SearchSize, job: EvalJob, answer_tokens: float, num_all: int
+) -> tuple[ScalingPoint, dict[str, float]]:
+    rows = read_completions(job.paths.completions)
+    cost = summarise_searches(rows)
+    assert cost is not None, "rows of a strategy have its cost"
+    values = {row["id"]: float(row["accuracy"]) for row in rows if row["accuracy"] is not None}
+    if not values:
+        raise UserError(f"{job.paths.completions}: no search has an accuracy; first error: {rows[0]['error']}")
+    result = json.loads(job.paths.result.read_text(encoding="utf-8"))
+    point = ScalingPoint(
+        strategy=one.label,
+        budget=one.budget,
+        estimate="search",
+        accuracy=clustered_interval(list(values.values()), len(values)),
+        tokens=cost.tokens,
+        times_one_answer=cost.tokens / answer_tokens if answer_tokens else 0.0,
+        requests=cost.requests,
+        verifier_calls=cost.verifier_calls,
+        verifier_failures=cost.verifier_failures,
+        wall_s=cost.wall_s,
+        cache_hit_rate=result.get("cache_hit_rate"),
+        num_questions=len(values),
+        num_failed=num_all - len(values),
+        is_oracle=cost.is_oracle,
+    )
+    return point, values

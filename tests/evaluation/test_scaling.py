@@ -1,0 +1,101 @@
+"""Points, envelope and bootstrap of a scaling measurement, from plain numbers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from burnish.evaluation.scaling import (
+    Scaling,
+    ScalingPoint,
+    envelope,
+    paired_bootstrap,
+    scaling_json,
+    scaling_of_json,
+    scaling_table,
+)
+from burnish.evaluation.statistics import Estimate
+from burnish.report.scaling_page import scaling_chart, scaling_document
+
+
+def point(strategy: str, budget: int, accuracy: float, tokens: float, **more: object) -> ScalingPoint:
+    plain = {
+        "strategy": strategy,
+        "budget": budget,
+        "estimate": "exact",
+        "accuracy": Estimate(accuracy, accuracy - 0.1, accuracy + 0.1),
+        "tokens": tokens,
+        "times_one_answer": tokens / 10,
+        "requests": 1.0,
+        "verifier_calls": 0.0,
+        "verifier_failures": 0,
+        "wall_s": None,
+        "cache_hit_rate": None,
+        "num_questions": 5,
+        "num_failed": 0,
+        "is_oracle": False,
+    }
+    return ScalingPoint(**{**plain, **more})  # type: ignore[arg-type]
+
+
+POINTS = [
+    point("majority", 1, 0.3, 10.0),
+    point("majority", 4, 0.4, 40.0),
+    point("trees", 4, 0.45, 35.0, wall_s=1.5, cache_hit_rate=0.5, versus_majority=Estimate(0.05, -0.1, 0.2)),
+    point("trees", 8, 0.42, 80.0),
+    point("best@oracle", 4, 0.9, 40.0, is_oracle=True),
+]
+SCALING = Scaling("toy", "m", 5, 4, 10.0, POINTS)
+
+
+def test_the_envelope_has_what_nothing_cheaper_reaches_and_no_oracle() -> None:
+    assert [(p.strategy, p.budget) for p in envelope(POINTS)] == [("majority", 1), ("trees", 4)]
+
+
+def test_the_bootstrap_is_seeded_and_agrees_with_the_normal_interval() -> None:
+    generator = np.random.default_rng(0)
+    a = {str(i): float(generator.random() < 0.5) for i in range(400)}
+    b = {key: float(generator.random() < 0.6) for key in a}
+    found, num = paired_bootstrap(a, b, 0, "x", 4)
+    changes = np.array([b[key] - a[key] for key in a])
+    half = 1.96 * changes.std() / 20
+    assert num == 400
+    assert found.mean == changes.mean()
+    assert (found.low, found.high) == (
+        pytest.approx(found.mean - half, abs=0.01),
+        pytest.approx(found.mean + half, abs=0.01),
+    )
+    assert paired_bootstrap(a, b, 0, "x", 4)[0] == found
+    assert paired_bootstrap(a, b, 1, "x", 4)[0] != found
+    assert paired_bootstrap(a, {**dict.fromkeys(list(a)[:3], 1.0), "other": 0.0}, 0)[1] == 3
+    assert paired_bootstrap(a, a, 0)[0] == Estimate(0.0, 0.0, 0.0)
+
+
+def test_json_holds_all_that_the_page_is_made_of() -> None:
+    assert scaling_of_json(json.loads(json.dumps(scaling_json(SCALING)))) == SCALING
+
+
+def test_oracles_are_marked_in_the_table_the_chart_and_the_page() -> None:
+    hidden = Scaling("toy", "m", 5, 4, 10.0, [*POINTS, point("plug", 4, 0.9, 40.0, is_oracle=True)])
+    for text in (scaling_table(hidden), scaling_chart(hidden), scaling_document(hidden, {})):
+        assert "plug (oracle)" in text
+        assert "best@oracle" in text
+    assert "chose by the expected answers" in scaling_document(hidden, {})
+
+
+def test_texts_of_a_model_are_no_markup_and_a_long_chain_of_nodes_is_shown() -> None:
+    nodes = [
+        {"node": i, "parent": i - 1 if i else None, "text": "<script>x</script>", "tokens": 3, "sampled": i > 0, "end": "open"}
+        | {"score": 0.25, "chosen": i < 3, "visits": 7}
+        for i in range(390)
+    ]  # fmt: skip
+    row = {"id": "<b>", "accuracy": 1.0, "search": {"tree": nodes, "tokens": 5, "verifier_calls": 2}}
+    page = scaling_document(SCALING, {"trees-4": [row]})
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;x") == 390
+    assert page.count("<ul>") == page.count("</ul>") == 390
+    assert page.count(" class=chosen") == 3
+    assert "3 tokens, open, score 0.25, visits 7" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
