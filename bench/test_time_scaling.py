@@ -1,0 +1,216 @@
+"""Accuracy against tokens for the strategies of test-time scaling, and what a search costs beside plain sampling.
+
+Two measurements of one model, with the commands of `burnish eval`:
+
+    scaling   accuracy at several budgets (`--scaling`), on each data set
+    rates     tokens a second of searches, as a share of those of plain samples (`--n`) of the same questions: majority with the largest
+              budget, and every strategy that grows a tree with 16 branches
+
+    python bench/test_time_scaling.py DIR --data gsm8k math500 --data-dir FOLDER [--verifier-model RM] [--limit 200]
+    python bench/test_time_scaling.py DIR --data task:sort_digits --budgets 1 2 4 8 16 --limit 500
+    python bench/test_time_scaling.py --tiny        everything, with a model from nothing, on a CPU in about a minute; saves nothing
+
+A measurement that was interrupted goes on: its parts are in --work. Results: bench/results/test_time_scaling[-gpu].json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import on_this_gpu, save, table
+
+from burnish.cli.main import main as burnish
+from burnish.config.model import Model, NewModel
+from burnish.evaluation.pool_estimates import is_pooled
+from burnish.evaluation.strategies.registry import strategy_record
+from burnish.evaluation.strategies.spec import STRATEGY_RECORDS
+from burnish.models.policy import load_policy
+
+BRANCHES = 16
+"""Size of the trees whose rate is measured."""
+COLUMNS = [
+    "data",
+    "strategy",
+    "budget",
+    "accuracy",
+    "low",
+    "high",
+    "minus_majority",
+    "tokens",
+    "times",
+    "cache",
+    "failed",
+]
+RATE_COLUMNS = [
+    "data",
+    "system",
+    "tokens_per_second",
+    "share",
+    "cache_hit_rate",
+    "tokens",
+    "requests",
+    "verifier_calls",
+]
+
+
+def verifier_section(args: argparse.Namespace) -> dict[str, Any]:
+    """The verifier of searches: a reward model if one is given, else likelihood."""
+    if args.verifier_model is None:
+        return {"name": "likelihood"}
+    return {"name": "model", "options": {"path": str(args.verifier_model)} | json.loads(args.verifier_options)}
+
+
+def default_strategies(args: argparse.Namespace) -> list[str]:
+    """Votes and best-of-n with the verifiers at hand, the bound of the oracle, and every strategy that needs a run of its own."""
+    given = [] if args.verifier_model is None else [verifier_section(args)]
+    verifiers = [{"name": "likelihood"}, {"name": "self_certainty"}, *given]
+    found: list[dict[str, Any]] = [{"name": "majority"}]
+    found += [{"name": name, "verifier": one} for name in ("weighted_vote", "best_of_n") for one in verifiers]
+    found += [{"name": "best_of_n", "verifier": {"name": "oracle"}}]
+    for record in STRATEGY_RECORDS:
+        name = str(record.model_fields["name"].default)
+        if not is_pooled(record()) and "chat" not in record.needs:
+            found.append({"name": name, **({"verifier": verifier_section(args)} if record.verified else {})})
+    return [json.dumps(one) for one in found]
+
+
+def command(args: argparse.Namespace, data: str, out: Path) -> list[str]:
+    """The words that all measurements of a data set share."""
+    words = [
+        "eval",
+        str(args.model),
+        data,
+        "--limit",
+        str(args.limit),
+        "--temperature",
+        str(args.temperature),
+        "--out",
+        str(out),
+    ]
+    words += [] if args.data_dir is None else ["--data-dir", str(args.data_dir)]
+    words += [] if args.max_tokens is None else ["--max-tokens", str(args.max_tokens)]
+    return [*words, *args.set]
+
+
+def run(words: list[str]) -> None:
+    """Run a command of burnish in this process."""
+    if burnish(words):
+        raise SystemExit(f"failed: burnish {' '.join(words)}")
+
+
+def scaling(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, Any]]:
+    """One row a point."""
+    strategies = args.strategies or default_strategies(args)
+    budgets = [str(k) for k in args.budgets]
+    run([*command(args, data, folder), "--keep-trees", "--scaling", *strategies, "--budgets", *budgets])
+    found = json.loads((folder / "scaling.json").read_text())
+    best = {(one["strategy"], one["budget"]) for one in found["envelope"]}
+    rows = []
+    for point in found["points"]:
+        versus = point.pop("versus_majority") or {"mean": None, "low": None, "high": None}
+        rows.append(
+            {"measurement": "scaling", "data": data, "questions": found["num_questions"], "pool": found["pool_size"]}
+            | {
+                key: value
+                for key, value in point.items()
+                if key not in ("accuracy", "times_one_answer", "cache_hit_rate")
+            }
+            | {
+                "accuracy": point["accuracy"]["mean"],
+                "low": point["accuracy"]["low"],
+                "high": point["accuracy"]["high"],
+            }
+            | {"minus_majority": versus["mean"], "versus_low": versus["low"], "versus_high": versus["high"]}
+            | {"times": point["times_one_answer"], "cache": point["cache_hit_rate"], "failed": point["num_failed"]}
+            | {"best_at_its_cost": (point["strategy"], point["budget"]) in best}
+        )
+    return rows
+
+
+def rates(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, Any]]:
+    """One row a system: plain samples first, then searches."""
+    folder.mkdir(exist_ok=True)
+    largest = max(args.budgets)
+    systems: dict[str, list[str]] = {"plain samples": ["--n", str(largest)]}
+    systems[f"majority of {largest}"] = [f"strategy={json.dumps({'name': 'majority', 'n': largest})}"]
+    for record in STRATEGY_RECORDS:
+        name = str(record.model_fields["name"].default)
+        if is_pooled(record()) or not record.verified or "chat" in record.needs:
+            continue
+        sized = strategy_record(name, verifier=verifier_section(args)).at_budget(BRANCHES)
+        if sized is not None:
+            section = sized.model_dump(mode="json", exclude_unset=True) | {"name": name}
+            systems[f"{name} of {BRANCHES}"] = [f"strategy={json.dumps(section)}"]
+    rows: list[dict[str, Any]] = []
+    for number, (name, words) in enumerate(systems.items()):
+        run([*command(args, data, folder / f"rate-{number}.jsonl"), "--force", *words])
+        found = json.loads((folder / f"rate-{number}.json").read_text())
+        search = found.get("search", {})
+        rows.append(
+            {"measurement": "rate", "data": data, "system": name, "tokens_per_second": found["tokens_per_second"]}
+            | {"cache_hit_rate": found.get("cache_hit_rate"), "tokens": found["tokens"]}
+            | {key: search.get(key) for key in ("requests", "verifier_calls", "wall_s")}
+        )
+        rows[-1]["share"] = found["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return rows
+
+
+def tiny_model(folder: Path) -> Path:
+    """A model from nothing for the generated task."""
+    new = NewModel(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48, max_positions=48)
+    folder.mkdir()
+    load_policy(Model(new=new, device="cpu"), None, "0123456789>\n", seed=1).save(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", nargs="?", type=Path)
+    add("--tiny", action="store_true")
+    add("--data", nargs="+", default=["gsm8k", "math500"])
+    add("--data-dir", type=Path)
+    add("--limit", type=int, default=200)
+    add("--budgets", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    add("--strategies", nargs="+", help="words of --scaling (default: all that the model can run)")
+    add("--verifier-model", type=Path, help="a reward model; searches use it, and so do votes and best-of-n")
+    add("--verifier-options", default="{}", help="further options of the reward model, as JSON: delimiter, aggregate")
+    add("--temperature", type=float, default=1.0)
+    add("--max-tokens", type=int)
+    add("--set", nargs="*", default=[], help="further settings, key=value")
+    add("--no-rates", action="store_true")
+    add("--work", type=Path, default=Path("test-time-scaling"))
+    args = parser.parse_args()
+    temporary = tempfile.TemporaryDirectory() if args.tiny else None
+    if temporary is not None:
+        args.work = Path(temporary.name)
+        args.model, args.data, args.limit, args.budgets = (
+            tiny_model(args.work / "tiny"),
+            ["task:sort_digits"],
+            6,
+            [1, 2, 4],
+        )
+        args.max_tokens, args.set = 12, ["reward.workers=1"]
+    if args.model is None:
+        parser.error("give a model directory, or --tiny")
+    args.work.mkdir(exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for data in args.data:
+        name = data.removeprefix("task:")
+        rows += scaling(args, data, args.work / f"scaling-{name}")
+        rows += [] if args.no_rates else rates(args, data, args.work / f"rates-{name}")
+    print("\n" + table([row for row in rows if row["measurement"] == "scaling"], COLUMNS))
+    print("\n" + table([row for row in rows if row["measurement"] == "rate"], RATE_COLUMNS))
+    if temporary is not None:
+        temporary.cleanup()
+        print("\ntiny: nothing is saved")
+        return
+    print(f"\nsaved {save(on_this_gpu('test_time_scaling'), [{'model': args.model.name, **row} for row in rows])}")
+
+
+if __name__ == "__main__":
+    main()
