@@ -126,3 +126,21 @@ def test_strategies_on_parallel_samples_are_answered_by_the_pool_and_others_are_
     assert [strategy_record("single").at_budget(k) is None for k in (1, 2)] == [False, True]
     sized = strategy_record("best_of_n", verifier={"name": "oracle"}).at_budget(3)
     assert sized == strategy_record("best_of_n", n=3, verifier={"name": "oracle"})
+
+
+def test_every_strategy_has_a_size_for_a_budget_of_eight_answers() -> None:
+    sized = {str(r.model_fields["name"].default): r().at_budget(8) for r in STRATEGY_RECORDS}
+    assert {name for name, record in sized.items() if record is None} <= {"single"}
+    assert sized["revise"] == strategy_record("revise", rounds=7)
+    assert strategy_record("revise", chains=2).at_budget(8) == strategy_record("revise", chains=2, rounds=3)
+    assert strategy_record("revise", chains=3).at_budget(8) is None
+    assert sized["budget_forcing"] == strategy_record("budget_forcing", waits=7)
+    levels = sized["by_difficulty"].levels  # type: ignore[union-attr]
+    assert ([level.strategy.n for level in levels], sized["by_difficulty"].probe) == ([2, 8], 2)  # type: ignore[union-attr]
+
+
+def test_only_several_answers_to_one_question_need_a_temperature() -> None:
+    greedy = [("single", {}), ("majority", {"n": 1}), ("revise", {}), ("budget_forcing", {})]
+    assert not any(strategy_record(name, **options).needs_variety for name, options in greedy)
+    varied = [("majority", {}), ("revise", {"chains": 2}), ("budget_forcing", {"n": 2}), ("by_difficulty", {})]
+    assert all(strategy_record(name, **options).needs_variety for name, options in varied)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
@@ -33,18 +33,23 @@ class StrategyRecord(Slot):
 
     verified: ClassVar[bool] = False
     """Whether it compares candidates by a verifier."""
-    needs_variety: ClassVar[bool] = True
-    """Whether it compares several answers, which are all alike at temperature 0."""
+
+    @property
+    def needs_variety(self) -> bool:
+        """Whether it compares several answers to one question, which are all alike at temperature 0."""
+        return getattr(self, "n", 2) > 1
 
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return this strategy with the work of `budget` parallel answers, for `burnish eval --scaling`; None if it has no such size.
 
         The option `n` is that work. A strategy whose work has another option, or another rule, has its own method.
         """
-        if "n" not in type(self).model_fields:
-            return None
+        return self.with_options(n=budget) if "n" in type(self).model_fields else None
+
+    def with_options(self, **options: Any) -> Self | None:
+        """Return this strategy with other options; None if they make no sense."""
         try:
-            return type(self).model_validate({**self.model_dump(exclude_unset=True), "n": budget})
+            return type(self).model_validate({**self.model_dump(exclude_unset=True), **options})
         except ValidationError:
             return None
 
@@ -53,8 +58,11 @@ class Single(StrategyRecord):
     """One answer: the baseline that the cost of every other strategy is compared with."""
 
     formula: ClassVar[str] = "y ~ p(y | x)"
-    needs_variety: ClassVar[bool] = False
     name: Literal["single"] = "single"
+
+    @property
+    def needs_variety(self) -> bool:
+        return False
 
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return itself for a budget of one answer."""
@@ -132,6 +140,15 @@ class Revise(StrategyRecord):
     """What scores the answers, for feedback verifier and for best and by_chain."""
 
     @property
+    def needs_variety(self) -> bool:
+        return self.chains > 1
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return chains of as many answers as the budget has for each of them."""
+        whole = budget % self.chains == 0
+        return self.with_options(rounds=budget // self.chains - 1) if whole else None
+
+    @property
     def scores(self) -> bool:
         """Whether any answer is scored."""
         return self.feedback == "verifier" or self.choose in ("best", "by_chain")
@@ -180,6 +197,10 @@ class BudgetForcing(StrategyRecord):
     """The text behind a cut thinking (and its `think_end`) that makes the answer follow."""
     answer_tokens: int = Field(64, ge=1)
     """Most tokens of the answer behind a cut thinking. That many are kept free for it."""
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return it with one wait less than the budget: each makes the model think on."""
+        return self.with_options(waits=budget - 1)
 
     @model_validator(mode="after")
     def _check_limits(self) -> BudgetForcing:
@@ -431,6 +452,18 @@ class ByDifficulty(StrategyRecord):
     """From easy to hard: the first level whose `at_least` the prediction reaches is taken. By default a majority of 4 from 0.75 on, else of 16."""
     verifier: Verifier = VerifierPart()
     """What scores the probe (predict score), and the answers of all levels' strategies."""
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return it with the budget for its largest level, shares of it for the others, and a probe that is no larger than any level."""
+        sizes = [getattr(level.strategy, "n", 0) for level in self.levels]
+        if not all(sizes):
+            return None
+        shares = [max(1, budget * size // max(sizes)) for size in sizes]
+        sized = [level.strategy.at_budget(n) for level, n in zip(self.levels, shares, strict=True)]
+        if None in sized:
+            return None
+        levels = [level.model_copy(update={"strategy": one}) for level, one in zip(self.levels, sized, strict=True)]
+        return self.with_options(levels=levels, probe=min(self.probe, *shares))
 
     @model_validator(mode="after")
     def _check_levels(self) -> ByDifficulty:
