@@ -3,8 +3,8 @@
 Two measurements of one model, with the commands of `burnish eval`:
 
     scaling   accuracy at several budgets (`--scaling`), on each data set
-    rates     tokens a second of searches, as a share of those of plain samples (`--n`) of the same questions: majority with the largest
-              budget, and every strategy that grows a tree with 16 branches
+    rates     tokens a second of searches, as a share of those of plain samples of the same questions on the same engine: majority with the
+              largest budget, and every strategy over steps with 16 branches. Verifiers run, scoring by the key does not
 
     python bench/test_time_scaling.py DIR --data gsm8k math500 --data-dir FOLDER [--verifier-model RM] [--limit 200]
     python bench/test_time_scaling.py DIR --data task:sort_digits --budgets 1 2 4 8 16 --limit 500
@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,20 @@ from common import on_this_gpu, save, table
 
 from burnish.cli.main import main as burnish
 from burnish.config.model import Model, NewModel
+from burnish.config.records import Slot
+from burnish.data.prompt_stream import PromptSample
+from burnish.evaluation.evaluate import make_driver
+from burnish.evaluation.output_paths import OutputPaths
 from burnish.evaluation.pool_estimates import is_pooled
+from burnish.evaluation.session import EvalJob, OpenSession, choose_dtype
+from burnish.evaluation.settings import load_settings
+from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import strategy_record
+from burnish.evaluation.strategies.search_runner import SearchRunner
+from burnish.evaluation.strategies.search_tree import SEARCH
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS
 from burnish.models.policy import load_policy
+from burnish.rollout.runner import RolloutRunner
 
 BRANCHES = 16
 """Size of the trees whose rate is measured."""
@@ -132,31 +144,64 @@ def scaling(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str,
 
 
 def rates(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, Any]]:
-    """One row a system: plain samples first, then searches."""
-    folder.mkdir(exist_ok=True)
+    """One row a system, all on one engine and without scoring by the key: plain samples first, then searches."""
     largest = max(args.budgets)
-    systems: dict[str, list[str]] = {"plain samples": ["--n", str(largest)]}
-    systems[f"majority of {largest}"] = [f"strategy={json.dumps({'name': 'majority', 'n': largest})}"]
+    systems: dict[str, Slot | None] = {
+        "plain samples": None,
+        f"majority of {largest}": strategy_record("majority", n=largest),
+    }
     for record in STRATEGY_RECORDS:
         name = str(record.model_fields["name"].default)
-        if is_pooled(record()) or not record.verified or "chat" in record.needs:
-            continue
-        sized = strategy_record(name, verifier=verifier_section(args)).at_budget(BRANCHES)
-        if sized is not None:
-            section = sized.model_dump(mode="json", exclude_unset=True) | {"name": name}
-            systems[f"{name} of {BRANCHES}"] = [f"strategy={json.dumps(section)}"]
+        if "step" in record.model_fields:
+            sized = strategy_record(name, verifier=verifier_section(args)).at_budget(BRANCHES)
+            systems |= {} if sized is None else {f"{name} of {BRANCHES}": sized}
+    flags = {"limit": args.limit, "sampling.temperature": args.temperature, "sampling.max_tokens": args.max_tokens}
+    loaded = load_settings(data, flags, args.set, {}, args.data_dir)
+    model = loaded.config.model.model_copy(update={"dtype": choose_dtype(loaded.config.model, args.model)})
+
+    def job(strategy: Slot | None) -> EvalJob:
+        sampling = loaded.config.sampling.model_copy(update={"n": largest if strategy is None else 1})
+        config = loaded.config.model_copy(update={"strategy": strategy, "sampling": sampling, "model": model})
+        return EvalJob(OutputPaths("rate", folder / "rate.jsonl"), config, loaded.base, {})
+
     rows: list[dict[str, Any]] = []
-    for number, (name, words) in enumerate(systems.items()):
-        run([*command(args, data, folder / f"rate-{number}.jsonl"), "--force", *words])
-        found = json.loads((folder / f"rate-{number}.json").read_text())
-        search = found.get("search", {})
-        rows.append(
-            {"measurement": "rate", "data": data, "system": name, "tokens_per_second": found["tokens_per_second"]}
-            | {"cache_hit_rate": found.get("cache_hit_rate"), "tokens": found["tokens"]}
-            | {key: search.get(key) for key in ("requests", "verifier_calls", "wall_s")}
-        )
-        rows[-1]["share"] = found["tokens_per_second"] / rows[0]["tokens_per_second"]
+    with ExitStack() as stack:
+        session = OpenSession([job(one) for one in systems.values()], args.model, stack, print, lambda text: None)
+        for name, strategy in systems.items():
+            found = one_rate(session, strategy, largest)
+            share = found["tokens_per_second"] / rows[0]["tokens_per_second"] if rows else 1.0
+            rows.append({"measurement": "rate", "data": data, "system": name, **found, "share": share})
     return rows
+
+
+def one_rate(session: OpenSession, strategy: Slot | None, n: int) -> dict[str, Any]:
+    """Sample all questions once with a strategy, or n plain samples of each."""
+    policy, engine, pool = session.policy, session.engine, session.pool
+    config, base, draws = pool.job.config, pool.job.base, [PromptSample(prompt, 0) for prompt in pool.prompts]
+    runner: RolloutRunner | SearchRunner
+    if strategy is None:
+        runner = make_driver(policy, engine, config.seed, template=config.data.template)
+    else:
+        rows = [prompt.row for prompt in pool.prompts]
+        runner = build_search_runner(
+            strategy, policy, engine, config.reward, rows, config.seed, base, config.data.template
+        )
+    stats = getattr(engine, "stats", None)
+    before = 0 if stats is None else stats.prefilled_tokens
+    started = time.perf_counter()
+    found = list(runner.run(draws, n if strategy is None else 1, pool.sampling, "eval"))
+    seconds = time.perf_counter() - started
+    runner.close()
+    costs = [t.metadata[SEARCH] for t in found if SEARCH in t.metadata]
+    tokens = sum(cost["tokens"] for cost in costs) if costs else sum(t.num_actions for t in found)
+    context = sum(cost["context_tokens"] for cost in costs) or sum(len(d.prompt.start) for d in draws) * n
+    return {
+        "tokens_per_second": tokens / seconds,
+        "cache_hit_rate": None if stats is None else 1 - (stats.prefilled_tokens - before) / context,
+        "tokens": tokens,
+        "requests": sum(cost["requests"] for cost in costs) / len(draws) if costs else n,
+        "verifier_calls": sum(cost["verifier_calls"] for cost in costs) / len(draws),
+    }
 
 
 def tiny_model(folder: Path) -> Path:

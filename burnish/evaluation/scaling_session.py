@@ -43,11 +43,13 @@ from burnish.evaluation.strategies.search_runner import SearchRunner
 from burnish.evaluation.strategies.search_tree import NodeEnd, SearchNode
 from burnish.evaluation.strategies.spec import LIKELIHOOD, ORACLE, StrategyRecord, VerifierPart
 from burnish.evaluation.strategies.verifiers import Verifier, build_verifier
+from burnish.models.compatibility import digest_parts
 from burnish.rollout.scoring import Progress
 from burnish.run.durable_files import atomic_write
 
 POOL = "pool"
 MAJORITY = "majority"
+MAX_FILE_LABEL = 80
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ def strategy_label(strategy: Slot) -> str:
 
 
 def file_label(label: str) -> str:
-    """Return a label as part of a file name."""
-    return re.sub(r"[^\w.+=@]+", "-", label).strip("-")
+    """Return a label as part of a file name. A long one, such as of a strategy with levels, ends with its digest."""
+    name = re.sub(r"[^\w.+=@]+", "-", label).strip("-")
+    return name if len(name) <= MAX_FILE_LABEL else f"{name[:MAX_FILE_LABEL]}-{digest_parts([label.encode()])}"
 
 
 def plan_scaling(

@@ -35,7 +35,7 @@ def svg_chart(
     ends = [y for each in bars.values() for _, low, high in each for y in (low, high)]
     scale = math.log2 if log_x else float
     (x_low, x_high), (y_low, y_high) = _range([scale(p[0]) for p in points]), _range([*(p[1] for p in points), *ends])
-    height = HEIGHT + (LEGEND_ROW * (math.ceil(len(curves) / 2) + 2) if below else 0)
+    height = HEIGHT + (LEGEND_ROW * (len(curves) + 2) if below else 0)
 
     def x_of(x: float) -> float:
         return round(LEFT + (scale(x) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT), 1)
@@ -65,7 +65,7 @@ def svg_chart(
             )
         if below:
             parts += [f'<circle cx="{x_of(x)}" cy="{y_of(y)}" r="2.4" fill="{colour}"/>' for x, y in curve]
-        left, top = (LEFT + 200 * (row % 2), HEIGHT + LEGEND_ROW * (row // 2 + 1)) if below else (330, 128 + 13 * row)
+        left, top = (LEFT, HEIGHT + LEGEND_ROW * (row + 1)) if below else (330, 128 + 13 * row)
         parts.append(f'<rect x="{left}" y="{top}" width="9" height="9" fill="{colour}"/>')
         parts.append(f'<text x="{left + 14}" y="{top + 8}">{escape(name)}</text>')
     if x_label:

@@ -49,7 +49,7 @@ class StrategyRecord(Slot):
     def with_options(self, **options: Any) -> Self | None:
         """Return this strategy with other options; None if they make no sense."""
         try:
-            return type(self).model_validate({**self.model_dump(exclude_unset=True), **options})
+            return type(self).model_validate({name: getattr(self, name) for name in self.model_fields_set} | options)
         except ValidationError:
             return None
 
