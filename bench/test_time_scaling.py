@@ -31,7 +31,6 @@ from burnish.config.records import Slot
 from burnish.data.prompt_stream import PromptSample
 from burnish.evaluation.evaluate import make_driver
 from burnish.evaluation.output_paths import OutputPaths
-from burnish.evaluation.pool_estimates import is_pooled
 from burnish.evaluation.session import EvalJob, OpenSession, choose_dtype
 from burnish.evaluation.settings import load_settings
 from burnish.evaluation.strategies.build import build_search_runner
@@ -77,7 +76,7 @@ def verifier_section(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def default_strategies(args: argparse.Namespace) -> list[str]:
-    """Votes and best-of-n with the verifiers at hand, the bound of the oracle, and every strategy that needs a run of its own."""
+    """Votes and best-of-n with the verifiers at hand, the bound of the oracle, early stopping, and every search over steps."""
     given = [] if args.verifier_model is None else [verifier_section(args)]
     verifiers = [{"name": "likelihood"}, {"name": "self_certainty"}, *given]
     found: list[dict[str, Any]] = [{"name": "majority"}]
@@ -85,8 +84,10 @@ def default_strategies(args: argparse.Namespace) -> list[str]:
     found += [{"name": "best_of_n", "verifier": {"name": "oracle"}}]
     for record in STRATEGY_RECORDS:
         name = str(record.model_fields["name"].default)
-        if not is_pooled(record()) and "chat" not in record.needs:
-            found.append({"name": name, **({"verifier": verifier_section(args)} if record.verified else {})})
+        section = {"name": name, **({"verifier": verifier_section(args)} if record.verified else {})}
+        is_sized = any(record.model_validate(section).at_budget(k) is not None for k in args.budgets)
+        if is_sized and (name == "early_stopping" or "step" in record.model_fields):
+            found.append(section)
     return [json.dumps(one) for one in found]
 
 

@@ -84,12 +84,14 @@ def refuse_options(args: argparse.Namespace, data: list[str]) -> None:
         "--strategy": args.strategy,
         "--budget": args.budget,
         "--best-by": args.best_by,
+        "--contamination": args.contamination,
     }
     given = [name for name, value in unused.items() if value is not None]
     if given:
         why = {
             "--n": "the pool has as many samples as the largest of --budgets",
             "--budget": "--budgets sets the sizes",
+            "--contamination": "evaluate once without --scaling",
         }
         raise UserError(
             f"{given[0]} has no effect with --scaling: {why.get(given[0], 'name the strategies behind --scaling')}"
