@@ -21,7 +21,7 @@ from burnish.data.drawing import (
     fill_shape,
     text_width,
 )
-from burnish.data.tasks.click_target import button_box
+from burnish.data.tasks.click_target import ICONS, button_box
 from burnish.data.tasks.read_chart import draw_chart
 from burnish.data.tasks.registry import make_demonstrations, make_task, score_answer
 from burnish.data.tasks.task import Dice
@@ -77,7 +77,7 @@ def test_rows_with_pictures_depend_on_the_index_alone_and_splits_never_overlap(n
         first, second = task.row("train", index), again.row("train", index)
         assert (first.id, first.answer, question(first)) == (second.id, second.answer, question(second))
         assert np.array_equal(pixels(first), pixels(second))
-        assert pixels(first).shape == ((32, 32, 3) if name == "count_shapes" else (64, 64, 3))
+        assert pixels(first).shape == {"count_shapes": (32, 32, 3), "read_chart": (64, 64, 3), "click_target": (64, 48, 3)}[name]
     seen = {
         split: {(pixels(row).tobytes(), question(row)) for row in (task.row(split, i) for i in range(100))}
         for split in ("train", "test")
@@ -169,8 +169,43 @@ def test_a_click_inside_the_box_is_right_and_its_form_is_rewarded() -> None:
     assert tuple(pixels(row)[y, x]) == colour
 
 
+def test_notes_before_a_point_are_not_scored() -> None:
+    row = make_task("click_target", {}, 0).row("train", 0)
+    left, top, right, bottom = row.answer["gt_bbox"]
+    inside = f"{left + 2},{top + 2}"
+    assert score_answer("click_target", f"A..Brc={inside}", row.answer, row.extra) == 1.0
+    assert score_answer("click_target", f"{inside}=", row.answer, row.extra) == 0.0
+    assert score_answer("click_target", f"A..Brc{inside}", row.answer, row.extra) == 0.0
+
+
+def test_a_hasty_user_sees_all_buttons_and_clicks_on_the_asked_one_or_the_first() -> None:
+    tints, letters = {"red": "r", "green": "g", "blue": "b", "yellow": "y"}, ICONS
+    hits = {"asked": 0, "first": 0}
+    for row in make_demonstrations("click_target", {"num": 200, "right": 0.4}, 0):
+        notes, _, point = row["completion"].partition("=")
+        seen = re.findall(r"([A-I])(..)", notes)
+        assert [name for name, _ in seen] == list("ABCDEFGHI")
+        cells = [cell for cell, (_, what) in enumerate(seen) if what != ".."]
+        assert len(cells) == 4
+        image = pixels(row)
+        for cell in cells:
+            left, top, right, bottom = button_box(cell, 48)
+            middle = tuple(image[(top + bottom) // 2, (left + right) // 2])
+            assert {letter: COLOURS[tint] for tint, letter in tints.items()}[seen[cell][1][0]] == middle
+        x, y = map(int, point.split(","))
+        boxes = [button_box(cell, 48) for cell in cells]
+        hit = next(cell for cell, box in zip(cells, boxes, strict=True) if box[0] <= x <= box[2] and box[1] <= y <= box[3])
+        tint, icon = question(row).split()
+        is_asked = seen[hit][1] == tints[tint] + letters[icon]
+        assert is_asked or hit == cells[0]
+        hits["asked" if is_asked else "first"] += 1
+    assert 85 < hits["asked"] < 140  # 40% attentive clicks, and a quarter of the hasty ones: 110 on average
+    said = make_demonstrations("click_target", {"num": 1, "words": True}, 0)[0]["completion"]
+    assert re.fullmatch(r"<think>(?:[A-I]..){9}</think><answer>\[.*'click'.*\]</answer>", said)
+
+
 def test_buttons_do_not_overlap() -> None:
-    boxes = [button_box(cell, 64) for cell in range(9)]
+    boxes = [button_box(cell, 48) for cell in range(9)]
     for i, a in enumerate(boxes):
         for b in boxes[:i]:
             assert a[2] < b[0] or b[2] < a[0] or a[3] < b[1] or b[3] < a[1]

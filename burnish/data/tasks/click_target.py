@@ -1,7 +1,10 @@
 """Clicking on a drawn screen: `red circle` asks for a point inside the button with that icon. The reward is GUI-R1's.
 
-A screen has a bar with a title and `buttons` buttons, each with an icon of its own. The answer is a point in pixels: alone (`12,34`), or
-with `words` in GUI-R1's form (`burnish/data/gui_actions.py`). A hash of icons and places decides the split.
+A screen has a bar with a title and `buttons` buttons, each with an icon of its own. The answer is a point in pixels, `12,34`, or with `words`
+an action in GUI-R1's form (`burnish/data/gui_actions.py`). A hash of icons and places decides the split.
+
+Demonstrations look before they click: `A..Brc..I..=12,34` names every cell in reading order and what is in it (the first letter of the colour,
+then of the icon, `x` for a cross). Only the point behind the last `=` is scored; with `words` the cells stand in the thoughts.
 """
 
 from __future__ import annotations
@@ -14,16 +17,15 @@ from burnish.config.errors import UserError
 from burnish.data.drawing import COLOURS, WHITE, canvas, draw_frame, draw_text, fill_rectangle, fill_shape
 from burnish.data.gui_actions import gui_reward, read_target, write_click
 from burnish.data.row import Message, Row
-from burnish.data.tasks.picture_task import PRINTABLE, check_side, picture_prompt
+from burnish.data.tasks.picture_task import CELLS, EMPTY, PRINTABLE, RESULT, check_side, picture_prompt
 from burnish.data.tasks.task import Dice, first_on_split
 
 CLICK_TARGET = "click_target"
-ICONS = ("circle", "square", "triangle", "cross")
+ICONS = {"circle": "c", "square": "s", "triangle": "t", "cross": "x"}
+"""Icons, each with its letter in demonstrations."""
 TINTS = ("red", "green", "blue", "yellow")
-BAR = 0.14
-"""Height of the bar, as a share of the screen."""
 GRID = 3
-"""Buttons stand in cells of a grid of this side below the bar."""
+"""Buttons stand in square cells of a grid of this side, below a bar that is as high as one cell."""
 
 
 class Button(NamedTuple):
@@ -37,25 +39,33 @@ class Button(NamedTuple):
     def label(self) -> str:
         return f"{self.tint} {self.icon}"
 
+    @property
+    def note(self) -> str:
+        """Its colour and icon as two letters."""
+        return self.tint[0] + ICONS[self.icon]
+
 
 def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
-    """GUI-R1's reward: 0.8 for a point inside the box, 0.2 for the form."""
-    return gui_reward(completion, read_target(answer), bare=not extra["words"])
+    """GUI-R1's reward: 0.8 for a point inside the box, 0.2 for the form. What stands before a `=` are notes, unless `words` are asked for."""
+    if extra["words"]:
+        return gui_reward(completion, read_target(answer))
+    return gui_reward(completion.rpartition(RESULT)[2], read_target(answer), bare=True)
 
 
 def button_box(cell: int, side: int) -> tuple[int, int, int, int]:
     """The box of the button of a cell, in pixels: left, top, right, bottom."""
     row, column = divmod(cell, GRID)
-    top, height, width = round(side * BAR), side * (1 - BAR) / GRID, side / GRID
-    left, upper = round(column * width + 0.08 * width), round(top + row * height + 0.08 * height)
-    return left, upper, round((column + 1) * width - 0.08 * width), round(top + (row + 1) * height - 0.08 * height)
+    size = side / GRID
+    left, top, right, bottom = column + 0.08, row + 1.08, column + 0.92, row + 1.92
+    return round(left * size), round(top * size), round(right * size), round(bottom * size)
 
 
 def draw_screen(buttons: tuple[Button, ...], side: int) -> np.ndarray:
     """Draw a screen with its bar and buttons."""
-    image = canvas(side, side, (250, 250, 252))
-    fill_rectangle(image, 0, 0, side, round(side * BAR), (60, 66, 82))
-    draw_text(image, 2, max(round(side * BAR / 2) - 2, 0), "MENU", WHITE)
+    bar = round(side / GRID)
+    image = canvas(side + bar, side, (250, 250, 252))
+    fill_rectangle(image, 0, 0, side, bar, (60, 66, 82))
+    draw_text(image, 2, max(bar // 2 - 2, 0), "MENU", WHITE)
     for button in buttons:
         left, top, right, bottom = button_box(button.cell, side)
         fill_rectangle(image, left, top, right, bottom, (222, 226, 234))
@@ -66,13 +76,13 @@ def draw_screen(buttons: tuple[Button, ...], side: int) -> np.ndarray:
 
 
 class ClickTarget:
-    """Screens of `side` pixels with `buttons` buttons."""
+    """Screens that are `side` pixels wide and a third higher, with `buttons` buttons."""
 
     name = CLICK_TARGET
-    alphabet = "".join(sorted(set("".join((*ICONS, *TINTS)) + "0123456789 ,")))
+    alphabet = "".join(sorted(set("".join((*ICONS, *ICONS.values(), *TINTS)) + "0123456789 ," + CELLS + EMPTY + RESULT)))
     score = staticmethod(score)
 
-    def __init__(self, seed: int, buttons: int = 4, side: int = 64, words: bool = False) -> None:
+    def __init__(self, seed: int, buttons: int = 4, side: int = 48, words: bool = False) -> None:
         if isinstance(buttons, bool) or not isinstance(buttons, int) or not 2 <= buttons <= GRID**2:
             raise UserError(f"{CLICK_TARGET}: buttons should be a whole number from 2 to {GRID**2}, got {buttons!r}")
         check_side(CLICK_TARGET, side)
@@ -92,19 +102,22 @@ class ClickTarget:
         return Row(f"{CLICK_TARGET}/{split}/{index}", self._prompt(buttons), CLICK_TARGET, answer, extra)
 
     def demonstrations(self, num: int = 2000, seed: int = 0, right: float = 0.4) -> list[dict[str, Any]]:
-        """Clicks of an inattentive user on screens of the train split: a share `right` hits the button, the others hit another one."""
+        """Clicks of a hasty user on screens of the train split.
+
+        A share `right` of them hits the button that is asked for. The others hit the first button in reading order, whatever is asked for.
+        """
         if not 0 < right <= 1:
             raise UserError(f"{CLICK_TARGET}: right should be a share above 0 and up to 1, got {right!r}")
         rows = []
         for index in range(num):
             buttons = self._buttons("train", seed, CLICK_TARGET, "demonstrations", index)
             dice = Dice(seed, CLICK_TARGET, "user", index)
-            hit = buttons[0] if dice.unit() < right else buttons[dice.between(1, len(buttons) - 1)]
+            hit = buttons[0] if dice.unit() < right else min(buttons)
             left, top, right_, bottom = button_box(hit.cell, self.side)
             x, y = dice.between(left + 2, right_ - 2), dice.between(top + 2, bottom - 2)
-            rows.append(
-                {"prompt": self._prompt(buttons), "completion": write_click(x, y) if self.words else f"{x},{y}"}
-            )
+            notes = _notes(buttons)
+            said = write_click(x, y, notes) if self.words else f"{notes}{RESULT}{x},{y}"
+            rows.append({"prompt": self._prompt(buttons), "completion": said})
         return rows
 
     def _prompt(self, buttons: tuple[Button, ...]) -> list[Message]:
@@ -130,3 +143,9 @@ class ClickTarget:
             return f"{CLICK_TARGET} {sorted(buttons)} {buttons[0].label}", tuple(buttons)
 
         return first_on_split(split, propose, CLICK_TARGET)
+
+
+def _notes(buttons: tuple[Button, ...]) -> str:
+    """The cells in reading order, each with what is in it."""
+    seen = {button.cell: button.note for button in buttons}
+    return "".join(name + seen.get(cell, EMPTY) for cell, name in enumerate(CELLS[: GRID**2]))

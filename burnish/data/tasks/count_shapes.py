@@ -17,7 +17,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.data.drawing import COLOURS, canvas, fill_shape
 from burnish.data.row import Message, Row
-from burnish.data.tasks.picture_task import PRINTABLE, check_side, picture_prompt
+from burnish.data.tasks.picture_task import CELLS, EMPTY, PRINTABLE, RESULT, check_side, picture_prompt
 from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_split
 
 COUNT_SHAPES = "count_shapes"
@@ -25,9 +25,6 @@ FORMS = ("circle", "square", "triangle")
 TINTS = ("red", "green", "blue", "yellow")
 Asked = Literal["colour", "form", "both"]
 BACKGROUND = (236, 236, 230)
-EMPTY = ".."
-CELLS = "ABCDEFGHI"
-RESULT = "="
 
 
 class Shape(NamedTuple):

@@ -13,6 +13,12 @@ from burnish.data.row import Message
 LEAST_SIDE, MOST_SIDE = 16, 1024
 PRINTABLE = "".join(map(chr, range(32, 127)))
 """The alphabet of prompts in words."""
+CELLS = "ABCDEFGHI"
+"""Names of the cells of a picture in reading order, in demonstrations that say what they see before they answer."""
+EMPTY = ".."
+"""What such demonstrations say of an empty cell."""
+RESULT = "="
+"""What stands between what is seen and the answer."""
 
 
 def picture_prompt(image: np.ndarray, text: str) -> list[Message]:

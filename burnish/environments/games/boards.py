@@ -55,6 +55,10 @@ class BoardGame(TextGame):
     tile_layers: ClassVar[Mapping[str, str]] = {}
     """What the symbols of the board are drawn as; empty for a game without pictures."""
     observation: ObservationKind = "grid"
+    located: ClassVar[tuple[str, ...]] = ()
+    """Things whose places the players can write before an answer: for each, the symbols of the board that show it."""
+    writes_places = False
+    """Whether the players write these places before each answer."""
 
     def __init__(
         self,
@@ -178,7 +182,16 @@ class BoardGame(TextGame):
 
     def write_actions(self, actions: list[str]) -> str:
         """An answer with these actions."""
-        return write_answer(f" {SEPARATOR} ".join(actions), self.format)
+        return write_answer(f" {SEPARATOR} ".join(actions), self.format, self.places() if self.writes_places else "")
+
+    def places(self) -> str:
+        """Row and column of each thing of `located`, in order, from 0 0 at the top left: `12 33`."""
+        cells = [
+            (row, column, symbol)
+            for row, line in enumerate(self.board().splitlines())
+            for column, symbol in enumerate(line)
+        ]
+        return " ".join(f"{row}{column}" for thing in self.located for row, column, symbol in cells if symbol in thing)
 
     def random_answer(self, dice: Dice) -> str:
         return self.write_actions([choice(dice, self.actions)])

@@ -44,20 +44,33 @@ async def play_episode(game: Game, episode: Episode, noise: float, dice: Dice) -
 
 
 def demonstrations(
-    name: str, options: dict[str, Any] | None = None, num: int = 2000, seed: int = 0, noise: float = 0.0
+    name: str,
+    options: dict[str, Any] | None = None,
+    num: int = 2000,
+    seed: int = 0,
+    noise: float = 0.0,
+    places: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows of prompt and completion from `num` episodes."""
+    """Rows of prompt and completion from `num` episodes.
+
+    With `places` each answer begins with where player, boxes and goals are, as row and column: `12 33 Right`. It is the description of the state
+    in VAGEN (2510.16907) in small. Random answers have it too.
+    """
     if name not in GAMES:
         raise unknown_name_error("game", name, GAMES)
     if not 0 <= noise <= 1:
         raise UserError(f"demonstrations of {name}: noise should be a share from 0 to 1, got {noise!r}")
     options = options or {}
     check_options(GAMES[name], options, f"environment {name}")
+    if places and not getattr(GAMES[name], "located", ()):
+        raise UserError(f"demonstrations of {name}: places are written for games on boards with things to locate")
 
     async def play_all() -> list[dict[str, Any]]:
         rows = []
         for index in range(num):
             game = GAMES[name](**options)
+            if places:
+                game.writes_places = True
             dice = Dice(name, "demonstrations", seed, index)
             conversations, _ = await play_episode(game, _episode(name, seed, index), noise, dice)
             rows += [
@@ -88,10 +101,11 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=2000, help="episodes to play")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", type=float, default=0.0, help="share of random answers")
+    parser.add_argument("--places", action="store_true", help="write where things are before each answer")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the game, as JSON")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows = demonstrations(args.game, args.options, args.num, args.seed, args.noise)
+    rows = demonstrations(args.game, args.options, args.num, args.seed, args.noise, args.places)
     lines = (json.dumps(row, ensure_ascii=False, default=image_as_url) + "\n" for row in rows)
     args.out.write_text("".join(lines), encoding="utf-8")
     print(f"{len(rows)} rows in {args.out}")

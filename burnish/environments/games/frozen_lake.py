@@ -110,6 +110,7 @@ class FrozenLake(BoardGame):
     name = "frozen_lake"
     actions = ACTIONS
     tile_layers = LAKE_TILES
+    located = ("P", "G")
 
     def __init__(
         self,

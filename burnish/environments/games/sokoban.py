@@ -208,6 +208,7 @@ class Sokoban(BoardGame):
     name = "sokoban"
     actions = tuple(STEPS)
     tile_layers = SOKOBAN_TILES
+    located = ("PS", "X√", "OS√")
 
     def __init__(
         self,

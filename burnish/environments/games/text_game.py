@@ -55,7 +55,7 @@ def write_answer(answer: str, format: Format, think: str = "") -> str:
     """The text of an answer in a format, as a player writes it."""
     if format == "answer_tag":
         return f"<think>{think}</think><answer>{answer}</answer>"
-    return f"[{answer}]" if format == "brackets" else answer
+    return " ".join(filter(None, (think, f"[{answer}]" if format == "brackets" else answer)))
 
 
 def read_answer(answer: Answer, format: Format, last: Literal["word", "line"] = "word") -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -241,6 +242,23 @@ def test_demonstrations_are_dialogues_that_end_with_an_answer() -> None:
     assert demonstrations("sokoban", num=5, noise=1.0) != demonstrations("sokoban", num=5)
 
 
+def test_places_in_demonstrations_are_those_of_the_pictured_board() -> None:
+    lake = {"observation": "picture", "words": False, "format": "last_word"}
+    said = [m["content"] for row in demonstrations("frozen_lake", lake, num=20, places=True) for m in row["completion"][::2]]
+    plain = [m["content"] for row in demonstrations("frozen_lake", lake, num=20) for m in row["completion"][::2]]
+    assert [text.split()[-1] for text in said] == plain
+    for text, action in zip(said, plain, strict=True):
+        player, goal, word = text.split()
+        (row, column), (goal_row, goal_column) = map(int, player), map(int, goal)
+        assert word == action
+        assert (row, column) != (goal_row, goal_column)
+    row = demonstrations("sokoban", {"format": "answer_tag"}, num=1, places=True)[0]
+    board = row["prompt"].split("State:\n")[1].splitlines()[:6]
+    player, box, target = re.findall(r"(\d)(\d)", row["completion"][0]["content"].partition("</think>")[0])
+    symbols = [board[int(row)][int(column)] for row, column in (player, box, target)]
+    assert (symbols[0] in "PS", symbols[1] in "X√", symbols[2] in "OS√") == (True, True, True)
+
+
 def test_wrong_demonstrations_are_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'sokoban'"):
         demonstrations("sokban")
@@ -248,6 +266,8 @@ def test_wrong_demonstrations_are_refused() -> None:
         demonstrations("sokoban", noise=2.0)
     with pytest.raises(UserError, match="did you mean 'size'"):
         demonstrations("sokoban", {"sise": 6})
+    with pytest.raises(UserError, match="games on boards with things to locate"):
+        demonstrations("game_2048", places=True)
 
 
 @pytest.mark.parametrize(("name", "tiles"), [("sokoban", SOKOBAN_TILES), ("frozen_lake", LAKE_TILES)])
