@@ -6,37 +6,32 @@ python bench/modalities_cpu.py --finished count_shapes=runs/count_shapes-0     #
 Each run is a recipe of that name: a decoder with random weights, a supervised warm start on poor demonstrations, then RL. It saves the rows in
 bench/results/modalities_cpu.json, beside those of other runs and seeds.
 
-For recipes with pictures, `greedy_blank` and `greedy_another` are the accuracy after RL with a grey picture and with that of another row, which
-should be chance (`other_pictures.py`); `most_frequent` is that of always giving the most frequent count.
+For recipes with pictures, `greedy_blank` and `greedy_another` are the accuracy after RL with a grey picture and with another row's
+(`other_pictures.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from agents_cpu import outcome
 from common import save_beside, table
-from other_pictures import SHOWN, Shown, write_rows
+from other_pictures import accuracies
 
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
-from burnish.data.tasks.registry import make_task
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-DRAWN = ("count_shapes", "click_target")
-"""Recipes that have the name of their task, whose rows are drawn pictures."""
-LAKE = "frozen_lake_pictures"
-RUNS = ("llasa_tts", "simple_vla", *DRAWN, LAKE)
+WITH_PICTURES = ("count_shapes", "click_target", "frozen_lake_pictures")
+RUNS = ("llasa_tts", "simple_vla", *WITH_PICTURES)
 
 
 def main() -> None:
@@ -79,7 +74,7 @@ def learn(name: str, seed: int, threads: int) -> dict[str, Any]:
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         wall_s = time.perf_counter() - started
-        seen = without_its_picture(name, seed, Path(folder) / "run")
+        seen = accuracies(Path(folder) / "run") if name in WITH_PICTURES else {}
     cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     steps_s = sum(row.get("time/step_s", 0.0) for row in rows)
     return {"run": name, "seed": seed, "wall_s": wall_s, "cpu_s": cpu_s, "rl_steps_s": steps_s, **outcome(rows), **seen}
@@ -90,55 +85,8 @@ def finished(name: str, folder: str) -> dict[str, Any]:
     rows = read_metrics(Path(folder) / "metrics.jsonl")
     seed = load(TrainConfig, Path(folder) / "config.yaml").config.seed
     steps_s = sum(row.get("time/step_s", 0.0) for row in rows)
-    seen = without_its_picture(name, seed, Path(folder))
+    seen = accuracies(Path(folder)) if name in WITH_PICTURES else {}
     return {"run": name, "seed": seed, "rl_steps_s": steps_s, **outcome(rows), **seen}
-
-
-def without_its_picture(name: str, seed: int, run: Path) -> dict[str, float]:
-    """Greedy accuracy of the last checkpoint on the rows of validation, with other pictures in their place."""
-    if name not in (*DRAWN, LAKE):
-        return {}
-    config = load(TrainConfig, run / "config.yaml").config
-    limit, found = config.validation.limit, dict[str, float]()
-    assert limit is not None, "recipes with pictures limit their validation"
-    for shown in SHOWN:
-        found[f"greedy_{shown}"] = _greedy_accuracy(name, seed, run, shown, limit)
-    if name == "count_shapes":
-        task = make_task(name, {}, seed)
-        answers = Counter(task.row("test", index).answer for index in range(limit))
-        found["most_frequent"] = max(answers.values()) / limit
-    return found
-
-
-def _greedy_accuracy(name: str, seed: int, run: Path, shown: Shown, limit: int) -> float:
-    config = load(TrainConfig, run / "config.yaml").config
-    last = max((run / "checkpoints").glob("step-*"))
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        if name == LAKE:
-            plugin = f"{Path(__file__).parent / 'other_pictures.py'}:OtherPictureLake"
-            options = json.dumps({**config.environment.options, "shown": shown})
-            words = ["task:frozen_lake", f"environment.name={plugin}", f"environment.options={options}"]
-            words += [
-                f"environment.max_turns={config.environment.max_turns}",
-                f"environment.max_tokens={config.model.new.max_positions if config.model.new else 0}",
-            ]
-        else:
-            write_rows(Path(folder) / "rows.jsonl", name, seed, limit, shown)
-            words = [str(Path(folder) / "rows.jsonl"), "--reward", "task", "--correct-at", "1"]
-        options = [
-            "--limit",
-            str(limit),
-            "--seed",
-            str(seed),
-            "--max-tokens",
-            str(config.rollout.max_tokens),
-            "--out",
-            str(out),
-        ]
-        subprocess.run([sys.executable, "-m", "burnish.cli.main", "eval", str(last), *words, *options], check=True)
-        result = next(path for path in out.glob("*.json"))
-        return float(json.loads(result.read_text())["accuracy"])
 
 
 if __name__ == "__main__":

@@ -1,19 +1,27 @@
-"""Held-out rows and lakes whose pictures are their own, blank, or another's: what a model answers without seeing what is asked about.
+"""What a trained model answers when its pictures are blank or another's: a model that reads them falls to chance.
 
-`modalities_cpu.py` measures the accuracy with each of `SHOWN`. A model that reads its picture falls to chance with a blank or another's.
+python bench/other_pictures.py runs/count_shapes [...]     # `modalities_cpu.py` calls it too
+
+The last checkpoint answers the rows of validation greedily, with each of `SHOWN`. Another's picture is that of the next row, or of another lake.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from burnish.config.loading import load
+from burnish.config.schema import TrainConfig
 from burnish.data.images import ImageInput
 from burnish.data.tasks.picture_task import image_as_url
 from burnish.data.tasks.registry import make_task
+from burnish.data.tasks.task import Task
 from burnish.environments.base import Episode, Observation
 from burnish.environments.games.board_pictures import board_picture
 from burnish.environments.games.frozen_lake import FrozenLake
@@ -21,11 +29,48 @@ from burnish.environments.games.frozen_lake import FrozenLake
 Shown = Literal["own", "blank", "another"]
 SHOWN: tuple[Shown, ...] = get_args(Shown)
 GREY = 127
+LAKE = "frozen_lake"
 
 
-def write_rows(path: Path, task_name: str, seed: int, num: int, shown: Shown) -> None:
+def accuracies(run: Path) -> dict[str, float]:
+    """Greedy accuracy of a run's last checkpoint with each kind of picture, and of always giving the most frequent answer."""
+    found = {f"greedy_{shown}": _accuracy(run, shown) for shown in SHOWN}
+    config = load(TrainConfig, run / "config.yaml").config
+    source = config.data.validation[0]
+    if source.task == "count_shapes":
+        task = make_task(source.task, source.options, config.seed)
+        answers = [task.row("test", index).answer for index in range(config.validation.limit or 0)]
+        found["most_frequent"] = max(map(answers.count, set(answers))) / len(answers)
+    return found
+
+
+def _accuracy(run: Path, shown: Shown) -> float:
+    config = load(TrainConfig, run / "config.yaml").config
+    source, num = config.data.validation[0], config.validation.limit
+    assert source.task is not None, "these runs validate on a generated task"
+    assert num is not None, "and on some rows of it"
+    with tempfile.TemporaryDirectory() as folder:
+        rows, out = Path(folder) / "rows.jsonl", Path(folder) / "out"
+        settings = ["--limit", num, "--seed", config.seed, "--max-tokens", config.rollout.max_tokens, "--out", out]
+        if source.task == LAKE:
+            played = {
+                "options": {**config.environment.options, "shown": shown},
+                "max_turns": config.environment.max_turns,
+            }
+            lake = {"name": f"{Path(__file__).resolve()}:OtherPictureLake", **played}
+            words = [f"task:{LAKE}", f"environment={json.dumps(lake)}"]
+        else:
+            write_rows(rows, make_task(source.task, source.options, config.seed), num, shown)
+            words = [str(rows), "--reward", "task", "--correct-at", "1"]
+        last = max((run / "checkpoints").glob("step-*"))
+        command = [sys.executable, "-m", "burnish.cli.main", "eval", last, *words, *settings]
+        subprocess.run(list(map(str, command)), check=True)
+        (result,) = out.glob("*.json")
+        return float(json.loads(result.read_text())["accuracy"])
+
+
+def write_rows(path: Path, task: Task, num: int, shown: Shown) -> None:
     """Write test rows of a task as JSON lines; another's picture is that of the next row."""
-    task = make_task(task_name, {}, seed)
     rows = [task.row("test", index) for index in range(num)]
     lines = []
     for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
@@ -67,3 +112,8 @@ class OtherPictureLake(FrozenLake):
         if self.shown == "blank":
             picture = np.full_like(picture, GREY)
         return Observation(messages=tuple(_showing(seen.messages, picture)), reward=reward, state=seen.state)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(name, accuracies(Path(name)))

@@ -24,8 +24,7 @@ CLICK_TARGET = "click_target"
 ICONS = {"circle": "c", "square": "s", "triangle": "t", "cross": "x"}
 """Icons, each with its letter in demonstrations."""
 TINTS = ("red", "green", "blue", "yellow")
-GRID = 3
-"""Buttons stand in square cells of a grid of this side, below a bar that is as high as one cell."""
+MOST_GRID = 3
 
 
 class Button(NamedTuple):
@@ -52,22 +51,22 @@ def score(completion: str, answer: Any, extra: dict[str, Any]) -> float:
     return gui_reward(completion.rpartition(RESULT)[2], read_target(answer), bare=True)
 
 
-def button_box(cell: int, side: int) -> tuple[int, int, int, int]:
-    """The box of the button of a cell, in pixels: left, top, right, bottom."""
-    row, column = divmod(cell, GRID)
-    size = side / GRID
+def button_box(cell: int, grid: int, side: int) -> tuple[int, int, int, int]:
+    """The box of the button of a cell, in pixels: left, top, right, bottom. Cells are squares below a bar that is as high as one."""
+    row, column = divmod(cell, grid)
+    size = side / grid
     left, top, right, bottom = column + 0.08, row + 1.08, column + 0.92, row + 1.92
     return round(left * size), round(top * size), round(right * size), round(bottom * size)
 
 
-def draw_screen(buttons: tuple[Button, ...], side: int) -> np.ndarray:
+def draw_screen(buttons: tuple[Button, ...], grid: int, side: int) -> np.ndarray:
     """Draw a screen with its bar and buttons."""
-    bar = round(side / GRID)
+    bar = round(side / grid)
     image = canvas(side + bar, side, (250, 250, 252))
     fill_rectangle(image, 0, 0, side, bar, (60, 66, 82))
     draw_text(image, 2, max(bar // 2 - 2, 0), "MENU", WHITE)
     for button in buttons:
-        left, top, right, bottom = button_box(button.cell, side)
+        left, top, right, bottom = button_box(button.cell, grid, side)
         fill_rectangle(image, left, top, right, bottom, (222, 226, 234))
         draw_frame(image, left, top, right, bottom, (120, 126, 140))
         radius = 0.32 * min(right - left, bottom - top)
@@ -76,17 +75,21 @@ def draw_screen(buttons: tuple[Button, ...], side: int) -> np.ndarray:
 
 
 class ClickTarget:
-    """Screens that are `side` pixels wide and a third higher, with `buttons` buttons."""
+    """Screens of `side` pixels' width with `buttons` buttons in `grid` columns and rows, below a bar."""
 
     name = CLICK_TARGET
-    alphabet = "".join(sorted(set("".join((*ICONS, *ICONS.values(), *TINTS)) + "0123456789 ," + CELLS + EMPTY + RESULT)))
+    alphabet = "".join(
+        sorted(set("".join((*ICONS, *ICONS.values(), *TINTS)) + "0123456789 ," + CELLS + EMPTY + RESULT))
+    )
     score = staticmethod(score)
 
-    def __init__(self, seed: int, buttons: int = 4, side: int = 48, words: bool = False) -> None:
-        if isinstance(buttons, bool) or not isinstance(buttons, int) or not 2 <= buttons <= GRID**2:
-            raise UserError(f"{CLICK_TARGET}: buttons should be a whole number from 2 to {GRID**2}, got {buttons!r}")
+    def __init__(self, seed: int, buttons: int = 4, grid: int = 3, side: int = 48, words: bool = False) -> None:
+        if isinstance(grid, bool) or not isinstance(grid, int) or not 2 <= grid <= MOST_GRID:
+            raise UserError(f"{CLICK_TARGET}: grid should be 2 or {MOST_GRID}, got {grid!r}")
+        if isinstance(buttons, bool) or not isinstance(buttons, int) or not 2 <= buttons <= grid**2:
+            raise UserError(f"{CLICK_TARGET}: buttons should be a whole number from 2 to {grid**2}, got {buttons!r}")
         check_side(CLICK_TARGET, side)
-        self.seed, self.num_buttons, self.side, self.words = seed, buttons, side, words
+        self.seed, self.num_buttons, self.grid, self.side, self.words = seed, buttons, grid, side, words
         if words:
             self.alphabet = PRINTABLE
 
@@ -95,7 +98,7 @@ class ClickTarget:
         buttons = self._buttons(split, self.seed, CLICK_TARGET, split, index)
         answer = {
             "action": "click",
-            "gt_bbox": list(button_box(buttons[0].cell, self.side)),
+            "gt_bbox": list(button_box(buttons[0].cell, self.grid, self.side)),
             "input_text": "no input text",
         }
         extra = {"task": CLICK_TARGET, "length": self.num_buttons, "words": self.words}
@@ -113,9 +116,9 @@ class ClickTarget:
             buttons = self._buttons("train", seed, CLICK_TARGET, "demonstrations", index)
             dice = Dice(seed, CLICK_TARGET, "user", index)
             hit = buttons[0] if dice.unit() < right else min(buttons)
-            left, top, right_, bottom = button_box(hit.cell, self.side)
+            left, top, right_, bottom = button_box(hit.cell, self.grid, self.side)
             x, y = dice.between(left + 2, right_ - 2), dice.between(top + 2, bottom - 2)
-            notes = _notes(buttons)
+            notes = _notes(buttons, self.grid)
             said = write_click(x, y, notes) if self.words else f"{notes}{RESULT}{x},{y}"
             rows.append({"prompt": self._prompt(buttons), "completion": said})
         return rows
@@ -126,7 +129,7 @@ class ClickTarget:
             f"Click on the {asked}. First think in <think> tags, then answer with the action in <answer> tags: "
             "[{'action': 'click', 'point': [x, y], 'input_text': 'no input text'}]"
         )
-        shown = draw_screen(tuple(sorted(buttons)), self.side)
+        shown = draw_screen(tuple(sorted(buttons)), self.grid, self.side)
         return picture_prompt(shown, words if self.words else asked)
 
     def _buttons(self, split: str, *key: int | str) -> tuple[Button, ...]:
@@ -134,7 +137,7 @@ class ClickTarget:
 
         def propose(attempt: int) -> tuple[str, tuple[Button, ...]]:
             dice = Dice(*key, attempt)
-            cells = list(range(GRID**2))
+            cells = list(range(self.grid**2))
             kinds = [(icon, tint) for icon in ICONS for tint in TINTS]
             buttons = []
             for _ in range(self.num_buttons):
@@ -145,7 +148,7 @@ class ClickTarget:
         return first_on_split(split, propose, CLICK_TARGET)
 
 
-def _notes(buttons: tuple[Button, ...]) -> str:
+def _notes(buttons: tuple[Button, ...], grid: int) -> str:
     """The cells in reading order, each with what is in it."""
     seen = {button.cell: button.note for button in buttons}
-    return "".join(name + seen.get(cell, EMPTY) for cell, name in enumerate(CELLS[: GRID**2]))
+    return "".join(name + seen.get(cell, EMPTY) for cell, name in enumerate(CELLS[: grid**2]))

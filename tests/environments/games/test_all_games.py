@@ -244,7 +244,9 @@ def test_demonstrations_are_dialogues_that_end_with_an_answer() -> None:
 
 def test_places_in_demonstrations_are_those_of_the_pictured_board() -> None:
     lake = {"observation": "picture", "words": False, "format": "last_word"}
-    said = [m["content"] for row in demonstrations("frozen_lake", lake, num=20, places=True) for m in row["completion"][::2]]
+    said = [
+        m["content"] for row in demonstrations("frozen_lake", lake, num=20, places=True) for m in row["completion"][::2]
+    ]
     plain = [m["content"] for row in demonstrations("frozen_lake", lake, num=20) for m in row["completion"][::2]]
     assert [text.split()[-1] for text in said] == plain
     for text, action in zip(said, plain, strict=True):
