@@ -69,7 +69,7 @@ def draw_screen(buttons: tuple[Button, ...], grid: int, side: int) -> np.ndarray
         left, top, right, bottom = button_box(button.cell, grid, side)
         fill_rectangle(image, left, top, right, bottom, (222, 226, 234))
         draw_frame(image, left, top, right, bottom, (120, 126, 140))
-        radius = 0.32 * min(right - left, bottom - top)
+        radius = 0.42 * min(right - left, bottom - top)
         fill_shape(image, button.icon, (left + right) / 2, (top + bottom) / 2, radius, COLOURS[button.tint])
     return image
 
