@@ -1,7 +1,7 @@
 """`--shrink`: any recipe as a job of seconds that uses every slot of its algorithm.
 
 The model becomes a tiny new decoder. The data becomes the built-in task sort_digits with its own checker. Board games stay what they are,
-with bare boards (or pictures of them) and one-word answers. An environment with tools keeps its episodes of calls and results, but calls a calculator. Self-made
+with bare boards (or pictures of them) and one-word answers. Tasks with drawn pictures keep them. An environment with tools keeps its episodes of calls and results, but calls a calculator. Self-made
 tasks are written in a one-line language. Any other environment of several turns becomes the built-in game guess_number. Processes on Ray become one process. Numbers of steps, samples and
 tokens become small enough for two steps. The algorithm keeps all of its choices; only numbers that would have no effect in two steps of
 ten tokens change. A short warm start is kept or added: groups of a model that is never right carry no signal, and filters would leave
@@ -58,6 +58,10 @@ GAME_DEMONSTRATIONS = "burnish.environments.games.demonstrations:demonstrations"
 GAME_POSITIONS = 512
 LONG_WARM_STARTS = {"propose_sum": 120}
 """Updates of the warm start of games whose first answer must be right for the game to go on."""
+DRAWN_TASKS = ("count_shapes", "read_chart", "click_target")
+"""Tasks whose prompts are drawn pictures."""
+MAX_SIDE, MAX_DRAWN_TOKENS, DRAWN_POSITIONS = 64, 48, 128
+"""Pixels of a drawn picture, tokens of an answer about it, and of both together."""
 CALCULATOR = "calculator"
 CALCULATOR_ENVIRONMENT = {
     "name": "tags",
@@ -195,7 +199,9 @@ SECTION_EDITS = {"sft": _sft_edits, "preference": _preference_edits, "reward_mod
 def _rl_edits(tree: Tree) -> Iterator[Edit]:
     rollout, stages = tree["rollout"], tree["rollout"]["stages"]
     yield "training.steps", max(NUM_STEPS, 1 + len(stages))
-    yield "rollout.max_tokens", MAX_NEW_TOKENS
+    drawn = _drawn_source(tree)
+    max_tokens = MAX_NEW_TOKENS if drawn is None else min(rollout["max_tokens"], MAX_DRAWN_TOKENS)
+    yield "rollout.max_tokens", max_tokens
     # The number of samples does not depend on n: a batch whose rewards are all equal gives no update.
     yield from _at_most(tree, "rollout.prompts", MAX_PROMPTS * MAX_SAMPLES // min(rollout["n"], MAX_SAMPLES))
     yield "placement", {"name": LOCAL}
@@ -204,7 +210,10 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
     yield "rollout.vllm", None
     yield "rollout.sglang", None
     yield "rollout.stages", [_shrink_rollout_stage(stage, number) for number, stage in enumerate(stages)]
-    if tree["environment"]["name"] == SINGLE_TURN:
+    if drawn is not None:
+        yield from _drawn_edits(tree, drawn)
+        yield from _reward_edits(tree)
+    elif tree["environment"]["name"] == SINGLE_TURN:
         yield "warm_start", WARM_START
         yield from _data_edits(tree["data"], _imitates(tree))
         yield from _reward_edits(tree)
@@ -213,7 +222,7 @@ def _rl_edits(tree: Tree) -> Iterator[Edit]:
     if tree["validation"]["by"] is not None and tree["environment"]["name"] not in BARE_GAMES:
         yield "validation.by", NUMERIC_COLUMN
     for mode in tree["validation"]["modes"]:
-        yield f"validation.modes.{mode}.max_tokens", MAX_NEW_TOKENS
+        yield f"validation.modes.{mode}.max_tokens", max_tokens
         yield from _at_most(tree, f"validation.modes.{mode}.n", 2)
     yield from _algorithm_edits(tree)
 
@@ -240,6 +249,25 @@ def _data_edits(data: Tree, imitates: bool) -> Iterator[Edit]:
         yield "data.demonstrations", [DEMONSTRATION_SOURCE] if imitates else []
     if data["budget"] is not None:
         yield "data.budget", LENGTH_BUDGET
+
+
+def _drawn_source(tree: Tree) -> Tree | None:
+    """The source of training rows if it is a task with drawn pictures and one answer."""
+    sources = tree["data"]["train"]
+    is_drawn = len(sources) == 1 and sources[0]["task"] in DRAWN_TASKS
+    return sources[0] if is_drawn and tree["environment"]["name"] == SINGLE_TURN else None
+
+
+def _drawn_edits(tree: Tree, source: Tree) -> Iterator[Edit]:
+    """Keep the pictures, for a tiny model that sees."""
+    options = {key: value for key, value in source["options"].items() if key != "words"}
+    if "side" in options:
+        options["side"] = min(options["side"], MAX_SIDE)
+    shown = {"task": source["task"], "options": {**options, "num": 96}}
+    new = {**TINY_MODEL["new"], "max_positions": DRAWN_POSITIONS, "family": "qwen3_vl"}
+    yield "model", {**TINY_MODEL, "new": new}
+    yield "warm_start", {**WARM_START, "data": shown, "updates": 60, "max_tokens": DRAWN_POSITIONS}
+    yield from _row_edits(tree, {"task": source["task"], "options": options}, shown)
 
 
 def _environment_edits(tree: Tree) -> Iterator[Edit]:

@@ -286,3 +286,17 @@ def test_games_keep_their_rules_and_tools_become_a_calculator() -> None:
     assert ([source.task for source in agent.data.train], agent.reward.parts[0].name) == (["calculator"], "task")
     twice = load_shrunk(TrainConfig, RECIPES / "multi_turn_correction.yaml")[0].config
     assert (twice.environment.name, twice.environment.options["alpha"]) == ("multi_turn_correction", 10.0)
+
+
+@pytest.mark.parametrize(("name", "options"), [("count_shapes", {}), ("click_target", {"grid": 2, "side": 32})])
+def test_drawn_tasks_keep_their_pictures(name: str, options: dict[str, object]) -> None:
+    config = load_shrunk(TrainConfig, RECIPES / f"{name}.yaml")[0].config
+    sources = [config.data.train[0], config.data.validation[0]]
+    assert [(source.task, source.options) for source in sources] == [(name, options)] * 2
+    assert config.model.new is not None
+    assert config.model.new.family == "qwen3_vl"
+    assert config.warm_start is not None
+    assert config.warm_start.data[0].task == name
+    assert config.rollout.max_tokens == config.validation.modes["greedy"].max_tokens == 24
+    large = load(TrainConfig, RECIPES / f"{name}.yaml", ["data.train.0.options.side=512"]).resolved
+    assert shrink(large)[0]["data"]["train"][0]["options"]["side"] == 64
