@@ -66,6 +66,6 @@ def test_keys_of_vision_have_no_effect_on_a_new_model_without_a_tower() -> None:
 
 def test_limits_of_pixels_resize_the_images_of_a_new_model() -> None:
     small = load_policy(Model(new=NEW, device="cpu", image_pixels=(1024, 1024)), None, "a", seed=0)
-    image = ImageInput(make_task("click_target", {}, 0).row("train", 0).prompt[0]["content"][0]["image"].load())  # type: ignore[index]
+    image = ImageInput(make_task("read_chart", {}, 0).row("train", 0).prompt[0]["content"][0]["image"].load())  # type: ignore[index]
     row = Row("x", [{"role": "user", "content": [{"type": "image", "image": image}]}], "x", None)
     assert render(row, small.tokenizer, Template()).pictures[0].picture.grid == (1, 2, 2)
