@@ -24,6 +24,7 @@ from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Answer, End, Episode, Observation
 from burnish.environments.games import GAMES
+from burnish.environments.games.boards import BoardGame
 from burnish.environments.games.text_game import Game
 
 FIRST_SEED = 5_000_000_000
@@ -62,15 +63,16 @@ def demonstrations(
         raise UserError(f"demonstrations of {name}: noise should be a share from 0 to 1, got {noise!r}")
     options = options or {}
     check_options(GAMES[name], options, f"environment {name}")
-    if places and not getattr(GAMES[name], "located", ()):
+    kind = GAMES[name]
+    if places and not (issubclass(kind, BoardGame) and kind.located):
         raise UserError(f"demonstrations of {name}: places are written for games on boards with things to locate")
 
     async def play_all() -> list[dict[str, Any]]:
         rows = []
         for index in range(num):
-            game = GAMES[name](**options)
-            if places:
-                game.writes_places = True
+            game = kind(**options)
+            if isinstance(game, BoardGame):
+                game.writes_places = places
             dice = Dice(name, "demonstrations", seed, index)
             conversations, _ = await play_episode(game, _episode(name, seed, index), noise, dice)
             rows += [
