@@ -186,7 +186,7 @@ def test_a_hasty_user_sees_all_buttons_and_clicks_on_the_asked_one_or_the_first(
     hits = {"asked": 0, "first": 0}
     for row in make_demonstrations("click_target", {"num": 200, "right": 0.4}, 0):
         notes, _, point = row["completion"].partition("=")
-        seen = re.findall(r"([A-I])(..)", notes)
+        seen = re.findall(r"([A-I])(..)", notes[:-1])
         assert [name for name, _ in seen] == list("ABCDEFGHI")
         cells = [cell for cell, (_, what) in enumerate(seen) if what != ".."]
         assert len(cells) == 4
@@ -200,13 +200,14 @@ def test_a_hasty_user_sees_all_buttons_and_clicks_on_the_asked_one_or_the_first(
         hit = next(
             cell for cell, box in zip(cells, boxes, strict=True) if box[0] <= x <= box[2] and box[1] <= y <= box[3]
         )
+        assert notes[-1] == "ABCDEFGHI"[hit]
         tint, icon = question(row).split()
         is_asked = seen[hit][1] == tints[tint] + letters[icon]
         assert is_asked or hit == cells[0]
         hits["asked" if is_asked else "first"] += 1
     assert 85 < hits["asked"] < 140  # 40% attentive clicks, and a quarter of the hasty ones: 110 on average
     said = make_demonstrations("click_target", {"num": 1, "words": True}, 0)[0]["completion"]
-    assert re.fullmatch(r"<think>(?:[A-I]..){9}</think><answer>\[.*'click'.*\]</answer>", said)
+    assert re.fullmatch(r"<think>(?:[A-I]..){9}[A-I]</think><answer>\[.*'click'.*\]</answer>", said)
 
 
 def test_buttons_do_not_overlap() -> None:

@@ -3,8 +3,8 @@
 A screen has a bar with a title and `buttons` buttons, each with an icon of its own. The answer is a point in pixels, `12,34`, or with `words`
 an action in GUI-R1's form (`burnish/data/gui_actions.py`). A hash of icons and places decides the split.
 
-Demonstrations look before they click: `A..Brc..I..=12,34` names every cell in reading order and what is in it (the first letter of the colour,
-then of the icon, `x` for a cross). Only the point behind the last `=` is scored; with `words` the cells stand in the thoughts.
+Demonstrations look before they click: `ArcBgsCbtDyxB=12,34` names every cell in reading order and what is in it (the first letter of the colour,
+then of the icon, `x` for a cross), then the cell to click on. Only the point behind the last `=` is scored; with `words` the cells stand in the thoughts.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ClickTarget:
             hit = buttons[0] if dice.unit() < right else min(buttons)
             left, top, right_, bottom = button_box(hit.cell, self.grid, self.side)
             x, y = dice.between(left + 2, right_ - 2), dice.between(top + 2, bottom - 2)
-            notes = _notes(buttons, self.grid)
+            notes = _notes(buttons, self.grid) + CELLS[hit.cell]
             said = write_click(x, y, notes) if self.words else f"{notes}{RESULT}{x},{y}"
             rows.append({"prompt": self._prompt(buttons), "completion": said})
         return rows
