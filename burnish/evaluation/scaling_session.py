@@ -47,6 +47,8 @@ from burnish.models.compatibility import digest_parts
 from burnish.rollout.scoring import Progress
 from burnish.run.durable_files import atomic_write
 
+MAX_SHOWN_OPTION = 40
+"""Characters of a verifier's option in the name of a strategy."""
 POOL = "pool"
 MAJORITY = "majority"
 MAX_FILE_LABEL = 80
@@ -106,7 +108,27 @@ def strategy_label(strategy: Slot) -> str:
     part = strategy_verifier(strategy)
     given = strategy.options if isinstance(strategy, Plugin) else strategy.model_dump(exclude_defaults=True)
     more = [f"{key}={value}" for key, value in given.items() if key not in ("name", "n", "verifier", "options")]
-    return " ".join([strategy.name + (f"@{part.name}" if part is not None else ""), *more])
+    return " ".join([strategy.name + (f"@{verifier_label(part)}" if part is not None else ""), *more])
+
+
+def verifier_label(part: VerifierPart) -> str:
+    """Return the name of a verifier with its options: `model(scorer/step-000200, aggregate=min)`."""
+    shown = [
+        _path_label(Path(value)) if key == "path" and isinstance(value, str) else f"{key}={_short(value)}"
+        for key, value in part.options.items()
+    ]
+    return f"{part.name}({', '.join(shown)})" if shown else part.name
+
+
+def _path_label(path: Path) -> str:
+    """Return the last folder of a path, and for a checkpoint the name of its run too."""
+    return f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
+
+
+def _short(value: Any) -> str:
+    """Return a value as text on one line; a long one, such as a judge's template, ends with its digest."""
+    text = value if isinstance(value, str) and value.isprintable() else json.dumps(value)
+    return text if len(text) <= MAX_SHOWN_OPTION else f"{text[:MAX_SHOWN_OPTION]}...{digest_parts([text.encode()])}"
 
 
 def file_label(label: str) -> str:
@@ -157,8 +179,7 @@ def _scores_file(strategy: Slot, pool: EvalJob, job: Any, folder: Path) -> Score
     # The settings of an evaluation with this verifier name its contents: of a model, of a user's file.
     own = job(POOL, strategy_record("best_of_n", verifier=part), 1).settings
     verifier = {key: value for key, value in own.items() if key.startswith(("strategy.verifier", "verifier."))}
-    options = "" if not part.options else "-" + "-".join(f"{k}={v}" for k, v in part.options.items())
-    return ScoresFile(part, folder / f"scores-{file_label(part.name + options)}.jsonl", pool.settings | verifier)
+    return ScoresFile(part, folder / f"scores-{file_label(verifier_label(part))}.jsonl", pool.settings | verifier)
 
 
 def run_scaling(plan: ScalingPlan, model: Path, say: Say, progress: Progress, force: bool = False) -> Scaling:

@@ -68,7 +68,8 @@ def tree_step_rows(tree: SearchedTree, options: StepRowOptions, kept: KeptRows) 
     for nodes in tree.paths():
         steps: list[Node] = []
         for node in nodes:
-            if options.step in node["text"].removesuffix(options.step) or not node["text"].strip():
+            text = node["text"].removesuffix(options.step)
+            if options.step in text or not text.strip():
                 break
             steps.append(node)
         while steps and _label(steps[-1], options) is None:

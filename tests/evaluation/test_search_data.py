@@ -38,6 +38,7 @@ TREE = [
     node(3, 2, "4", 1.0, "stop", value=1.0, visits=1),
     node(4, 1, "then\n\nit is 5", 0.0, "stop"),
     node(5, 2, "so it\n\nis 4", 1.0, "stop"),
+    node(9, 1, "\n\n", 0.0, "stop"),
     node(6, 0, "five", 0.0, "stop", value=0.0, visits=1),
     node(7, None, "is it right?"),
     node(8, 7, "yes", None, "stop"),
