@@ -19,6 +19,7 @@ from burnish.evaluation.strategies.search import Choice, Search
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.spec import Mcts
 from burnish.evaluation.strategies.step_tree import StepTree, repeated
+from burnish.evaluation.strategies.votes import best_scored
 
 ROUNDING = 1e-9
 """A number of children that exceeds an integer by less counts as that integer."""
@@ -238,8 +239,8 @@ class TreeSearch:
         if is_by_visits and tree.answers:
             answers = [end.node] if not end.node.is_open else _answers_behind(end, tree.answers)
             if answers:
-                best = (await tree.score(answers))[0]
-                return Choice(best, numbers=tree.numbers() | {"simulations": simulations})
+                await tree.score(answers)
+                return Choice(best_scored(answers), numbers=tree.numbers() | {"simulations": simulations})
         return await tree.choose(
             "vote" if how == "vote" else "best", [*open_paths, *self._cut], simulations=simulations
         )

@@ -29,7 +29,7 @@ CRITIQUE = (
 
 async def revise(search: Search, options: Revise) -> Choice:
     """Revise each first answer `rounds` times and choose among all answers."""
-    first = await search.sample(search.root, options.chains)
+    first = await search.sample(search.root, options.chains, may_continue=True)
     chains = await search.gather(*(revised(search, node, options) for node in first))
     answers = [node for chain in chains for node in chain]
     if options.choose == "last":
@@ -50,7 +50,7 @@ async def revised(search: Search, first: SearchNode, options: Revise) -> list[Se
     chain, num_same = [first], 0
     for _ in range(options.rounds):
         turn = await request_turn(search, chain[-1], options)
-        found = [] if turn is None else await search.sample(turn)
+        found = [] if turn is None else await search.sample(turn, may_continue=True)
         if not found:
             break
         num_same = num_same + 1 if what_is_said(search, found[0]) == what_is_said(search, chain[-1]) else 0
@@ -64,7 +64,7 @@ async def request_turn(search: Search, node: SearchNode, options: Revise) -> Sea
     """Return the root of the turn that revises an answer; None if there is no feedback to ask with."""
     text = options.request or REQUESTS[options.feedback]
     if options.feedback == "self":
-        critique = await search.sample(search.reply(node, options.critique or CRITIQUE))
+        critique = await search.sample(search.reply(node, options.critique or CRITIQUE), may_continue=True)
         return search.reply(critique[0], text) if critique else None
     if options.feedback == "verifier":
         score = (await search.score([node]))[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -27,9 +27,11 @@ from burnish.data.row import Message
 from burnish.environments.dialogue import ChatRenderer, Conversation
 from burnish.evaluation.answers import read_answer
 from burnish.evaluation.strategies.search_tree import SearchNode
-from burnish.models.tokenizer import Tokenizer
+from burnish.models.tokenizer import REPLACEMENT_CHARACTER, Tokenizer
 from burnish.rewards.score_types import Score, ScoreRequest
 
+DECODE_WINDOW = 16
+"""Tokens before a node that its text is decoded with."""
 STREAM = "eval"
 """Random stream of searches. The k-th answer to a question is the k-th sample of `burnish eval`, token for token."""
 
@@ -77,6 +79,10 @@ class Cost:
     requests: int = 0
     context_tokens: int = 0
     """Tokens of the contexts of all requests. An engine reuses those that it has in its cache."""
+    whole_answers: int = 0
+    """Answers to the question that one request sampled to their ends, as a single sample would be."""
+    whole_tokens: int = 0
+    """Their tokens."""
     scores: int = 0
     """Paths that the verifier scored."""
     failed_scores: int = 0
@@ -114,19 +120,21 @@ class Search:
         max_positions: int | None = None,
         log_scores: bool = False,
         max_nodes: int | None = None,
+        priority: int = 0,
     ) -> None:
         """`sampling.max_tokens` limits one answer, `budget` the tokens of the whole search, and `max_positions` a context.
 
         A search that needs more than `max_nodes` nodes fails. `number` tells several searches for one question apart. `log_scores`: scores
-        are log-probs, so votes weigh them by exp.
+        are log-probs, so votes weigh them by exp. `priority` is that of its requests.
         """
         self.question, self.tokenizer, self.sampling = question, tokenizer, sampling
         self.budget, self.max_positions, self.log_scores = budget, max_positions, log_scores
-        self.max_nodes = max_nodes
+        self.max_nodes, self.priority = max_nodes, priority
         self.cost = Cost()
         self.nodes: list[SearchNode] = []
         self._seed, self._number = seed, number
         self._texts: dict[SearchNode, str] = {}
+        self._answers: dict[SearchNode, str | None] = {}
         self._conversations: dict[SearchNode, Conversation] = {}
         self._reusable: deque[SearchNode] = deque()
         key = fold(seed, "search", question.id, question.visit, number, "root")
@@ -148,11 +156,13 @@ class Search:
         stop_tokens: Sequence[int] = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
+        may_continue: bool = False,
     ) -> list[SearchNode]:
         """Sample `n` children of each parent, in order. A child ends at an end token, at one of `stop`, or after `max_tokens`.
 
         A child is `open` if one of `stop`, `stop_tokens` or `max_tokens` ended it and the answer's limit leaves room. When the budget is
-        spent, the children that could not be sampled are left out, so the result may be shorter, or empty.
+        spent, the children that could not be sampled are left out, so the result may be shorter, or empty. `may_continue`: the strategy goes on
+        behind children that have ended.
         """
         chosen = [parents] if isinstance(parents, SearchNode) else list(parents)
         if closed := [node for node in chosen if not node.is_open]:
@@ -166,7 +176,7 @@ class Search:
                 children.append(self._reusable.popleft())
                 continue
             child = self._add(parent, max_tokens or self.sampling.max_tokens, tuple(stop), temperature)
-            child.stop_tokens = tuple(stop_tokens)
+            child.stop_tokens, child.may_continue = tuple(stop_tokens), may_continue
             children.append(child)
         await _Pause([Ask([child for child in children if not child.is_sampled], is_score=False)])
         return [child for child in children if child.is_sampled]
@@ -282,14 +292,16 @@ class Search:
         chain = [node]
         for _ in lengths[1:]:
             chain.append(self._add(chain[-1], 0, (), node.temperature))
-        start = 0
+        start, first = 0, node.num_before
         for one, length in zip(chain, lengths, strict=True):
+            one.num_before = first + start
             one.tokens, one.logp = tokens[start : start + length], logp[start : start + length]
             one.version, one.end, one.score = node.version, "open", None
             start += length
         chain[-1].end, chain[-1].score = end, score
-        node.forget_context()
+        node.forget_totals()
         self._texts.pop(node, None)
+        self._answers.pop(node, None)
         return chain
 
     def part(self, parent: SearchNode, source: SearchNode, start: int, end: int) -> SearchNode:
@@ -308,15 +320,60 @@ class Search:
 
     def text(self, node: SearchNode) -> str:
         """Return the text behind the root, up to the end of a node."""
+        if node.is_root:
+            return ""
         if node not in self._texts:
-            path = node.path()
-            tokens = [token for one in path[1:] for token in one.tokens]
-            self._texts[node] = self.tokenizer.decode(tokens)
+            missing = [node]
+            while (above := missing[-1].parent) is not None and not above.is_root and above not in self._texts:
+                missing.append(above)
+            for one in reversed(missing):
+                self._texts[one] = self._text_behind(one)
         return self._texts[node]
+
+    def added_text(self, node: SearchNode) -> str:
+        """Return what a node adds to the text of its parent; of a root its own text."""
+        if node.parent is None:
+            return self.tokenizer.decode(node.tokens)
+        before, text = self.text(node.parent), self.text(node)
+        # A character whose bytes two nodes share is in the later one.
+        shared = next((k for k, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        return text[shared:]
+
+    def _text_behind(self, node: SearchNode) -> str:
+        """Return the text up to the end of a node, from that of its parent and the last tokens before the node.
+
+        The whole path is decoded only if the parent ends inside a character, so that the cost of a step does not grow with its depth.
+        """
+        above = node.parent
+        assert above is not None
+        if above.is_root:
+            return self.tokenizer.decode(node.tokens)
+        before = self._texts[above]
+        tail = self._last_tokens(above)
+        known, text = self.tokenizer.decode(tail), self.tokenizer.decode([*tail, *node.tokens])
+        if (
+            known
+            and not before.endswith(REPLACEMENT_CHARACTER)
+            and text.startswith(known)
+            and before.endswith(known.lstrip())
+        ):
+            return before + text[len(known) :]
+        return self.tokenizer.decode([token for one in node.path()[1:] for token in one.tokens])
+
+    def _last_tokens(self, node: SearchNode) -> list[int]:
+        """Return the last tokens behind the root, up to the end of a node: enough for what a decoder does at the start of a text."""
+        found: list[int] = []
+        for one in node.upwards():
+            if one.is_root or len(found) >= DECODE_WINDOW:
+                break
+            found = [*one.tokens[-DECODE_WINDOW:], *found]
+        return found[-DECODE_WINDOW:]
 
     def answer(self, node: SearchNode) -> str | None:
         """Return the normalised answer of a completion, which votes are counted by; None if it has none."""
-        return read_answer(self.question.kind, self.text(node)).text
+        if node not in self._answers:
+            self._answers[node] = read_answer(self.question.kind, self.text(node)).text
+        return self._answers[node]
 
     @property
     def tokens_left(self) -> int | None:
@@ -327,6 +384,11 @@ class Search:
         """Return how many tokens an answer may have behind a node."""
         left = self.sampling.max_tokens - node.num_answer_tokens
         return left if self.max_positions is None else min(left, self.max_positions - len(node.context))
+
+    def is_whole(self, node: SearchNode) -> bool:
+        """Whether a request may sample a whole answer to the question as this node, as a single sample would be."""
+        is_plain = not node.stop and not node.stop_tokens and node.parent is self.root
+        return is_plain and node.limit == self.room(self.root)
 
     # --- The tree ----------------------------------------------------------------------------------------------------------
 
@@ -339,7 +401,7 @@ class Search:
         if self.max_nodes is not None and len(self.nodes) >= self.max_nodes:
             raise SearchFailed(f"the search needs more than {self.max_nodes} nodes, which is the limit here")
         node = SearchNode(parent, self._child_key(parent), len(self.nodes), limit=limit, stop=stop)
-        node.temperature = temperature
+        node.temperature, node.num_before = temperature, parent.num_answer_tokens
         self.nodes.append(node)
         return node
 
@@ -381,7 +443,7 @@ class SearchProgram:
         self.score_error: str | None = None
         """Why the verifier failed, the first time that it did."""
         self._strategy = strategy
-        self._to_sample: list[SearchNode] = []
+        self._to_sample: deque[SearchNode] = deque()
         self._sampling: dict[int, SearchNode] = {}
         self._to_score: list[SearchNode] = []
         self._scoring: dict[int, SearchNode] = {}
@@ -418,7 +480,7 @@ class SearchProgram:
             granted = wanted if left is None else min(wanted, left - reserved)
             if granted < wanted and self._sampling:
                 break
-            self._to_sample.pop(0)
+            self._to_sample.popleft()
             if granted < 1:
                 continue
             node.limit = granted
@@ -434,6 +496,16 @@ class SearchProgram:
         self._to_score.clear()
         return found
 
+    def score_by(self, value: Callable[[SearchNode], float]) -> bool:
+        """Score the paths that wait for it with a function of the node. Return whether there were any."""
+        nodes, self._to_score = self._to_score, []
+        for node in nodes:
+            self.search.cost.scores += 1
+            node.score = value(node)
+        if nodes:
+            self._advance_if_answered()
+        return bool(nodes)
+
     def take(self, completion: Completion) -> None:
         """Take the completion of one of the requests."""
         index = node_index(completion.id)
@@ -445,16 +517,20 @@ class SearchProgram:
         if node.end == "open" and search.room(node) < 1:
             node.end = "length"
         search.cost.tokens += len(node.tokens)
+        if node.end != "open" and search.is_whole(node):
+            search.cost.whole_answers += 1
+            search.cost.whole_tokens += len(node.tokens)
         self._advance_if_answered()
 
     def take_score(self, score: Score) -> None:
         """Take one of the scores. A failed score stays None and is counted."""
         node = self._scoring.pop(node_index(score.id))
-        value = score.reward
+        value = None if score.timed_out else score.reward
         node.score = value if value is not None and math.isfinite(value) else None
         self.search.cost.failed_scores += node.score is None
         if self.score_error is None and node.score is None:
-            self.score_error = score.error or f"the score is {value}"
+            late = "the verifier exceeded its deadline (reward.timeout_s)" if score.timed_out else None
+            self.score_error = score.error or late or f"the score is {value}"
         if score.details:
             node.notes["verifier"] = "\n".join(score.details.values())
         self._advance_if_answered()
@@ -477,7 +553,7 @@ class SearchProgram:
             except SearchFailed as failure:
                 self.error = str(failure)
             else:
-                self._to_sample += [node for ask in asks if not ask.is_score for node in ask]
+                self._to_sample.extend(node for ask in asks if not ask.is_score for node in ask)
                 self._to_score += [node for ask in asks if ask.is_score for node in ask]
 
     def _request(self, node: SearchNode, limit: int) -> Request:
@@ -500,7 +576,8 @@ class SearchProgram:
             parent.context,
             options,
             node.key,
-            may_continue=bool(node.stop) or limit < search.room(parent),
+            priority=search.priority,
+            may_continue=node.may_continue or bool(node.stop) or limit < search.room(parent),
             pictures=pictures,
         )
 

@@ -18,10 +18,9 @@ from burnish.data.prompt_stream import PromptSample
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import StartStrategy
 from burnish.evaluation.strategies.search import STREAM, Choice, Question, Search, SearchProgram
-from burnish.evaluation.strategies.search_tree import SEARCH, SearchNode, answer_trajectory, mean_logp
+from burnish.evaluation.strategies.search_tree import SEARCH, answer_trajectory, mean_logp
 from burnish.evaluation.strategies.verifiers import Verifier
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.score_types import Score, ScoreRequest
 
 SCORE_BATCH = 64
 """Paths that wait for a local verifier while the engine is busy. More of them make its passes no faster."""
@@ -62,6 +61,9 @@ class SearchRunner:
         self.seed, self.budget, self.max_positions, self.chat = seed, budget, max_positions, chat
         self.keep_trees, self.on_step, self.names = keep_trees, on_step, dict(names or {})
         self._programs: dict[str, SearchProgram] = {}
+        self._num_opened = 0
+        self._submitted: set[str] = set()
+        """The ids of the requests that are in the engine."""
         self._draws: dict[str, tuple[PromptSample, int, float]] = {}
 
     def run(
@@ -84,7 +86,8 @@ class SearchRunner:
                     yield from self._step(program)
             yield from self._finish()
         finally:
-            self.engine.abort([request for p in self._programs.values() for request in p.running], keep=False)
+            self.engine.abort(list(self._submitted), keep=False)
+            self._submitted.clear()
             for program in self._programs.values():
                 program.close()
             self._programs.clear()
@@ -116,7 +119,18 @@ class SearchRunner:
             self.chat,
         )
         is_logp = self.verifier is None or self.verifier.is_logp
-        search = Search(question, self.tokenizer, sampling, self.seed, number, self.budget, self.max_positions, is_logp)
+        search = Search(
+            question,
+            self.tokenizer,
+            sampling,
+            self.seed,
+            number,
+            self.budget,
+            self.max_positions,
+            is_logp,
+            priority=-self._num_opened,  # earlier questions first, so that their answers are saved while later ones are searched
+        )
+        self._num_opened += 1
         program = SearchProgram(search, self.start(search))
         self._programs[search.name] = program
         self._draws[search.name] = draw, number, time.perf_counter()
@@ -126,26 +140,20 @@ class SearchRunner:
         """Submit what a program waits for; yield its trajectory if it has ended."""
         name = program.search.name
         while not program.is_done:
-            requests, scores = program.requests(), program.score_requests()
-            if requests:
+            if requests := program.requests():
                 self.engine.submit(requests)
-            if scores:
-                self._submit_scores(program, scores)
-            if not scores or self.verifier is not None:
-                break
+                self._submitted.update(request.id for request in requests)
+            if self.verifier is None:
+                if program.score_by(mean_logp):
+                    continue
+            elif scores := program.score_requests():
+                self.verifier.submit(scores)
+            break
         if self.on_step is not None:
             self.on_step(program)
         if program.is_done:
             del self._programs[name]
             yield self._trajectory(program, *self._draws.pop(name))
-
-    def _submit_scores(self, program: SearchProgram, requests: Sequence[ScoreRequest]) -> None:
-        if self.verifier is not None:
-            self.verifier.submit(requests)
-            return
-        for request in requests:
-            node = program.search.nodes[int(request.id.rpartition("/")[2])]
-            program.take_score(Score(request.id, mean_logp(node), None))
 
     def _finish(self) -> Iterator[Trajectory]:
         """Let all programs run to their ends."""
@@ -154,6 +162,7 @@ class SearchRunner:
             num_empty += 1
             for completion in self.engine.stream():
                 num_empty = 0
+                self._submitted.discard(completion.id)
                 program = self._programs[completion.id.rpartition("/")[0]]
                 program.take(completion)
                 yield from self._step(program)
@@ -198,20 +207,12 @@ def search_record(program: SearchProgram) -> dict[str, Any]:
         "verifier_calls": cost.scores,
         "verifier_failures": cost.failed_scores,
     }
-    whole = [len(node.tokens) for node in program.search.nodes if _is_whole_answer(node)]
-    found |= {"answer_tokens": sum(whole) / len(whole)} if whole else {}
+    found |= {"answer_tokens": cost.whole_tokens / cost.whole_answers} if cost.whole_answers else {}
     if choice is not None:
         found |= {"votes": dict(choice.votes)} if choice.votes else {}
         found |= {"score": choice.node.score} if choice.node.score is not None else {}
-        found |= dict(choice.numbers)
+        found = dict(choice.numbers) | found
     return found
-
-
-def _is_whole_answer(node: SearchNode) -> bool:
-    """Whether one request sampled a whole answer to the question, as a single sample would."""
-    return (
-        node.is_sampled and not node.stop and node.end != "open" and node.parent is not None and node.parent.index == 0
-    )
 
 
 def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:
@@ -221,7 +222,7 @@ def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:
         {
             "node": node.index,
             "parent": None if node.parent is None else node.parent.index,
-            "text": search.tokenizer.decode(node.tokens),
+            "text": search.added_text(node),
             "tokens": len(node.tokens),
             "sampled": node.is_sampled,
             "end": node.end,

@@ -41,6 +41,8 @@ class SearchNode:
     """The verifier's score of the path to this node; None if it was not scored, or if scoring failed."""
     pictures: tuple[PictureSpan, ...] = ()
     """Images of a root, with their places among its tokens."""
+    num_before: int = 0
+    """Tokens between the root and this node."""
     num_children: int = 0
     limit: int = 0
     """Most tokens that may be sampled for it."""
@@ -50,6 +52,8 @@ class SearchNode:
     """Tokens that end it, besides end tokens."""
     temperature: float | None = None
     """Temperature of its tokens if it is not that of the search."""
+    may_continue: bool = False
+    """Whether another request may continue it even if it ends, so that its engine should keep what it has in its cache."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What the strategy remembers of it and the report shows, such as visits and values."""
 
@@ -88,22 +92,39 @@ class SearchNode:
 
         Read it only when the node's tokens are final.
         """
-        return self.tokens if self.parent is None else (*self.parent.context, *self.tokens)
+        tail: list[SearchNode] = []
+        for node in self.upwards():
+            if node is not self and "context" in node.__dict__:
+                return (*node.context, *(token for one in reversed(tail) for token in one.tokens))
+            tail.append(node)
+        return tuple(token for one in reversed(tail) for token in one.tokens) if self.parent else self.tokens
 
-    def forget_context(self) -> None:
-        """Compute `context` again when it is read next, because the tokens have changed."""
-        self.__dict__.pop("context", None)
+    @cached_property
+    def logp_total(self) -> tuple[float, int]:
+        """Sum and number of the log-probs of the sampled tokens up to the end of this node. Read it when they are final."""
+        total, count = 0.0, 0
+        for node in self.upwards():
+            if node is not self and "logp_total" in node.__dict__:
+                return total + node.logp_total[0], count + node.logp_total[1]
+            if node.logp is not None:
+                total, count = total + float(node.logp.sum(dtype=np.float64)), count + len(node.logp)
+        return total, count
+
+    def forget_totals(self) -> None:
+        """Compute what depends on the tokens again when it is read next, because they have changed."""
+        for name in ("context", "logp_total"):
+            self.__dict__.pop(name, None)
 
     @property
     def num_answer_tokens(self) -> int:
         """Tokens behind the root."""
-        return sum(len(node.tokens) for node in self.upwards() if not node.is_root)
+        return 0 if self.is_root else self.num_before + len(self.tokens)
 
 
 def mean_logp(node: SearchNode) -> float:
     """Return the mean log-prob of the sampled tokens on the path to a node."""
-    parts = [one.logp for one in node.upwards() if one.logp is not None and len(one.logp)]
-    return float(np.concatenate(parts).mean(dtype=np.float64)) if parts else 0.0
+    total, count = node.logp_total
+    return total / count if count else 0.0
 
 
 def answer_trajectory(

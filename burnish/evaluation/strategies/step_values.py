@@ -20,7 +20,7 @@ VALUE, COUNT = "value", "visits"
 
 async def step_values(search: Search, options: StepValueSearch) -> Choice:
     """Sample n answers, estimate the value of their steps, and return the answer with the highest score."""
-    answers = await search.sample(search.root, options.n)
+    answers = await search.sample(search.root, options.n, may_continue=True)
     await search.score(answers)
     choice = best_scored(answers)
     ends: dict[int, SearchNode] = {}
