@@ -178,7 +178,12 @@ load(TrainConfig, None, ["model.new.num_layers=1", "data.train.task=sort_digits"
 """
 
 
-@pytest.mark.parametrize("code", ["import burnish; dir(burnish)", PARSE], ids=["import", "parse a config"])
+REWARD_WORKER = "import burnish.rewards.worker, burnish.data.tasks.registry"
+
+
+@pytest.mark.parametrize(
+    "code", ["import burnish; dir(burnish)", PARSE, REWARD_WORKER], ids=["import", "parse a config", "reward worker"]
+)
 def test_the_light_parts_load_nothing_heavy(code: str) -> None:
     script = f"import sys, time\nt = time.perf_counter()\n{code}\nprint(f'{{time.perf_counter() - t:.3f}} s')\nprint(sorted({HEAVY} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

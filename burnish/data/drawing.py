@@ -7,8 +7,10 @@ depends on its arguments alone, so every machine draws the same pixels.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Colour = tuple[int, int, int]
 
@@ -39,6 +41,8 @@ GLYPH_WIDTH, GLYPH_HEIGHT = 3, 5
 
 def canvas(height: int, width: int, colour: Colour = WHITE) -> np.ndarray:
     """Return an image of one colour."""
+    import numpy as np
+
     return np.full((height, width, 3), colour, dtype=np.uint8)
 
 
@@ -60,6 +64,8 @@ def draw_frame(
 
 def fill_shape(image: np.ndarray, shape: str, x: float, y: float, radius: float, colour: Colour) -> None:
     """Fill a shape of a name of `SHAPES` around a point."""
+    import numpy as np
+
     reach = math.ceil(1.2 * radius) + 1
     left, top = max(math.floor(x) - reach, 0), max(math.floor(y) - reach, 0)
     part = image[top : max(math.floor(y) + reach, 0), left : max(math.floor(x) + reach, 0)]
@@ -74,22 +80,26 @@ def _circle(dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
 
 
 def _square(dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    inside: np.ndarray = np.maximum(np.abs(dx), np.abs(dy)) <= 0.85 * radius
+    import numpy as np
+
+    inside: np.ndarray = np.maximum(abs(dx), abs(dy)) <= 0.85 * radius
     return inside
 
 
 def _triangle(dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    inside: np.ndarray = (dy <= 0.8 * radius) & (2 * np.abs(dx) <= dy + radius)
+    inside: np.ndarray = (dy <= 0.8 * radius) & (2 * abs(dx) <= dy + radius)
     return inside
 
 
 def _diamond(dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    inside: np.ndarray = np.abs(dx) + np.abs(dy) <= 1.1 * radius
+    inside: np.ndarray = abs(dx) + abs(dy) <= 1.1 * radius
     return inside
 
 
 def _cross(dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    far, near = np.maximum(np.abs(dx), np.abs(dy)), np.minimum(np.abs(dx), np.abs(dy))
+    import numpy as np
+
+    far, near = np.maximum(abs(dx), abs(dy)), np.minimum(abs(dx), abs(dy))
     inside: np.ndarray = (far <= radius) & (near <= 0.35 * radius)
     return inside
 

@@ -9,9 +9,7 @@ then of the icon, `x` for a cross), then the cell to click on. Only the point be
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burnish.config.errors import UserError
 from burnish.data.drawing import COLOURS, WHITE, canvas, draw_frame, draw_text, fill_rectangle, fill_shape
@@ -19,6 +17,9 @@ from burnish.data.gui_actions import gui_reward, read_target, write_click
 from burnish.data.row import Message, Row
 from burnish.data.tasks.picture_task import CELLS, EMPTY, PRINTABLE, RESULT, check_side, picture_prompt
 from burnish.data.tasks.task import Dice, first_on_split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CLICK_TARGET = "click_target"
 ICONS = {"circle": "c", "square": "s", "triangle": "t", "cross": "x"}

@@ -10,15 +10,16 @@ and a form), and the number so far. Only what stands behind the last `=` is scor
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from burnish.config.errors import UserError
 from burnish.data.drawing import COLOURS, canvas, fill_shape
 from burnish.data.row import Message, Row
 from burnish.data.tasks.picture_task import CELLS, EMPTY, PRINTABLE, RESULT, check_side, picture_prompt
 from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 COUNT_SHAPES = "count_shapes"
 FORMS = ("circle", "square", "triangle")

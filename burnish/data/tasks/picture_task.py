@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.data.images import ImageInput
 from burnish.data.row import Message
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LEAST_SIDE, MOST_SIDE = 16, 1024
 PRINTABLE = "".join(map(chr, range(32, 127)))

@@ -6,15 +6,16 @@ decides the split.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.data.drawing import BLACK, COLOURS, GLYPH_HEIGHT, GLYPH_WIDTH, canvas, draw_text, fill_rectangle
 from burnish.data.row import Message, Row
 from burnish.data.tasks.picture_task import PRINTABLE, check_side, picture_prompt
 from burnish.data.tasks.task import Dice, check_span, final_answer, first_on_split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 READ_CHART = "read_chart"
 LETTERS = "ABCDEF"

@@ -9,7 +9,6 @@ score only inside reward workers. Some give partial credit; the number is passed
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import random
@@ -132,9 +131,11 @@ def _dataset(name: str, options_text: str, seed: int) -> Any:
 
 def library_version() -> str:
     """The version of the installed library; a UserError if there is none."""
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version("reasoning-gym")
-    except importlib.metadata.PackageNotFoundError as error:
+        return metadata.version("reasoning-gym")
+    except metadata.PackageNotFoundError as error:
         raise UserError(f"reasoning_gym needs the reasoning-gym library: {install_hint('tasks')}") from error
 
 

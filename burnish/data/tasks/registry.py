@@ -1,4 +1,4 @@
-"""Tasks by name, and their checkers for reward workers. It imports neither torch nor the config schema, so that workers start fast."""
+"""Tasks by name, and their checkers for reward workers. It imports neither torch, numpy nor the config schema, so that workers start fast."""
 
 from __future__ import annotations
 

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.data.codes import PATTERNS, read_codes, write_codes
 from burnish.data.row import Row
 from burnish.data.tasks.task import Dice, check_span, first_on_split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SPEAK = "speak"
 VOWELS, CONSONANTS = "aeiou", "bdgklmnprst"
@@ -46,6 +47,8 @@ CER_SLOPE = 3.0
 
 def decode_codes(codes: list[int]) -> np.ndarray:
     """Return the waveform of codes: a frame with two tones for each, float32 [frames * FRAME]."""
+    import numpy as np
+
     time = np.arange(FRAME) / FRAME
     frames = np.zeros((len(codes), FRAME), dtype=np.float32)
     for index, code in enumerate(codes):
@@ -58,6 +61,8 @@ def decode_codes(codes: list[int]) -> np.ndarray:
 
 def encode_waveform(waveform: np.ndarray) -> list[int]:
     """Return the code of each whole frame of a waveform: its strongest tone in each band."""
+    import numpy as np
+
     frames = waveform[: len(waveform) // FRAME * FRAME].reshape(-1, FRAME)
     spectrum = np.abs(np.fft.rfft(frames, axis=1)) * 2 / FRAME  # amplitudes by multiples of 50 Hz
     low = spectrum[:, list(BINS_OF_LOW)]
