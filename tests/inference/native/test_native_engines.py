@@ -65,13 +65,19 @@ def test_a_crowd_gets_the_tokens_and_logprobs_of_a_sampler_without_a_cache(
     """The strongest test: rows move, the cache grows past its first size, prompts are shared, options are mixed."""
     model = tools.decoder(**options)
     wanted = native.mixed_requests()
-    crowds = [tools.run(make(model, max_rows=4), wanted) for make in (DenseEngine, PagedEngine)]
-    for request in wanted:
+    for make in (DenseEngine, PagedEngine):
+        native.agree(tools, model, tools.run(make(model, max_rows=4), wanted), wanted)
+
+
+def test_a_sampler_with_a_forward_for_each_token_draws_the_same(
+    tools: Any, native: Any, model: Decoder, alone: dict[str, Completion]
+) -> None:
+    """`agree` takes all tokens of a completion from one forward."""
+    for request in native.mixed_requests():
         tokens, logp, finish = tools.reference(native.full_forward(model), request)
-        for got in crowds:
-            assert got[request.id].tokens.tolist() == tokens, request.id
-            assert got[request.id].finish == finish
-            np.testing.assert_allclose(got[request.id].logp, np.float32(logp), rtol=2e-7, atol=1e-12)
+        assert alone[request.id].tokens.tolist() == tokens, request.id
+        assert alone[request.id].finish == finish
+        np.testing.assert_allclose(alone[request.id].logp, np.float32(logp), rtol=2e-7, atol=1e-12)
 
 
 @settings(max_examples=12, deadline=None)
