@@ -34,7 +34,7 @@ ENGINES = {
 }
 
 
-def requests_of(family: str, samples: int = 3, max_tokens: int = 21, **sampling: Any) -> list[Request]:
+def requests_of(family: str, samples: int = 2, max_tokens: int = 21, **sampling: Any) -> list[Request]:
     options = SamplingOptions(max_tokens=max_tokens, temperature=0.9, **sampling)
     return [
         Request(f"{i}.{j}", tuple(tokens), options, fold(i, j), pictures=spans)
@@ -91,8 +91,7 @@ def test_log_probs_are_the_learners(
         assert engine.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, (torch.float32, torch.bfloat16), strict=True)], ids=str)
 def test_exact_mode_gives_the_learner_the_very_bits(
     monkeypatch: pytest.MonkeyPatch, tiny_vision: TinyVision, family: str, dtype: torch.dtype
 ) -> None:
