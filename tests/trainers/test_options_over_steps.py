@@ -18,6 +18,8 @@ from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from tests.made_tokenizers import merging
 from tests.trainers.tiny import TINY, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 PPO = ["algorithm=ppo", "algorithm.kl={reward: {coef: 0}, reference: none}"]
 KL = ["algorithm.kl={loss: {coef: 0.5}, reference: frozen}"]
 STEERED = ["algorithm=ppo", "algorithm.kl.reward.coef=0.5", "algorithm.kl.adaptive={target: 0.001, horizon: 10}"]
