@@ -17,6 +17,8 @@ from tests.trainers import test_resume_everything as resuming
 from tests.trainers.test_resume_everything import Moment, at_step, dies, event, killing, updates
 from tests.trainers.tiny import TINY, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 COMMON = ["training.steps=5", "training.mini_batches=2", "run.save_every=2", "reward.workers=1", "rollout.max_tokens=5"]
 RUNS = {
     "chain": ["algorithm=spo_chain", "algorithm.advantage={name: spo_chain, every: 1, rollouts: 3}"],

@@ -23,6 +23,8 @@ from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from tests.trainers.test_resume_everything import COMMON, MOMENTS, dies, killing, result
 from tests.trainers.tiny import ROWS, TINY, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 OLD = [[-1.0, -0.5, -2.0, -0.1], [-0.7, -1.2], [-1.8, -0.9, -1.5], [-2.2, -0.4, -0.6, -1.1]]
 NEW = [[-0.8, -0.9, -1.5, -0.1], [-0.9, -0.6], [-0.5, -2.4, -1.2], [-1.0, -0.4, -0.5, -1.4]]
 REWARDS = [1.0, 0.0, 0.0, 1.0]

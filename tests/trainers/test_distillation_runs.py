@@ -16,6 +16,8 @@ from burnish.run.metrics import read_metrics
 from tests.trainers.test_resume_everything import MOMENTS, STEPS, dies, killing, result
 from tests.trainers.tiny import TINY, WARM, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 TAUGHT = """
 model: {new: {hidden_size: 32, num_layers: 1, num_heads: 2, mlp_size: 64, max_positions: 64}}
 """

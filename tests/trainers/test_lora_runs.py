@@ -21,6 +21,8 @@ from burnish.run.run import Run
 from burnish.trainers.sft import execute as execute_sft
 from tests.trainers.tiny import run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 BASE = """
 data: {train: {task: sort_digits, limit: 24, options: {min_digits: 2, max_digits: 4}}, max_prompt_tokens: 16}
 rollout: {prompts: 24, n: 8, max_tokens: 6}

@@ -14,6 +14,8 @@ from burnish.run.metrics import MACHINE_PREFIXES, read_metrics
 from tests.trainers.test_resume_everything import Moment, dies, event, killing
 from tests.trainers.tiny import run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 TEXT = """
 model: {new: {hidden_size: 32, num_layers: 1, num_heads: 2, mlp_size: 64, max_positions: 64}}
 data: {train: {task: calculator, limit: 16, options: {min_digits: 1, max_digits: 1}}}

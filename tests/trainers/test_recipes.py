@@ -51,8 +51,11 @@ PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "s
 SUPERVISED = [path for path in RECIPES if command_of(path) == "sft"]
 STAGES = [path for path in RECIPES if "\nstages:\n" in path.read_text(encoding="utf-8")]
 """Recipes of several commands in a row, which `test_stages.py` takes through all of theirs."""
-FEW_EXAMPLES = 200
+FEW_EXAMPLES = 50
 RL = [path for path in RECIPES if command_of(path) == "train"]
+
+
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
 
 
 def name(path: Path) -> str:
@@ -65,11 +68,17 @@ def test_every_preset_has_a_recipe_and_every_recipe_a_preset() -> None:
 
 
 def fewer_examples(config: AnyConfig) -> list[str]:
-    """Overrides: a warm start on examples that a task makes needs no thousands of them to be checked."""
-    warm = config.warm_start if isinstance(config, TrainConfig) else None
-    sources = warm.data if warm is not None else []
+    """Overrides: what a task makes for a warm start and for validation needs no thousands of rows to be checked."""
+    if not isinstance(config, TrainConfig):
+        return []
+    sources = config.warm_start.data if config.warm_start is not None else []
     numbers = [source.options.get("num", 0) for source in sources]
-    return [f"warm_start.data.options.num={FEW_EXAMPLES}"] if len(numbers) == 1 and numbers[0] > FEW_EXAMPLES else []
+    overrides = []
+    if len(numbers) == 1 and numbers[0] > FEW_EXAMPLES:
+        overrides.append(f"warm_start.data.options.num={FEW_EXAMPLES}")
+    if (config.validation.limit or 0) > FEW_EXAMPLES:
+        overrides.append(f"validation.limit={FEW_EXAMPLES}")
+    return overrides
 
 
 def dry_run(command: str, path: Path, config: AnyConfig, capsys: pytest.CaptureFixture[str]) -> str:

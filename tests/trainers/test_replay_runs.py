@@ -29,6 +29,8 @@ from tests.trainers.test_overlapping_sources import STEPS, TOY, live, numbers, w
 from tests.trainers.test_pipeline import NO_MODELS, Scorer, make_batch, prepared
 from tests.trainers.tiny import run_of
 
+pytestmark = pytest.mark.usefixtures("shared_reward_workers")
+
 REPLAY = "algorithm.replay={share: 0.75, uses: 3, max_age: 3}"
 BEHAVIOUR = -0.125
 
