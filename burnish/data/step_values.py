@@ -4,12 +4,13 @@ A row has a prompt, the steps of an answer, and a value of each step: the probab
 a step without label. It is read from four forms:
 
 - `prompt`, `steps` and `values`. In place of `values`, `ratings` of -1, 0 and 1; or steps that are objects with `text` and `rating`.
+  With `finished` false, the answer goes on behind its last step, as a partial answer of a search does.
 - PRM800K (2305.20050): `question.problem` and `label.steps`. Completions that were not chosen are rows of their own.
 - Math-Shepherd (2312.08935): `input` with a tag at the end of every step, and `label` with + or - in its place.
 - TRL's stepwise supervision: `prompt`, `completions` and `labels`.
 
 Other columns are not read. Steps are tokenised as one answer, joined by the delimiter, and scored where the reward part `model` reads
-them (`models/answer_steps.py`).
+them (`models/answer_steps.py`). An unfinished answer ends with the delimiter of its last step, and has no end token.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class AnswerSteps:
     values: list[float | None]
     suffix: str = ""
     """What its id has after the record's, where a record holds several answers."""
+    is_finished: bool = True
+    """Whether the answer ends with its last step."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def _plain(record: Record, where: str, steps: StepValues) -> AnswerSteps:
             values = [_value(item, place) for item, place in zip(items, places, strict=True)]
         else:
             values = [_rating(item, place, steps) for item, place in zip(items, places, strict=True)]
-    return AnswerSteps(_prompt(record, where), texts, values)
+    return AnswerSteps(_prompt(record, where), texts, values, is_finished=_finished(record, where))
 
 
 def _trl(record: Record, where: str) -> AnswerSteps:
@@ -273,6 +276,13 @@ def _list_of(record: Record, key: str, where: str) -> list[Any]:
     return value
 
 
+def _finished(record: Record, where: str) -> bool:
+    finished = record.get("finished")
+    if not isinstance(finished, bool | None):
+        raise UserError(f"{where}: finished should be true, false or null (as true), got {typed_repr(finished)}")
+    return finished is not False
+
+
 def _value(value: Any, where: str) -> float | None:
     """A value from 0 to 1, a boolean, or null."""
     if value is None:
@@ -311,7 +321,7 @@ def _check_steps(answer: AnswerSteps, where: str, delimiter: str) -> None:
 
 
 def _encode(identity: str, answer: AnswerSteps, where: str, options: EncodingOptions, delimiter: str) -> Encoded:
-    """The tokens of a prompt and its answer, whose steps are joined by the delimiter."""
+    """The tokens of a prompt and its answer, whose steps are joined by the delimiter. Of an unfinished one, the last step has it too."""
     tokenizer = options.tokenizer
     special = next(iter(tokenizer.special_ids([delimiter])), None)
     is_token = special is not None and not options.template.prerendered
@@ -320,15 +330,20 @@ def _encode(identity: str, answer: AnswerSteps, where: str, options: EncodingOpt
         encoded = encode_example(
             Row(identity, answer.prompt, "", None, {}, completion=completion), tokenizer, options.template
         )
-        if special is None or not is_token:
-            return encoded
-        # The name of a special token in a text is plain text, so the token is put between the tokens of the steps.
-        before = _joined([tokenizer.encode(tokenizer.literal(step)) for step in answer.steps[:-1]], special)
+        before: list[int] = []
+        if special is not None and is_token:
+            # The name of a special token in a text is plain text, so the token is put between the tokens of the steps.
+            steps = answer.steps[:-1] if answer.is_finished else answer.steps
+            before = _joined([tokenizer.encode(tokenizer.literal(step)) for step in steps], special)
+        elif not answer.is_finished:
+            text = completion + delimiter
+            before = tokenizer.encode(text if options.template.prerendered else tokenizer.literal(text))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     start = encoded.mask.index(True)
-    tokens = [*encoded.tokens[:start], *before, *encoded.tokens[start:]]
-    mask = [*encoded.mask[:start], *([True] * len(before)), *encoded.mask[start:]]
+    end = len(encoded.tokens) if answer.is_finished else start  # what comes from there on has an end token
+    tokens = [*encoded.tokens[:start], *before, *encoded.tokens[start:end]]
+    mask = [*encoded.mask[:start], *([True] * len(before)), *encoded.mask[start:end]]
     return Encoded(tokens, mask, encoded.pictures)
 
 

@@ -98,6 +98,7 @@ GOOD = {"prompt": "p", "steps": ["a", "b"], "values": [1, 0]}
         ({**GOOD, "values": [1, float("nan")]}, r"values\[1\] should be a number from 0 to 1"),
         ({**GOOD, "values": None}, "the steps have no values"),
         ({**GOOD, "ratings": [1, 1]}, "values in several places"),
+        ({**GOOD, "finished": "no"}, "finished should be true, false or null"),
         ({"prompt": "p", "steps": ["a"], "ratings": [2]}, r"ratings\[0\] should be -1"),
         ({"steps": ["a"], "values": [1]}, "no column 'prompt'"),
         ({"prompt": "p", "answer": "a"}, "no steps; a row has prompt, steps and values"),
@@ -133,6 +134,34 @@ def test_a_step_is_scored_at_its_delimiter_and_the_last_at_the_end_token(tmp_pat
     assert tokenizer.decode(row.tokens, skip_special=False) == "p>ab;c<eos>"
     assert (row.positions, row.values, row.labelled) == ([4, 6], [None, 0.5], [(6, 0.5)])
     assert left_out.notes == []
+
+
+def test_an_unfinished_answer_ends_with_its_delimiter_and_has_no_end_token(tmp_path: Path) -> None:
+    """Its last step is scored where a search reads a partial answer; the steps before it as in a finished one."""
+    row = {"prompt": "p>", "steps": ["ab", "c"], "values": [1, 0.5]}
+    for finished, text, positions in (
+        (True, "p>ab;c<eos>", [4, 6]),
+        (None, "p>ab;c<eos>", [4, 6]),
+        (False, "p>ab;c;", [4, 6]),
+    ):
+        tokenizer = Tokenizer.from_characters(LETTERS)
+        ((found,), _) = load(tmp_path, tokenizer, SEMICOLON, {**row, "finished": finished})
+        assert tokenizer.decode(found.tokens, skip_special=False) == text
+        assert (found.positions, found.values) == (positions, [1.0, 0.5])
+    wide = StepValues(delimiter=";;")
+    ((found,), _) = load(tmp_path, tokenizer, wide, {**row, "finished": False})
+    assert (tokenizer.decode(found.tokens), found.positions) == ("p>ab;;c;;", [5, 8])
+
+
+@pytest.mark.parametrize(("delimiter", "ends"), [(STEP_MARK, [STEP_MARK, STEP_MARK]), (";", [";", ";"])])
+def test_an_unfinished_answer_of_a_chat_ends_inside_the_turn(tmp_path: Path, delimiter: str, ends: list[str]) -> None:
+    tokenizer = Tokenizer.from_characters(LETTERS, [STEP_MARK, "<end>"], CHAT)
+    row = {"prompt": "p", "steps": ["ab", "c"], "values": [1, 0], "finished": False}
+    ((found,), _) = load(tmp_path, tokenizer, StepValues(delimiter=delimiter), row)
+    pieces = tokenizer.pieces(found.tokens, skip_special=False)
+    assert "".join(pieces) == f"[user]p<end>\n[assistant]ab{delimiter}c{delimiter}"
+    assert [pieces[at] for at in found.positions] == ends
+    assert found.positions[-1] == len(pieces) - 1
 
 
 def test_the_name_of_a_special_token_divides_and_a_template_s_last_line_break_is_not_read(tmp_path: Path) -> None:
