@@ -15,7 +15,8 @@ def add_steps_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_samples(parser)
     add_output(parser)
-    add("--step", default="\n\n", help="what ends a step, as strategy.step of the search (default: a blank line)")
+    text = "what ended a step of the search, for completions that do not say it (default: what they say)"
+    add("--step", metavar="TEXT", help=text)
     text = "fewest continuations behind a value; steps with fewer have no label (default 1)"
     add("--min-count", type=int, default=1, metavar="N", help=text)
     add("--mixed", action="store_true", help="leave out answers whose steps all have the same value")

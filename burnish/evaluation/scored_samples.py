@@ -26,6 +26,7 @@ from burnish.data.curation.pass_rates import (
 from burnish.data.files import Record, find_files
 from burnish.data.row import Message
 from burnish.data.row_formats import source_name
+from burnish.evaluation.strategies.spec import ORACLE
 from burnish.run.durable_files import checksums
 from burnish.run.run_directory import RunDirectory
 from burnish.run.samples import read_table, sample_files
@@ -162,8 +163,8 @@ class SearchedTree:
     sample: ScoredSample
     """The chosen answer."""
     nodes: Sequence[Node]
-    is_oracle: bool
-    """Whether scores compare with the expected answer."""
+    search: Mapping[str, Any]
+    """What the row says of its search, such as `strategy`, `verifier` and `step`."""
 
     def paths(self) -> Iterator[list[Node]]:
         """Yield the nodes between the root and each leaf. Conversations that a strategy opened besides the question are left out."""
@@ -189,10 +190,23 @@ def read_trees(path: Path) -> list[SearchedTree]:
             raise UserError(
                 f"{where}: the row has no tree: make the file with `burnish eval DIR DATA --strategy NAME --keep-trees`"
             )
-        found.append(
-            SearchedTree(where, scored_sample(where, record), search["tree"], search.get("verifier") == "oracle")
-        )
+        found.append(SearchedTree(where, scored_sample(where, record), search["tree"], search))
     return found
+
+
+def check_is_oracle(where: str, strategy: str, verifier: str | None) -> None:
+    """Raise a UserError unless the answer key scores the trees of a strategy, so that they tell which answers are right."""
+    if verifier == ORACLE:
+        return
+    if verifier is None:
+        raise UserError(
+            f"{where}: strategy {strategy} has no verifier, so the answers of its trees have no scores, and only the chosen one is known to be "
+            "right or wrong: leave --trees out, or search with --strategy best_of_n strategy.verifier=oracle"
+        )
+    raise UserError(
+        f"{where}: the trees of strategy {strategy} are scored by {verifier}, without the answer key, so only the chosen answer is known to be "
+        "right or wrong: leave --trees out, or search with strategy.verifier=oracle"
+    )
 
 
 def tree_samples(path: Path) -> list[ScoredSample]:
@@ -202,11 +216,7 @@ def tree_samples(path: Path) -> list[ScoredSample]:
     """
     found: list[ScoredSample] = []
     for tree in read_trees(path):
-        if not tree.is_oracle:
-            raise UserError(
-                f"{tree.where}: the tree was scored without the answer key, so only its chosen answer is known to be right or wrong: leave "
-                "--trees out, or search with strategy.verifier=oracle"
-            )
+        check_is_oracle(tree.where, tree.search.get("strategy", "(not named)"), tree.search.get("verifier"))
         chosen = tree.sample
         for nodes in tree.paths():
             leaf, text = nodes[-1], "".join(node["text"] for node in nodes)

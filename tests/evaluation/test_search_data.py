@@ -55,7 +55,7 @@ def completions(tmp_path: Path) -> Path:
         "accuracy": 1.0,
         "length": 24,
         "answer": "4",
-        "search": {"tokens": 50, "verifier": "oracle", "tree": TREE},
+        "search": {"tokens": 50, "strategy": "mcts", "verifier": "oracle", "step": "\n\n", "tree": TREE},
     }
     path = tmp_path / "searched.jsonl"
     path.write_text(json.dumps(record) + "\n")
@@ -79,10 +79,95 @@ def test_paths_of_steps_become_rows_and_rollouts_do_not(completions: Path, tmp_p
             "steps": ["two and two", "is four", "4"],
             "values": [0.75, 0.5, 1.0],
             "counts": [4, 2, 1],
+            "finished": True,
             "id": "rows.jsonl/0",
         },
-        {"prompt": "2+2?", "steps": ["five"], "values": [0.0], "counts": [1], "id": "rows.jsonl/0"},
+        {
+            "prompt": "2+2?",
+            "steps": ["five"],
+            "values": [0.0],
+            "counts": [1],
+            "finished": True,
+            "id": "rows.jsonl/0",
+        },
     ]
+    manifest = json.loads((tmp_path / "steps.jsonl.manifest.json").read_text())
+    assert manifest["asked"]["delimiter"] == "\n\n"
+
+
+def test_paths_that_go_on_are_unfinished_and_texts_that_were_cut_off_are_no_steps(
+    completions: Path, tmp_path: Path
+) -> None:
+    """An open leaf and a step whose end is not the answer's are scored at the delimiter. A row of each kind is no repetition."""
+    tree = [
+        node(0, None, "2+2?"),
+        node(1, 0, "two\n\n", value=0.5, visits=4),
+        node(2, 1, "is fou", 0.25, "length", value=0.25, visits=1),
+        node(3, 0, "five\n\n", value=0.0, visits=2),
+        node(4, 3, "so\n\n", value=0.125, visits=2),
+        node(5, 0, "five", 0.0, "stop", value=0.0, visits=1),
+        node(6, 0, "four", value=0.75, visits=2),
+        node(7, 6, " or so\n\n", value=0.5, visits=2),
+    ]
+    record = rows(completions)[0]
+    record["search"]["tree"] = tree
+    completions.write_text(json.dumps(record) + "\n")
+    out = tmp_path / "steps.jsonl"
+    assert data("steps", completions, out) == 0
+    assert [(row["steps"], row["values"], row["finished"]) for row in rows(out)] == [
+        (["two"], [0.5], False),
+        (["five", "so"], [0.0, 0.125], False),
+        (["five"], [0.0], True),
+    ]
+    assert json.loads((tmp_path / "steps.jsonl.manifest.json").read_text())["left_out"] == {
+        "paths without a step that has a value": 1,
+        "steps or rollouts that were cut off before they ended": 2,
+    }
+    tokenizer = Tokenizer.from_characters("".join(sorted(set("2+?two fivesour\n"))))
+    answers, left_out = load_stepped_answers(
+        [Source(path=str(out))], EncodingOptions(tokenizer, Template(), max_tokens=100), StepValues()
+    )
+    texts = [tokenizer.decode(answer.tokens, skip_special=False) for answer in answers]
+    assert texts == ["2+2?two\n\n", "2+2?five\n\nso\n\n", "2+2?five<eos>"]
+    assert [answer.positions for answer in answers] == [[8], [9, 13], [8]]
+    assert not left_out.notes
+
+
+def with_step(completions: Path, *steps: object) -> None:
+    """Write the row once for each step of its search; `...` is a row that does not say it."""
+    record = rows(completions)[0]
+    lines = []
+    for step in steps:
+        search = {key: value for key, value in record["search"].items() if key != "step"}
+        lines.append(json.dumps(record | {"search": search if step is ... else search | {"step": step}}) + "\n")
+    completions.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words", "reason"),
+    [
+        (["\n\n"], ["--step", "\n"], r"--step '\n', but the steps of this search ended with '\n\n'"),
+        ([None], [], "strategy.step is null"),
+        ([None], ["--step", "\n\n"], "strategy.step is null"),
+        ([...], [], "does not say what ended a step of its search (mcts)"),
+        (["\n\n", "\n"], [], r"ended with '\n', and those before it with '\n\n'"),
+    ],
+)
+def test_steps_that_the_model_did_not_write_are_refused(
+    completions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: list, words: list[str], reason: str
+) -> None:
+    with_step(completions, *steps)
+    assert data("steps", completions, tmp_path / "steps.jsonl", *words) != 0
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "steps.jsonl").exists()
+
+
+def test_completions_that_do_not_say_their_step_need_it_as_an_option(completions: Path, tmp_path: Path) -> None:
+    said, given = tmp_path / "said.jsonl", tmp_path / "given.jsonl"
+    assert data("steps", completions, said) == 0
+    with_step(completions, ...)
+    assert data("steps", completions, given, "--step", "\n\n") == 0
+    assert rows(given) == rows(said)
 
 
 def test_steps_with_few_continuations_have_no_label(completions: Path, tmp_path: Path) -> None:
@@ -146,11 +231,12 @@ def test_rows_are_searched_first_and_become_labels_and_demonstrations(tmp_path: 
     assert all(row["completion"] == row["prompt"].rstrip(">") for row in found)
     labels = tmp_path / "steps.jsonl"
     searched = tmp_path / "right.completions.jsonl"
-    assert data("steps", searched, labels, "--step", "1", "--prompts", source) == 0
+    assert {row["search"]["step"] for row in rows(searched)} == {"1"}
+    assert data("steps", searched, labels, "--prompts", source) == 0
     for row in rows(labels):
         assert len(row["steps"]) == len(row["values"]) == len(row["counts"])
         is_right = "1".join(row["steps"]) in (row["prompt"].rstrip(">"), row["prompt"].rstrip(">").removesuffix("1"))
-        assert row["values"][-1] == 1.0 or not is_right
+        assert row["values"][-1] == 1.0 or not is_right or not row["finished"]
     before = searched.stat().st_mtime_ns
     assert data("reject", source, out, *search, *words) == 0
     assert searched.stat().st_mtime_ns == before

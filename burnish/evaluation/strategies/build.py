@@ -59,5 +59,14 @@ def build_search_runner(
         chat if chat.is_chat else None,
         keep_trees,
         on_step,
-        {"strategy": strategy.name} | ({} if part is None else {"verifier": part.name}),
+        _names(strategy),
     )
+
+
+def _names(strategy: Slot) -> dict[str, str | None]:
+    """Return what every record of a search says of it: the strategy, its verifier, and what ends its steps if it has steps."""
+    part = strategy_verifier(strategy)
+    names: dict[str, str | None] = {"strategy": strategy.name}
+    if part is not None:
+        names["verifier"] = part.name
+    return names | strategy.model_dump(include={"step"})

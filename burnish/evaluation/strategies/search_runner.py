@@ -50,12 +50,12 @@ class SearchRunner:
         chat: ChatRenderer | None = None,
         keep_trees: bool = False,
         on_step: Callable[[SearchProgram], None] | None = None,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str | None] | None = None,
     ) -> None:
         """`kinds` gives the verifier that says where an answer is in a completion. Without `verifier`, scores are mean log-probs.
 
         `budget` limits the tokens of one search. With `keep_trees`, trajectories have all nodes in their metadata. `on_step` is called
-        whenever a search has changed. `names` are those of the strategy and its verifier, which every record of a search holds.
+        whenever a search has changed. Every record of a search holds `names`: its strategy, verifier and delimiter of steps.
         """
         self.engine, self.tokenizer, self.start, self.verifier, self.kinds = engine, tokenizer, start, verifier, kinds
         self.seed, self.budget, self.max_positions, self.chat = seed, budget, max_positions, chat
