@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from burnish.cli.data_options import add_output, add_samples, print_progress, print_result
@@ -41,7 +43,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """The options with which `burnish data reject` makes the completions itself."""
     group = parser.add_argument_group(
         "searching first",
-        "with --strategy, the source is what `burnish eval` takes as data: a file of rows, or task:NAME",
+        "with --strategy, the source is what `burnish eval` takes as data: a file of rows, or task:NAME; --force also starts the search again",
     )
     group.add_argument(
         "--strategy", metavar="NAME", help="the strategy that answers the rows (burnish eval --strategies)"
@@ -68,7 +70,10 @@ def search_first(args: argparse.Namespace) -> None:
     if args.prompts is not None:
         raise UserError("--prompts has no effect with --strategy, whose prompts are the rows of the source")
     completions = args.out.with_suffix(".completions.jsonl")
+    if args.trees:
+        _check_trees(args.strategy, args.settings)
     words = [args.model, str(args.source), "--strategy", args.strategy, "--keep-trees", "--out", str(completions)]
+    words += ["--force"] if args.force else []
     if not any(setting.startswith("sampling.temperature=") for setting in args.settings):
         words += ["--temperature", "1"]
     if main(["eval", *words, *args.settings]) != 0:
@@ -77,3 +82,16 @@ def search_first(args: argparse.Namespace) -> None:
         find_files(str(args.source))
         args.prompts = args.source
     args.source = Path(completions)
+
+
+def _check_trees(name: str, settings: Sequence[str]) -> None:
+    """Refuse --trees, before anything is sampled, for a strategy whose trees will not have scores of the answer key."""
+    from burnish.config.loading import load
+    from burnish.evaluation.scored_samples import check_is_oracle
+    from burnish.evaluation.strategies.registry import strategy_verifier
+    from burnish.evaluation.strategies.solve_settings import SolveSettings
+
+    chosen = [text for text in settings if text.partition("=")[0].partition(".")[0].strip() == "strategy"]
+    strategy = load(SolveSettings, None, [f"strategy.name={json.dumps(name)}", *chosen]).config.strategy
+    part = strategy_verifier(strategy)
+    check_is_oracle("--trees", strategy.name, None if part is None else part.name)

@@ -240,6 +240,31 @@ def test_rows_are_searched_first_and_become_labels_and_demonstrations(tmp_path: 
     before = searched.stat().st_mtime_ns
     assert data("reject", source, out, *search, *words) == 0
     assert searched.stat().st_mtime_ns == before
+    assert data("reject", source, out, *search, *words, "seed=1") != 0  # other settings than those of the completions
+    assert searched.stat().st_mtime_ns == before
+    assert data("reject", source, out, *search, *words, "seed=1", "--force") == 0
+    assert searched.stat().st_mtime_ns != before
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "reason"),
+    [
+        ("majority", [], "majority has no verifier"),
+        ("user.py:choose", [], "user.py:choose has no verifier"),
+        ("best_of_n", [], "scored by likelihood"),
+        ("mcts", ["strategy.verifier=self_certainty"], "scored by self_certainty"),
+        ("step_values", ["strategy.verifier.name=likelihood"], "scored by likelihood"),
+    ],
+)
+def test_trees_without_scores_of_the_answer_key_are_refused_before_anything_is_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str, words: list[str], reason: str
+) -> None:
+    """The model does not exist, which an evaluation would say first."""
+    search = ["--strategy", strategy, "--model", tmp_path / "none", "--trees", *words]
+    assert data("reject", tmp_path / "rows.jsonl", tmp_path / "out.jsonl", *search) != 0
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "strategy.verifier=oracle" in said
 
 
 def test_options_of_a_search_without_one_are_refused(
