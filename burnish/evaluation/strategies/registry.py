@@ -22,11 +22,14 @@ from burnish.evaluation.strategies.mcts import mcts
 from burnish.evaluation.strategies.rebase import rebase
 from burnish.evaluation.strategies.revise import revise
 from burnish.evaluation.strategies.search import Choice, Search
+from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, ByDifficulty, StrategyRecord, VerifierPart
 from burnish.evaluation.strategies.step_values import step_values
 
 StrategyFunction = Callable[[Search, Any], Coroutine[Any, Any, Choice]]
 StartStrategy = Callable[[Search], Coroutine[Any, Any, Choice]]
+PLUGIN_WIDTH = 16
+"""Requests at the same time that a plug-in is expected to have. It sets the size of an engine's batches and no result."""
 
 STRATEGIES: Mapping[str, StrategyFunction] = {
     "single": votes.single,
@@ -79,4 +82,13 @@ def load_strategy(strategy: Slot, base: Path | None = None) -> StartStrategy:
         )
     options = {name: value for name, value in strategy.options.items() if name != "verifier"}
     check_options(user, options, f"strategy {strategy.name}")
-    return lambda search: user(search, **options)
+
+    async def checked(search: Search) -> Choice:
+        choice = await user(search, **options)
+        if not isinstance(choice, Choice) or not isinstance(choice.node, SearchNode):
+            raise UserError(
+                f"strategy {strategy.name} returned {choice!r:.80}, expected a Choice with a node of the search: Choice(node)"
+            )
+        return choice
+
+    return checked
