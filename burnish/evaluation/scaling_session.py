@@ -149,7 +149,8 @@ def plan_scaling(
         chosen = None if strategy is None else strategy.model_dump(mode="json")
         resolved = plain | {"sampling": sampling, "strategy": chosen, "keep_trees": kept}
         settings = fingerprint(resolved, base.base, model)
-        config = EvalConfig.model_validate(resolved)
+        # The record itself: read from its dump, options that were left out would count as given.
+        config = EvalConfig.model_validate(resolved | {"strategy": strategy})
         return EvalJob(OutputPaths(file, folder / f"{file}.jsonl"), config, base.base, settings, strategy is None)
 
     pool = job(POOL, None, max(budgets))

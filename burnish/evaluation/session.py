@@ -32,6 +32,7 @@ from burnish.evaluation.output_paths import COMBINED_NAME, OutputPaths
 from burnish.evaluation.result import Result, result_json, summarise
 from burnish.evaluation.settings import EvalConfig
 from burnish.evaluation.strategies.build import build_search_runner
+from burnish.evaluation.strategies.registry import strategy_width
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, cache_token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
@@ -84,7 +85,8 @@ class PreparedEval:
     @property
     def num_requests(self) -> int:
         """Number of completions to sample; with a strategy, how many of them can be open at once."""
-        width = getattr(self.job.config.strategy, "n", 1)
+        strategy = self.job.config.strategy
+        width = 1 if strategy is None else strategy_width(strategy)
         return len(self.prompts) * self.job.config.sampling.n * width
 
     @property

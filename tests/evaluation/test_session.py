@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from burnish.config.environment import Environment
-from burnish.evaluation.session import MAX_ROWS, WORK_BYTES, most_new_tokens, plan_batch_size
+from burnish.core.engine import SamplingOptions
+from burnish.data.prompt_pool import Prompt
+from burnish.data.row import Row
+from burnish.evaluation.output_paths import OutputPaths
+from burnish.evaluation.session import (
+    MAX_ROWS,
+    WORK_BYTES,
+    EvalJob,
+    PreparedEval,
+    most_new_tokens,
+    plan_batch_size,
+)
+from burnish.evaluation.settings import load_settings
+from burnish.evaluation.strategies.registry import PLUGIN_WIDTH
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB
 
 TOKEN = 28_672  # KV-cache bytes per token of a 1.5B model
@@ -46,3 +61,17 @@ def test_a_context_of_an_episode_may_grow_to_its_limit_and_not_only_by_answers()
     assert most_new_tokens(4, 256, game, 32768) == 2 * 5 * 256  # the board is not in the row
     assert most_new_tokens(4, 256, game, 512) == 508
     assert most_new_tokens(4, 256, game, None) == 2 * 5 * 256
+
+
+def prepared(num_prompts: int, *overrides: str) -> PreparedEval:
+    config = load_settings("task:sort_digits", {"sampling.temperature": 1.0}, overrides, {}).config
+    job = EvalJob(OutputPaths("d", Path("d.jsonl")), config, Path(), {})
+    prompts = [Prompt(Row(str(k), "1", "d", "1"), "1", [1]) for k in range(num_prompts)]
+    return PreparedEval(job, prompts, SamplingOptions(max_tokens=4))
+
+
+def test_rows_are_planned_for_all_requests_that_the_searches_have_at_once() -> None:
+    assert prepared(8, "sampling.n=2").num_requests == 16
+    assert prepared(8, "strategy=mcts").num_requests == 8 * 16
+    assert prepared(8, "strategy={name: revise, chains: 3}", "sampling.n=2").num_requests == 48
+    assert prepared(8, "strategy=own.py:search").num_requests == 8 * PLUGIN_WIDTH

@@ -55,13 +55,19 @@ def strategy_record(name: str, **options: Any) -> StrategyRecord:
 
 
 def strategy_verifier(strategy: Slot) -> VerifierPart | None:
-    """Return the verifier of a strategy; None if it compares no scores."""
+    """Return the verifier of a strategy; None if it scores nothing with these options."""
     if isinstance(strategy, Plugin):
         given = strategy.options.get("verifier")
         return (
             None if given is None else VerifierPart.model_validate({"name": given} if isinstance(given, str) else given)
         )
-    return getattr(strategy, "verifier", None)
+    assert isinstance(strategy, StrategyRecord)
+    return getattr(strategy, "verifier", None) if strategy.scores else None
+
+
+def strategy_width(strategy: Slot) -> int:
+    """Return the requests that one search of a strategy is expected to have at the same time."""
+    return strategy.width if isinstance(strategy, StrategyRecord) else PLUGIN_WIDTH
 
 
 def strategy_needs(strategy: Slot) -> set[str]:

@@ -39,6 +39,21 @@ class StrategyRecord(Slot):
         """Whether it compares several answers to one question, which are all alike at temperature 0."""
         return getattr(self, "n", 2) > 1
 
+    @property
+    def width(self) -> int:
+        """The requests that one search is expected to have at the same time. It sets the size of an engine's batches and no result."""
+        return getattr(self, "n", 1)
+
+    @property
+    def scores(self) -> bool:
+        """Whether any answer is scored with these options."""
+        return self.verified
+
+    @property
+    def votes(self) -> bool:
+        """Whether it counts equal answers with these options, so that several answers without a text to compare say nothing."""
+        return getattr(self, "choose", None) == "vote"
+
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return this strategy with the work of `budget` parallel answers, for `burnish eval --scaling`; None if it has no such size.
 
@@ -78,6 +93,10 @@ class Majority(StrategyRecord):
     n: int = Field(16, ge=1)
     """Answers sampled."""
 
+    @property
+    def votes(self) -> bool:
+        return self.n > 1
+
 
 class WeightedVote(StrategyRecord):
     """Samples n answers and returns the one with the largest sum of the verifier's scores."""
@@ -94,6 +113,10 @@ class WeightedVote(StrategyRecord):
     """Weigh a vote by (n - rank + 1) to this power, with the best score at rank 1. null weighs it by the score itself."""
     verifier: Verifier = VerifierPart()
     """What scores the answers."""
+
+    @property
+    def votes(self) -> bool:
+        return self.n > 1
 
 
 class BestOfN(StrategyRecord):
@@ -143,15 +166,25 @@ class Revise(StrategyRecord):
     def needs_variety(self) -> bool:
         return self.chains > 1
 
-    def at_budget(self, budget: int) -> StrategyRecord | None:
-        """Return chains of as many answers as the budget has for each of them."""
-        whole = budget % self.chains == 0
-        return self.with_options(rounds=budget // self.chains - 1) if whole else None
+    @property
+    def width(self) -> int:
+        return self.chains
 
     @property
     def scores(self) -> bool:
-        """Whether any answer is scored."""
         return self.feedback == "verifier" or self.choose in ("best", "by_chain")
+
+    @property
+    def votes(self) -> bool:
+        return self.choose in ("vote", "by_chain") or (self.choose == "last" and self.chains > 1)
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return chains of as many answers as the budget has for each of them. A rule that stops none of them is left out."""
+        if budget % self.chains:
+            return None
+        rounds = budget // self.chains - 1
+        has_rule = self.stop_when_same is not None and self.stop_when_same < rounds
+        return self.with_options(rounds=rounds, stop_when_same=self.stop_when_same if has_rule else None)
 
     @model_validator(mode="after")
     def _check_feedback(self) -> Revise:
@@ -161,6 +194,10 @@ class Revise(StrategyRecord):
         if self.feedback != "verifier" and quotes:
             raise ValueError(
                 f"revise.request has {quotes[0]}, which is for feedback verifier, and feedback is {self.feedback}"
+            )
+        if self.stop_when_same is not None and self.stop_when_same >= self.rounds:
+            raise ValueError(
+                f"revise.stop_when_same {self.stop_when_same} ends no chain early, with rounds {self.rounds}: set it below rounds, or leave it out"
             )
         if self.feedback != "self" and self.critique is not None:
             raise ValueError(f"revise.critique is for feedback self, and feedback is {self.feedback}: leave it out")
@@ -198,6 +235,10 @@ class BudgetForcing(StrategyRecord):
     answer_tokens: int = Field(64, ge=1)
     """Most tokens of the answer behind a cut thinking. That many are kept free for it."""
 
+    @property
+    def votes(self) -> bool:
+        return self.n > 1
+
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return it with one wait less than the budget: each makes the model think on."""
         return self.with_options(waits=budget - 1)
@@ -234,8 +275,25 @@ class EarlyStopping(StrategyRecord):
     confidence: float = Field(0.95, gt=0.5, lt=1)
     """For rule beta."""
 
+    @property
+    def width(self) -> int:
+        return min(self.window, self.n)
+
+    @property
+    def votes(self) -> bool:
+        return self.n > 1
+
+    def at_budget(self, budget: int) -> StrategyRecord | None:
+        """Return it with `budget` answers at most, in windows that are no larger."""
+        given = {"window": min(self.window, budget)} if "window" in self.model_fields_set else {}
+        return self.with_options(n=budget, **given)
+
     @model_validator(mode="after")
-    def _check_confidence(self) -> EarlyStopping:
+    def _check_options(self) -> EarlyStopping:
+        if self.window > self.n and "window" in self.model_fields_set:
+            raise ValueError(
+                f"early_stopping.window {self.window} is above n {self.n}, which is the most that is sampled: set it to {self.n} or less"
+            )
         if self.rule != "beta" and self.confidence != type(self).model_fields["confidence"].default:
             raise ValueError(f"early_stopping.confidence is for rule beta, and rule is {self.rule}: leave it out")
         return self
@@ -260,6 +318,11 @@ class StepValueSearch(StrategyRecord):
     """every: all steps. bisect: those that a search for the first wrong step of a wrong answer visits."""
     verifier: Verifier = VerifierPart(name=ORACLE)
     """What scores the continuations."""
+
+    @property
+    def width(self) -> int:
+        """Return the continuations of one step of each answer. There may be as many of every other step."""
+        return self.n * self.rollouts
 
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return None: it makes data, and its answers are those of best_of_n."""
@@ -380,6 +443,11 @@ class Mcts(StepSearch):
     """best: the finished answer with the highest score. visits: the end of the most visited path. vote: the answer with the largest sum of
     scores of finished answers."""
 
+    @property
+    def width(self) -> int:
+        """Return the expansions or rollouts of one iteration."""
+        return min(self.parallel, self.simulations) * max(self.children, self.rollouts)
+
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return this search with `budget` simulations."""
         return type(self).model_validate({**self.model_dump(exclude_unset=True), "simulations": budget})
@@ -453,6 +521,18 @@ class ByDifficulty(StrategyRecord):
     verifier: Verifier = VerifierPart()
     """What scores the probe (predict score), and the answers of all levels' strategies."""
 
+    @property
+    def width(self) -> int:
+        return max(self.probe, *(level.strategy.width for level in self.levels))
+
+    @property
+    def scores(self) -> bool:
+        return self.predict == "score" or any(level.strategy.scores for level in self.levels)
+
+    @property
+    def votes(self) -> bool:
+        return self.predict == "agreement" or any(level.strategy.votes for level in self.levels)
+
     def at_budget(self, budget: int) -> StrategyRecord | None:
         """Return it with the budget for its largest level, shares of it for the others, and a probe that is no larger than any level."""
         sizes = [getattr(level.strategy, "n", 0) for level in self.levels]
@@ -477,13 +557,12 @@ class ByDifficulty(StrategyRecord):
             raise ValueError(f"by_difficulty.levels go from easy to hard, so at_least must fall, and is {given}")
         for level in self.levels:
             own = getattr(level.strategy, "verifier", self.verifier)
-            if own not in (self.verifier, VerifierPart()):
+            if "verifier" in level.strategy.model_fields_set and own != self.verifier:
                 raise ValueError(
                     f"by_difficulty.levels: {level.strategy.name} has a verifier ({own.name}) of its own, but all levels have one: give it "
                     "as by_difficulty.verifier"
                 )
-        used = self.predict == "score" or any(level.strategy.verified for level in self.levels)
-        if not used and self.verifier != VerifierPart():
+        if not self.scores and self.verifier != VerifierPart():
             raise ValueError(
                 "by_difficulty.verifier has no effect: predict is agreement, and no level's strategy compares scores"
             )
