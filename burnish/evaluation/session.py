@@ -32,7 +32,8 @@ from burnish.evaluation.output_paths import COMBINED_NAME, OutputPaths
 from burnish.evaluation.result import Result, result_json, summarise
 from burnish.evaluation.settings import EvalConfig
 from burnish.evaluation.strategies.build import build_search_runner
-from burnish.evaluation.strategies.registry import strategy_width
+from burnish.evaluation.strategies.registry import load_strategy, strategy_verifier, strategy_width
+from burnish.evaluation.strategies.verifiers import check_verifier
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, cache_token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
@@ -148,6 +149,8 @@ def run_evaluations(
         ready = [_prepare(job, policy, say) for job in jobs]
         first.attach_scorers(build_scorers(jobs[0].config.reward, policy.tokenizer, jobs[0].base))
         _check_rows(first, ready[0])
+        for one in ready:
+            _check_search(one, policy)
         engine = _engine(policy, ready, say)
         start_s = _say_ready(model, jobs[0], policy, engine, say)
         found = []
@@ -246,6 +249,17 @@ def _driver(one: PreparedEval, policy: PolicyModel, engine: Engine) -> Driver:
         config.budget,
         config.keep_trees,
     )
+
+
+def _check_search(one: PreparedEval, policy: PolicyModel) -> None:
+    """Check the strategy of a job and its verifier, before the first token of any job is sampled."""
+    config, base = one.job.config, one.job.base
+    if config.strategy is None:
+        return
+    load_strategy(config.strategy, base)
+    part = strategy_verifier(config.strategy)
+    if part is not None:
+        check_verifier(part, policy, config.reward, base, {prompt.row.id: prompt.row for prompt in one.prompts})
 
 
 def _check_rows(rewards: Rewards, one: PreparedEval) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,37 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
     assert main(command(model, *arguments)) == 2
     assert message in capsys.readouterr().err
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_errors_of_a_verifier_name_its_option(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("v.py").write_text("def score(apple):\n    return 1.0\n")
+    best = ("--strategy", "best_of_n", "strategy.n=2", "strategy.verifier.name=v.py:score", "--out", "o.jsonl")
+    assert main(command(model, *best)) == 2
+    shown = capsys.readouterr().err
+    assert "strategy.verifier (v.py:score): the parameters of 'v.py:score' (apple) match no known convention" in shown
+    assert "reward.parts" not in shown
+    Path("w.py").write_text("def score(prompts, completions, colour, **kwargs):\n    return [1.0] * len(prompts)\n")
+    assert main(command(model, *best, "strategy.verifier.name=w.py:score")) == 2
+    shown = capsys.readouterr().err
+    assert "strategy.verifier (w.py:score) needs a column 'colour'" in shown
+    assert "reward.parts" not in shown
+
+
+def test_the_verifiers_of_all_data_sets_are_checked_before_anything_is_sampled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=512)
+    Path("wide").mkdir()
+    load_policy(Model(new=new, device="cpu"), None, string.printable, seed=1).save(Path("wide"))
+    # The question of countdown states all that its check needs; that of sort_digits does not.
+    datasets = ["task:countdown", "task:sort_digits", "--limit", "2", "--temperature", "1", "reward.workers=1"]
+    stated = ["--strategy", "best_of_n", "strategy.n=2", "strategy.verifier=task", "--out", "o"]
+    assert main(["eval", "wide", *datasets, "--max-tokens", "4", *stated]) == 2
+    shown = capsys.readouterr()
+    assert "verifier task checks what the question states" in shown.err
+    assert "ready after" not in shown.err
+    assert "countdown" not in shown.out
+    assert not Path("o").exists()
 
 
 def test_a_strategy_plays_no_episodes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

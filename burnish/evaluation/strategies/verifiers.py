@@ -8,7 +8,8 @@ config. `likelihood` and `self_certainty` need the policy alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.judge_options import JudgeOptions
-from burnish.rewards.reward_parts import JUDGE, MODEL
+from burnish.rewards.reward_parts import JUDGE, MODEL, check_parts
 from burnish.rewards.score_types import Score, ScoreRequest
 from burnish.rewards.scoring import Rewards
 
@@ -37,6 +38,8 @@ STATED = {"countdown": ("numbers",), "proofs": ()}
 """Generated tasks whose question states all that their check needs, and the columns that it is in: numbers and a target, or a theorem."""
 PACK_TOKENS = 8192
 """Most tokens in one forward pass of `self_certainty`."""
+OPTION, REWARD_OPTION = "strategy.verifier", "reward.parts[0]"
+"""The option that a verifier has in a config, and the one that its reward has in messages about rewards."""
 LOGIT_ROWS = 256
 """Positions whose logits are in memory at the same time."""
 
@@ -98,15 +101,23 @@ class RewardVerifier:
         return self._rewards.pending
 
     def submit(self, requests: Sequence[ScoreRequest]) -> None:
-        self._rewards.submit([self._with_row(request) for request in requests])
+        scored = [self._with_row(request) for request in requests]
+        with self._errors():
+            self._rewards.submit(scored)
 
     def poll(self, timeout_s: float | None) -> list[Score]:
-        scores = self._rewards.poll(timeout_s)
-        # Details of a check against the key may state the key, and strategies quote details to the model.
-        return [replace(score, details={}) for score in scores] if self._is_oracle else scores
+        with self._errors():
+            scores = self._rewards.poll(timeout_s)
+        if self._is_oracle:
+            # Details of a check against the key may state the key, and strategies quote details to the model.
+            return [replace(score, details={}) for score in scores]
+        return [score if score.error is None else replace(score, error=_of_verifier(score.error)) for score in scores]
 
     def close(self) -> None:
         self._rewards.close()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._is_oracle else errors_of_verifier()
 
     def _with_row(self, request: ScoreRequest) -> ScoreRequest:
         if self._rows is None:
@@ -114,6 +125,19 @@ class RewardVerifier:
         row = self._rows[question_of(request.id)]
         columns = row.extra if self._is_oracle else _stated_columns(row)
         return replace(request, answer=row.answer, extra=dict(columns), nested=row.nested, style=row.style)
+
+
+def _of_verifier(message: str) -> str:
+    return message.replace(REWARD_OPTION, OPTION)
+
+
+@contextmanager
+def errors_of_verifier() -> Iterator[None]:
+    """Errors of the reward that is a verifier name the option of the verifier."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(_of_verifier(str(error))) from error
 
 
 def question_of(request: str) -> str:
@@ -140,9 +164,7 @@ def build_verifier(
     `reward` is that of the evaluation: the oracle scores with it, and the others take its workers and limits. Everything about the
     options that can be wrong is found here.
     """
-    where = f"strategy.verifier ({part.name})"
-    if part.name in (LIKELIHOOD, SELF_CERTAINTY, ORACLE, "task") and part.options:
-        raise UserError(f"{where} has no options, got {', '.join(part.options)}")
+    _check_options(part, policy, rows)
     if part.name == LIKELIHOOD:
         return None
     if part.name == SELF_CERTAINTY:
@@ -150,15 +172,38 @@ def build_verifier(
     if part.name == ORACLE:
         return RewardVerifier(_scored(reward, policy.tokenizer, base), rows, is_oracle=True)
     if part.name == "task":
-        for row in rows.values():
-            _stated_columns(row)
-        return RewardVerifier(_scored(_with_part(reward, "task", {}), policy.tokenizer, base), rows)
+        with errors_of_verifier():
+            return RewardVerifier(_scored(_with_part(reward, "task", {}), policy.tokenizer, base), rows)
     return keyless_verifier(part, reward, policy.tokenizer, base)
 
 
-def keyless_verifier(part: VerifierPart, reward: Reward, tokenizer: Tokenizer, base: Path | None) -> RewardVerifier:
-    """Return a reward that needs no answer as a verifier. `reward` has the workers and limits."""
-    where = f"strategy.verifier ({part.name})"
+def check_verifier(
+    part: VerifierPart, policy: PolicyModel, reward: Reward, base: Path | None, rows: Mapping[str, Row]
+) -> None:
+    """Raise a `UserError` for what is wrong with a verifier or with a row that it cannot score. No model is loaded."""
+    _check_options(part, policy, rows)
+    if part.name == ORACLE:
+        _check_scored(reward, policy.tokenizer, base)
+    elif part.name not in (LIKELIHOOD, SELF_CERTAINTY, "task"):
+        with errors_of_verifier():
+            _check_scored(_with_part(reward, part.name, part.options), policy.tokenizer, base)
+
+
+def _check_options(part: VerifierPart, policy: PolicyModel, rows: Mapping[str, Row]) -> None:
+    where = f"{OPTION} ({part.name})"
+    if part.name in (LIKELIHOOD, SELF_CERTAINTY, ORACLE, "task") and part.options:
+        raise UserError(f"{where} has no options, got {', '.join(part.options)}")
+    if part.name == SELF_CERTAINTY:
+        SelfCertainty(policy.module)
+    elif part.name == "task":
+        for row in rows.values():
+            _stated_columns(row)
+    elif part.name not in (LIKELIHOOD, ORACLE):
+        _check_keyless(part)
+
+
+def _check_keyless(part: VerifierPart) -> None:
+    where = f"{OPTION} ({part.name})"
     if not is_plugin(part.name) and part.name not in KEYLESS_REWARDS:
         known = [LIKELIHOOD, SELF_CERTAINTY, *KEYLESS_REWARDS, "task", ORACLE, "path/to/file.py:function"]
         raise unknown_name_error("verifier", part.name, known)
@@ -167,7 +212,18 @@ def keyless_verifier(part: VerifierPart, reward: Reward, tokenizer: Tokenizer, b
             f"{where}: the judge's template shows the expected answer ({{expected}}), which a strategy may not see: give options.template "
             "a text with {question} and {answer}, and options.parser score or boxed"
         )
-    return RewardVerifier(_scored(_with_part(reward, part.name, part.options), tokenizer, base))
+
+
+def keyless_verifier(part: VerifierPart, reward: Reward, tokenizer: Tokenizer, base: Path | None) -> RewardVerifier:
+    """Return a reward that needs no answer as a verifier. `reward` has the workers and limits."""
+    _check_keyless(part)
+    with errors_of_verifier():
+        return RewardVerifier(_scored(_with_part(reward, part.name, part.options), tokenizer, base))
+
+
+def _check_scored(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> None:
+    check_parts(reward.parts, base)
+    build_scorers(reward, tokenizer, base, ())
 
 
 def _with_part(reward: Reward, name: str, options: Mapping[str, Any]) -> Reward:
