@@ -43,6 +43,11 @@ def read_answer(kind: str, completion: str) -> Answer:
     return ANSWER_READERS.get(kind, _read_marked)(completion[-MAX_CHARS:])
 
 
+def has_comparable_answers(kind: str) -> bool:
+    """Whether completions for the verifier `kind` may have an answer whose text can be compared with others, as votes do."""
+    return ANSWER_READERS.get(kind, _read_marked) not in (_read_code, _read_none)
+
+
 def verifier_of(parts: Sequence[RewardPart], data_source: str, extra: Mapping[str, Any]) -> str:
     """Return the verifier that decides whether a row's answer is right: the first applicable reward part with a verdict."""
     for part in parts:

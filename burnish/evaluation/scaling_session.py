@@ -34,7 +34,7 @@ from burnish.evaluation.pool_estimates import (
 from burnish.evaluation.result import Row, by_question
 from burnish.evaluation.scaling import Scaling, ScalingPoint, paired_bootstrap
 from burnish.evaluation.search_results import summarise_searches
-from burnish.evaluation.session import EvalJob, OpenSession, Say
+from burnish.evaluation.session import EvalJob, OpenSession, Say, check_votes
 from burnish.evaluation.settings import EvalConfig
 from burnish.evaluation.statistics import clustered_interval
 from burnish.evaluation.strategies.registry import strategy_record, strategy_verifier
@@ -198,6 +198,8 @@ def run_scaling(plan: ScalingPlan, model: Path, say: Say, progress: Progress, fo
     if left or to_score:
         with ExitStack() as stack:
             session = OpenSession(jobs, model, stack, say, progress)
+            for size in plan.sizes:
+                check_votes(size.strategy, session.pool)
             _check_verifiers([job for job in left if job is not plan.pool], session)
             scorers = [(scores, _scorer(scores.part, session)) for scores in to_score]
             if plan.pool in left:

@@ -13,12 +13,15 @@ from burnish.evaluation.strategies.search_tree import SEARCH
 from burnish.evaluation.strategies.spec import ORACLE
 
 Row = dict[str, Any]
+VOTING = ("majority", "weighted_vote", "early_stopping")
+"""Strategies that count votes with all options. Others have, or have not, votes in all of their searches; a mixture chooses for each."""
+MIXTURE = "by_difficulty"
 ORACLE_NOTE = "oracle: it chose by the expected answers, so this is a bound and no result of a model"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The searches of an evaluation. Means are over searches; with one search a question, over questions."""
+    """The searches of an evaluation. Means are over searches."""
 
     strategy: str
     verifier: str | None
@@ -34,10 +37,19 @@ class SearchResult:
     """In all searches."""
     wall_s: float
     """Mean seconds from the start of a search to its end. Other searches run at the same time."""
+    num_searches: int
+    num_questions: int
+    num_without_votes: int
+    """Searches that voted and found no answer to compare in any sample, so that the first one was taken."""
 
     @property
     def is_oracle(self) -> bool:
         return self.verifier == ORACLE
+
+    @property
+    def unit(self) -> str:
+        """Return what the means are of: a question, or one of several searches for it."""
+        return "question" if self.num_searches == self.num_questions else "search"
 
     @property
     def times_one_answer(self) -> float | None:
@@ -52,7 +64,8 @@ class SearchResult:
 
 def summarise_searches(rows: Sequence[Row]) -> SearchResult | None:
     """Summarise the rows of a strategy, failed searches included; None if no strategy chose the completions."""
-    found = [row[SEARCH] for row in rows if SEARCH in row]
+    searched = [row for row in rows if SEARCH in row]
+    found = [row[SEARCH] for row in searched]
     if not found:
         return None
     n = len(found)
@@ -67,26 +80,41 @@ def summarise_searches(rows: Sequence[Row]) -> SearchResult | None:
         verifier_calls=sum(one["verifier_calls"] for one in found) / n,
         verifier_failures=sum(one["verifier_failures"] for one in found),
         wall_s=sum(one["wall_s"] for one in found) / n,
+        num_searches=n,
+        num_questions=len({row["id"] for row in searched}),
+        num_without_votes=_num_without_votes([row[SEARCH] for row in searched if row.get("error") is None]),
     )
+
+
+def _num_without_votes(found: Sequence[dict[str, Any]]) -> int:
+    """Return how many of the searches that did not fail voted without any vote."""
+    without = [one for one in found if not one.get("votes")]
+    strategy = found[0].get("strategy", "") if found else ""
+    voted = strategy in VOTING or (strategy != MIXTURE and len(without) < len(found))
+    return len(without) if voted else 0
 
 
 def search_lines(found: SearchResult) -> list[tuple[str, str]]:
     """Return the lines of the result text: names and values."""
+    unit, plural = found.unit, "questions" if found.unit == "question" else "searches"
     times = found.times_one_answer
     multiple = "" if times is None else f", {times:.1f} times one answer ({found.answer_tokens:,.1f})"
     lines = [
         ("strategy", found.name + (f" ({ORACLE_NOTE})" if found.is_oracle else "")),
-        ("tokens", f"{found.tokens:,.1f} a question{multiple}; {found.total_tokens:,} in all"),
-        ("requests", f"{found.requests:,.1f} a question, {found.wall_s:,.2f} s from its start to its end"),
+        ("tokens", f"{found.tokens:,.1f} a {unit}{multiple}; {found.total_tokens:,} in all"),
+        ("requests", f"{found.requests:,.1f} a {unit}, {found.wall_s:,.2f} s from its start to its end"),
     ]
     if found.verifier is not None:
         failed = f"; {found.verifier_failures:,} in all failed" if found.verifier_failures else ""
-        lines.append(("verifier", f"{found.verifier_calls:,.1f} calls a question{failed}"))
+        lines.append(("verifier", f"{found.verifier_calls:,.1f} calls a {unit}{failed}"))
+    if found.num_without_votes:
+        first = "no sample had an answer to compare, and the first was taken"
+        lines.append(("no votes", f"{found.num_without_votes:,} of {found.num_searches:,} {plural}: {first}"))
     return lines
 
 
 def searches_json(found: SearchResult) -> dict[str, Any]:
-    """Return the numbers as plain values, by question where they are means."""
+    """Return the numbers as plain values, by search where they are means."""
     return {
         "strategy": found.strategy,
         "verifier": found.verifier,
@@ -99,6 +127,9 @@ def searches_json(found: SearchResult) -> dict[str, Any]:
         "verifier_calls": found.verifier_calls,
         "verifier_failures": found.verifier_failures,
         "wall_s": found.wall_s,
+        "searches": found.num_searches,
+        "questions": found.num_questions,
+        "without_votes": found.num_without_votes,
     }
 
 

@@ -17,6 +17,7 @@ from burnish.config.data import Reward, Source
 from burnish.config.environment import SINGLE_TURN, Environment
 from burnish.config.errors import UserError
 from burnish.config.model import Model
+from burnish.config.records import Slot
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Engine, SamplingOptions
 from burnish.data.prompt_pool import Prompt
@@ -25,6 +26,7 @@ from burnish.data.row import Row as DataRow
 from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, read_rows, reasons_text, refuse_tools
 from burnish.distributed.roles import build_engine, build_scorers, find_paged_engine
 from burnish.environments.registry import check_template_for_turns
+from burnish.evaluation.answers import has_comparable_answers, verifier_of
 from burnish.evaluation.completions import PartialCompletions, write_completions
 from burnish.evaluation.evaluate import Driver, WorkStats, in_data_order, make_driver, sample_and_score
 from burnish.evaluation.model_source import fit_max_tokens, stored_dtype
@@ -33,6 +35,7 @@ from burnish.evaluation.result import Result, result_json, summarise
 from burnish.evaluation.settings import EvalConfig
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import load_strategy, strategy_verifier, strategy_width
+from burnish.evaluation.strategies.spec import StrategyRecord
 from burnish.evaluation.strategies.verifiers import check_verifier
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, cache_token_bytes
 from burnish.models.decoder import Decoder
@@ -257,9 +260,25 @@ def _check_search(one: PreparedEval, policy: PolicyModel) -> None:
     if config.strategy is None:
         return
     load_strategy(config.strategy, base)
+    check_votes(config.strategy, one)
     part = strategy_verifier(config.strategy)
     if part is not None:
         check_verifier(part, policy, config.reward, base, {prompt.row.id: prompt.row for prompt in one.prompts})
+
+
+def check_votes(strategy: Slot, one: PreparedEval) -> None:
+    """Refuse a strategy that votes on data without a row whose answers can be compared: it would take its first sample."""
+    parts = one.job.config.reward.parts
+    if not isinstance(strategy, StrategyRecord) or not strategy.votes:
+        return
+    kinds = {verifier_of(parts, prompt.row.data_source, prompt.row.extra) for prompt in one.prompts}
+    if not any(map(has_comparable_answers, kinds)):
+        names = ", ".join(sorted(kind for kind in kinds if kind)) or "a graded reward"
+        raise UserError(
+            f"{one.job.paths.name}: strategy {strategy.name} votes on equal answers, and no answer to these questions has a text to compare "
+            f"({names}), so that many samples would say no more than the first: use the strategy best_of_n with a verifier, or choose=best "
+            "where the strategy has it"
+        )
 
 
 def _check_rows(rewards: Rewards, one: PreparedEval) -> None:

@@ -138,6 +138,7 @@ def test_parts_that_are_there_are_not_made_again(model: Path, capsys: pytest.Cap
         (["--scaling", "--strategy", "majority"], "--strategy has no effect with --scaling"),
         (["--scaling", "--temperature", "0"], "at temperature 0 (the default) they are all alike"),
         (["--scaling", "--budgets", "0", "1"], "--budgets 0: expected numbers of answers of 1 or more"),
+        (["reward.parts=format", "--scaling", "majority"], "strategy majority votes on equal answers, and no answer"),
         (["--budgets", "1"], "--budgets are the sizes of --scaling"),
         (["--scaling", "--out", "o.jsonl"], "is a folder of several files"),
     ],

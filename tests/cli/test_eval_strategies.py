@@ -82,6 +82,7 @@ def test_an_interrupted_search_goes_on_and_ends_as_if_it_had_not_been(
     Path("v.py").write_text(LENGTH)
     best = ("--strategy", "best_of_n", "strategy.n=4", "strategy.verifier.name=v.py:score", "--n", "2")
     assert main(command(model, *best, "--out", "whole.jsonl")) == 0
+    assert "requests     4.0 a search," in capsys.readouterr().out
     whole = without_times(read_completions(Path("whole.jsonl")))
     assert [(row["id"], row["sample"]) for row in whole] == [
         (f"sort_digits/test/{i}", k) for i in range(5) for k in (0, 1)
@@ -164,6 +165,7 @@ def test_the_table_has_every_strategy(capsys: pytest.CaptureFixture[str]) -> Non
         (["--keep-trees"], "keep_trees belongs to a strategy"),
         (["--strategy", "majority", "--best-by", "task"], "--best-by selects among samples, and strategy majority has chosen"),
         (["--strategy", "best_of_n", "strategy.verifier=orakle"], "did you mean 'oracle'"),
+        (["--strategy", "majority", "reward.parts=format"], "strategy majority votes on equal answers, and no answer"),
         (["--strategy", "best_of_n", "strategy.verifier=exact"], "unknown verifier 'exact'"),
     ],
 )  # fmt: skip

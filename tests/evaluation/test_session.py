@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from burnish.config.environment import Environment
+from burnish.config.errors import UserError
 from burnish.core.engine import SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.row import Row
@@ -14,6 +17,7 @@ from burnish.evaluation.session import (
     WORK_BYTES,
     EvalJob,
     PreparedEval,
+    check_votes,
     most_new_tokens,
     plan_batch_size,
 )
@@ -75,3 +79,47 @@ def test_rows_are_planned_for_all_requests_that_the_searches_have_at_once() -> N
     assert prepared(8, "strategy=mcts").num_requests == 8 * 16
     assert prepared(8, "strategy={name: revise, chains: 3}", "sampling.n=2").num_requests == 48
     assert prepared(8, "strategy=own.py:search").num_requests == 8 * PLUGIN_WIDTH
+
+
+def vote(strategy: str, reward: str) -> None:
+    one = prepared(2, f"strategy={strategy}", reward)
+    assert one.job.config.strategy is not None
+    check_votes(one.job.config.strategy, one)
+
+
+CODE, GRADED = 'reward.parts=[{name: "code"}]', "reward.parts=[{name: model, options: {path: m}}]"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reward", "kinds"),
+    [
+        ("majority", CODE, r"\(code\)"),
+        ("weighted_vote", GRADED, r"\(a graded reward\)"),
+        ("early_stopping", "reward.parts=ifeval", r"\(ifeval\)"),
+        ("rebase", CODE, r"\(code\)"),
+        ("{name: revise, chains: 2}", CODE, r"\(code\)"),
+        ("{name: budget_forcing, n: 2}", CODE, r"\(code\)"),
+        ("by_difficulty", CODE, r"\(code\)"),
+    ],
+)
+def test_a_vote_on_answers_that_cannot_be_compared_is_refused(strategy: str, reward: str, kinds: str) -> None:
+    with pytest.raises(UserError, match=rf"d: strategy .* votes on equal answers.*{kinds}.*best_of_n with a verifier"):
+        vote(strategy, reward)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reward"),
+    [
+        ("majority", "reward.parts=math"),
+        ("majority", 'reward.parts=[{name: "code", sources: [other]}, {name: "number"}]'),
+        ("{name: majority, n: 1}", CODE),
+        ("best_of_n", CODE),
+        ("{name: rebase, choose: best}", CODE),
+        ("revise", CODE),
+        ("budget_forcing", CODE),
+        ("{name: by_difficulty, predict: score, levels: [{strategy: best_of_n}]}", CODE),
+        ("own.py:search", CODE),
+    ],
+)
+def test_a_strategy_without_a_vote_or_with_comparable_answers_is_not_refused(strategy: str, reward: str) -> None:
+    vote(strategy, reward)
