@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from burnish.config.rollout import Sampling
     from burnish.core.engine import Engine
     from burnish.data.prompt_stream import PromptSample
-    from burnish.evaluation.strategies.search import SearchProgram
+    from burnish.evaluation.strategies.search_program import SearchProgram
     from burnish.evaluation.strategies.solve_settings import SolveSettings
     from burnish.evaluation.strategies.solving import Solution
     from burnish.models.policy import PolicyModel

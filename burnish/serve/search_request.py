@@ -22,7 +22,8 @@ from burnish.core.pictures import distinct_tokens
 from burnish.core.random_keys import fold
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import load_strategy, strategy_needs, strategy_verifier
-from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_runner import search_record
 from burnish.evaluation.strategies.solve_settings import DEFAULT_READER, READERS, check_strategy
 from burnish.evaluation.strategies.spec import (

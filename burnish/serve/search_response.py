@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from burnish.config.errors import UserError
-from burnish.evaluation.strategies.search import SearchProgram
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.gateway.openai_responses import ApiResponse
 from burnish.gateway.openai_schema import ApiError, internal_error
 from burnish.serve.disconnects import EventStream, unless_disconnected

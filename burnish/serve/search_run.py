@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from burnish.core.engine import Completion, Request
-from burnish.evaluation.strategies.search import SearchProgram, node_index
+from burnish.evaluation.strategies.search_program import SearchProgram, node_index
 from burnish.evaluation.strategies.search_tree import mean_logp
 from burnish.evaluation.strategies.verifiers import PACK_TOKENS
 from burnish.gateway.openai_responses import EngineEvent

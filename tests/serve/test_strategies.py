@@ -14,7 +14,7 @@ import pytest
 
 from burnish.config.errors import UserError
 from burnish.evaluation.strategies.registry import STRATEGIES, strategy_record, strategy_verifier
-from burnish.evaluation.strategies.search import SearchProgram, node_index
+from burnish.evaluation.strategies.search_program import SearchProgram, node_index
 from burnish.evaluation.strategies.search_tree import mean_logp
 from burnish.evaluation.strategies.spec import STRATEGY_RECORDS
 from burnish.evaluation.strategies.verifiers import SelfCertainty

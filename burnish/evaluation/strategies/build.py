@@ -13,7 +13,8 @@ from burnish.data.row import Row
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.answers import verifier_of
 from burnish.evaluation.strategies.registry import load_strategy, strategy_needs, strategy_verifier
-from burnish.evaluation.strategies.search import SearchProgram, no_chat_error
+from burnish.evaluation.strategies.search import no_chat_error
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_runner import SearchRunner
 from burnish.evaluation.strategies.verifiers import build_verifier
 from burnish.models.policy import PolicyModel

@@ -17,7 +17,8 @@ from burnish.core.trajectory import TokenNode, Trajectory
 from burnish.data.prompt_stream import PromptSample
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import StartStrategy
-from burnish.evaluation.strategies.search import STREAM, Choice, Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import STREAM, Choice, Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_tree import SEARCH, answer_trajectory, mean_logp
 from burnish.evaluation.strategies.verifiers import Verifier
 from burnish.models.tokenizer import Tokenizer

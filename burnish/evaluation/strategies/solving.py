@@ -17,7 +17,8 @@ from burnish.evaluation.answers import read_answer, verifier_of
 from burnish.evaluation.model_source import fit_max_tokens
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import strategy_verifier
-from burnish.evaluation.strategies.search import STREAM, SearchProgram
+from burnish.evaluation.strategies.search import STREAM
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_runner import SEARCH
 from burnish.evaluation.strategies.search_text import (
     MAX_LINES,

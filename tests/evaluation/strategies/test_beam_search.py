@@ -5,7 +5,8 @@ from pydantic import ValidationError
 
 from burnish.core.engine import Request
 from burnish.evaluation.strategies.registry import strategy_record
-from burnish.evaluation.strategies.search import Choice, Search, SearchProgram
+from burnish.evaluation.strategies.search import Choice, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from tests.evaluation.strategies.toy import solve
 
 REPLIES = {

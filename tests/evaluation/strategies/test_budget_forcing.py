@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from burnish.config.errors import UserError
 from burnish.evaluation.strategies.registry import strategy_record
-from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_tree import SearchNode, answer_trajectory
 from burnish.models.tokenizer import Tokenizer
 from tests.evaluation.strategies.toy import END, sampling, solve

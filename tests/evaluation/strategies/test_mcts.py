@@ -10,7 +10,8 @@ from burnish.core.engine import Request
 from burnish.core.random_keys import fold, uniform_from_key
 from burnish.evaluation.strategies.mcts import Branch, TreeSearch
 from burnish.evaluation.strategies.registry import strategy_record
-from burnish.evaluation.strategies.search import Search, SearchProgram
+from burnish.evaluation.strategies.search import Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from tests.evaluation.strategies.toy import solve
 
 LOGP = {"a": -0.2, "b": -0.9, "c": -1.5}

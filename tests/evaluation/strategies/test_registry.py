@@ -17,7 +17,8 @@ from burnish.evaluation.strategies.registry import (
     strategy_verifier,
     strategy_width,
 )
-from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.spec import ByDifficulty
 from burnish.rewards.score_types import Score
 from tests.evaluation.strategies.toy import ToyEngine, sampling, toy_tokenizer

@@ -11,7 +11,8 @@ from burnish.core.engine import Completion
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import load_strategy, strategy_record
 from burnish.evaluation.strategies.revise import CRITIQUE, REQUESTS
-from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.verifiers import RewardVerifier
 from burnish.rewards.score_types import Score

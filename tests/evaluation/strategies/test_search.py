@@ -5,7 +5,8 @@ import pytest
 
 from burnish.core.engine import Completion
 from burnish.core.random_keys import sample_key
-from burnish.evaluation.strategies.search import Choice, Search, SearchProgram
+from burnish.evaluation.strategies.search import Choice, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from tests.evaluation.strategies.toy import END, solve
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.core.engine import SamplingOptions
-from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_runner import tree_record
 from burnish.evaluation.strategies.search_tree import SearchNode, mean_logp
 from burnish.evaluation.strategies.spec import Single

@@ -19,7 +19,8 @@ from burnish.evaluation.evaluate import in_data_order, sample_and_score
 from burnish.evaluation.result import Row
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import strategy_record
-from burnish.evaluation.strategies.search import Search, SearchProgram
+from burnish.evaluation.strategies.search import Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_runner import search_record, tree_record
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.rewards.scoring import Rewards

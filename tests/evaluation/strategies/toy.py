@@ -13,7 +13,8 @@ from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold, uniform_from_key
 from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import load_strategy, strategy_record
-from burnish.evaluation.strategies.search import Question, Search, SearchProgram
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_tree import mean_logp
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import Score
