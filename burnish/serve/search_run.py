@@ -33,16 +33,12 @@ Results = Sequence[Completion | Score]
 class SearchVerifier(Protocol):
     """Scores the paths of searches."""
 
-    is_logp: bool
-
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return the scores of all requests."""
 
 
 class CertaintyVerifier:
     """Self-certainty, computed by the engine's model between two of its steps."""
-
-    is_logp = False
 
     def __init__(self, engine: AsyncEngine, scorer: Scorer) -> None:
         self._engine, self._scorer = engine, scorer

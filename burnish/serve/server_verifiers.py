@@ -80,8 +80,6 @@ class _Batch:
 class ServerVerifier:
     """A reward as a verifier of searches, in a thread of its own."""
 
-    is_logp = False
-
     def __init__(self, name: str, verifier: RewardVerifier, log: Callable[[str], None]) -> None:
         self.name, self._verifier, self._log = name, verifier, log
         self._inbox: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()

@@ -119,7 +119,6 @@ class SearchRunner:
             prompt.pictures,
             self.chat,
         )
-        is_logp = self.verifier is None or self.verifier.is_logp
         search = Search(
             question,
             self.tokenizer,
@@ -128,7 +127,7 @@ class SearchRunner:
             number,
             self.budget,
             self.max_positions,
-            is_logp,
+            log_scores=self.verifier is None,
             priority=-self._num_opened,  # earlier questions first, so that their answers are saved while later ones are searched
         )
         self._num_opened += 1
@@ -167,7 +166,7 @@ class SearchRunner:
                 program = self._programs[completion.id.rpartition("/")[0]]
                 program.take(completion)
                 yield from self._step(program)
-                if self.verifier is not None and self.verifier.pending >= SCORE_BATCH:
+                if self._should_poll():
                     yield from self._take_scores(0.0)
             # The engine has nothing to do: every program waits for its verifier.
             if self.verifier is not None and self.verifier.pending:
@@ -175,6 +174,12 @@ class SearchRunner:
                 yield from self._take_scores(VERIFIER_WAIT_S)
             if num_empty > MAX_EMPTY_STREAMS:
                 raise RuntimeError(f"{len(self._programs)} searches wait for nothing")
+
+    def _should_poll(self) -> bool:
+        """Whether to look for scores while the engine is busy: always at other processes, and at local verifiers for many at once."""
+        if self.verifier is None or not self.verifier.pending:
+            return False
+        return not self.verifier.is_local or self.verifier.pending >= SCORE_BATCH
 
     def _take_scores(self, timeout_s: float) -> Iterator[Trajectory]:
         assert self.verifier is not None

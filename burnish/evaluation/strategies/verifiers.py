@@ -47,8 +47,8 @@ LOGIT_ROWS = 256
 class Verifier(Protocol):
     """Scores paths in the background."""
 
-    is_logp: bool
-    """Whether scores are log-probs, so that a vote weighs them by exp."""
+    is_local: bool
+    """Whether scores are computed in this process when they are polled, so that many should be polled at once."""
 
     @property
     def pending(self) -> int:
@@ -67,8 +67,9 @@ class Verifier(Protocol):
 class LocalVerifier:
     """A verifier that computes all waiting scores at once in this process, when it is polled."""
 
-    def __init__(self, compute: Callable[[Sequence[ScoreRequest]], Sequence[float]], is_logp: bool) -> None:
-        self.is_logp = is_logp
+    is_local = True
+
+    def __init__(self, compute: Callable[[Sequence[ScoreRequest]], Sequence[float]]) -> None:
         self._compute = compute
         self._waiting: list[ScoreRequest] = []
 
@@ -91,10 +92,14 @@ class LocalVerifier:
 class RewardVerifier:
     """A reward as a verifier. `rows` are the rows by the id of their question, for the oracle and for checks of what a question states."""
 
-    is_logp = False
-
-    def __init__(self, rewards: Rewards, rows: Mapping[str, Row] | None = None, is_oracle: bool = False) -> None:
-        self._rewards, self._rows, self._is_oracle = rewards, rows, is_oracle
+    def __init__(
+        self,
+        rewards: Rewards,
+        rows: Mapping[str, Row] | None = None,
+        is_oracle: bool = False,
+        is_local: bool = False,
+    ) -> None:
+        self._rewards, self._rows, self._is_oracle, self.is_local = rewards, rows, is_oracle, is_local
 
     @property
     def pending(self) -> int:
@@ -168,7 +173,7 @@ def build_verifier(
     if part.name == LIKELIHOOD:
         return None
     if part.name == SELF_CERTAINTY:
-        return LocalVerifier(SelfCertainty(policy.module), is_logp=False)
+        return LocalVerifier(SelfCertainty(policy.module))
     if part.name == ORACLE:
         return RewardVerifier(_scored(reward, policy.tokenizer, base), rows, is_oracle=True)
     if part.name == "task":
@@ -218,7 +223,8 @@ def keyless_verifier(part: VerifierPart, reward: Reward, tokenizer: Tokenizer, b
     """Return a reward that needs no answer as a verifier. `reward` has the workers and limits."""
     _check_keyless(part)
     with errors_of_verifier():
-        return RewardVerifier(_scored(_with_part(reward, part.name, part.options), tokenizer, base))
+        scored = _scored(_with_part(reward, part.name, part.options), tokenizer, base)
+        return RewardVerifier(scored, is_local=part.name == MODEL)
 
 
 def _check_scored(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> None:
