@@ -25,6 +25,7 @@ TASKS = {
 }
 TASKS |= {
     "sort_digits_experts",
+    "step_reward_model",
     "tic_tac_toe_self_play",
     "kuhn_poker",
     "alphabet_sort",
