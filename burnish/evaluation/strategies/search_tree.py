@@ -67,11 +67,6 @@ class SearchNode:
         return self.end == "open"
 
     @property
-    def depth(self) -> int:
-        """Number of nodes between the root and this node, itself included."""
-        return sum(1 for _ in self.upwards()) - 1
-
-    @property
     def is_sampled(self) -> bool:
         return self.logp is not None
 

@@ -22,7 +22,7 @@ def all_a(text: str) -> float:
 
 def chains_of(search: Search) -> list[list[SearchNode]]:
     """The answers as chains of steps."""
-    ends = [n for n in search.nodes if n.depth == 3 and n.notes.get("visits") == 1 and n.score is not None]
+    ends = [n for n in search.nodes if len(n.path()) == 4 and n.notes.get("visits") == 1 and n.score is not None]
     return [node.path()[1:] for node in ends]
 
 
