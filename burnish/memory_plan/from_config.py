@@ -31,7 +31,7 @@ from burnish.models.architecture import (
     read_config,
     why_not_native,
 )
-from burnish.models.kernels.paged_cache import FP8_SCALE_BYTES
+from burnish.models.kernels.fp8 import FP8_SCALE_BYTES
 from burnish.models.lora.peft_files import base_model_of, is_adapter, read_lora_config
 from burnish.models.policy import find_directory
 from burnish.models.tokenizer import EOS, PAD

@@ -34,6 +34,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
+from burnish.models.kernels.fp8 import FP8, FP8_SCALE_BYTES
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
 from burnish.models.kernels.latent_ops import (
     CacheRanks,
@@ -45,8 +46,6 @@ from burnish.models.kernels.latent_ops import (
     own_placement,
 )
 from burnish.models.kernels.paged_cache import (
-    FP8,
-    FP8_SCALE_BYTES,
     Fp8Cache,
     HeadNorms,
     KVCache,

@@ -2,10 +2,8 @@
 
 Pages of one layer are [P, kv_heads, page, D] for keys and the same for values.
 
-In fp8 every head's vector is stored as e4m3 numbers and one float32 scale, which maps its largest magnitude to the
-largest e4m3 number. This halves the cache's memory and what a decode step reads. The scale belongs to one vector, so no
-calibration is needed, and an outlier of another token costs no precision. Rounding changes the sampled distribution
-slightly; the mismatch metrics show the gap to the learner.
+In fp8 every head's vector is stored as e4m3 numbers and one float32 scale (`fp8.py`). This halves the cache's memory and
+what a decode step reads. Rounding changes the sampled distribution slightly; the mismatch metrics show the gap to the learner.
 """
 
 from __future__ import annotations
@@ -16,10 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""The largest e4m3 number."""
-FP8_SCALE_BYTES = 4
+from burnish.models.kernels.fp8 import FP8, Fp8Rows, quantise_rows
 
 
 @dataclass(frozen=True)
@@ -67,19 +62,7 @@ def decode_buffers(qkv: Tensor, kv_heads: int, dim: int, splits: int) -> tuple[T
     return qkv.new_empty(rows, heads * dim), sums, joints
 
 
-class Fp8Pages(NamedTuple):
-    """Pages of keys or of values in fp8."""
-
-    data: Tensor  # [P, kv_heads, page, D] e4m3
-    scale: Tensor  # [P, kv_heads, page] float32
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the dequantised pages."""
-        return self.data.shape
-
-
-Pages = Tensor | Fp8Pages
+Pages = Tensor | Fp8Rows
 """Keys or values of one layer [P, kv_heads, page, D]."""
 
 
@@ -89,8 +72,8 @@ class Fp8Cache:
     def __init__(self, data: Tensor, scale: Tensor) -> None:
         self.data, self.scale = data, scale
 
-    def __getitem__(self, layer: int) -> tuple[Fp8Pages, Fp8Pages]:
-        keys, values = (Fp8Pages(self.data[layer, k], self.scale[layer, k]) for k in (0, 1))
+    def __getitem__(self, layer: int) -> tuple[Fp8Rows, Fp8Rows]:
+        keys, values = (Fp8Rows(self.data[layer, k], self.scale[layer, k]) for k in (0, 1))
         return keys, values
 
 
@@ -108,19 +91,11 @@ class LatentCache:
         if self.scales is None:
             return latents, keys
         of_latents, of_keys = (scale[layer, 0] for scale in self.scales)
-        return Fp8Pages(latents, of_latents), Fp8Pages(keys, of_keys)
+        return Fp8Rows(latents, of_latents), Fp8Rows(keys, of_keys)
 
 
 KVCache = Tensor | Fp8Cache | LatentCache
 """`cache[layer]` is the pair of the layer's keys and values, or of its latents and rotated keys."""
-
-
-def quantise_fp8(x: Tensor) -> Fp8Pages:
-    """Quantise vectors [..., D] to fp8."""
-    wide = x.float()
-    largest = wide.abs().amax(-1)
-    scale = torch.where(largest > 0, largest * (1 / FP8_MAX), 1.0)
-    return Fp8Pages((wide / scale[..., None]).to(FP8), scale)
 
 
 def read_pages(pages: Pages, index: Any, dtype: torch.dtype) -> Tensor:
@@ -136,6 +111,6 @@ def write_pages(pages: Pages, index: Any, x: Tensor) -> None:
     if isinstance(pages, Tensor):
         pages[index] = x
         return
-    data, scale = quantise_fp8(x)
+    data, scale = quantise_rows(x)
     pages.data.view(torch.uint8)[index] = data.view(torch.uint8)
     pages.scale[index] = scale

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from burnish.models.kernels import inference_ops
-from burnish.models.kernels.paged_cache import Fp8Pages, HeadNorms, Placement, quantise_fp8, read_pages
+from burnish.models.kernels.fp8 import Fp8Rows, quantise_rows
+from burnish.models.kernels.paged_cache import HeadNorms, Placement, read_pages
 from tests.kernels import CUDA, DEVICE, kernel
 from tests.models.kernels.test_inference_ops import close, on_device, randn, shuffled_table
 
@@ -76,8 +77,8 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
     rotation = (positions * 7 % 311).clamp(min=0) if case.rotated else None
     place = Placement(torch.arange(len(POSITIONS)), positions, table, rotation)
     plain = [randn(table.numel() + 1, case.kv_heads, PAGE, case.dim, dtype=dtype, seed=s) for s in (6, 7)]
-    pages = [quantise_fp8(x) if in_8_bits else x for x in plain]
-    there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
+    pages = [quantise_rows(x) if in_8_bits else x for x in plain]
+    there = [Fp8Rows(*on_device(*x)) if isinstance(x, Fp8Rows) else x.clone().to(DEVICE) for x in pages]
     sent = None if norms is None else norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
     moved = Placement(*on_device(place.owner, positions, table), None if rotation is None else rotation.to(DEVICE))
     options = case.window, case.splits, case.least, case.softcap
@@ -85,16 +86,14 @@ def test_the_step_of_one_kernel_is_that_of_the_operations(case: Case, in_8_bits:
     with torch.no_grad():
         q = inference_ops.rotate_store(qkv, cos, sin, place, norms, *pages)
         # Stored fp8 numbers are compared below and may differ by one fp8 step.
-        seen = [Fp8Pages(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
+        seen = [Fp8Rows(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
         expected = inference_ops.attend_pages(q, *seen, place, case.window, case.softcap)
     known = positions >= 0
     close(got.cpu()[known], expected[known], dtype)
     assert got.isfinite().all()
     for mine, twin in zip(there, pages, strict=True):
-        if isinstance(twin, Fp8Pages):
-            mine, twin = (
-                read_pages(Fp8Pages(*(part.cpu() for part in x)), slice(1, None), dtype) for x in (mine, twin)
-            )
+        if isinstance(twin, Fp8Rows):
+            mine, twin = (read_pages(Fp8Rows(*(part.cpu() for part in x)), slice(1, None), dtype) for x in (mine, twin))
             differs = ~torch.isclose(mine.double(), twin.double(), rtol=0.02, atol=1e-6)
             if not CUDA:  # Triton's interpreter halves fp8 numbers that round up to a power of two
                 differs &= ~torch.isclose(mine.double(), twin.double() / 2, rtol=1e-4)

@@ -32,10 +32,10 @@ from burnish.models.kernels.inference_ops import (
 from burnish.models.kernels.paged_cache import (
     FP8,
     Fp8Cache,
-    Fp8Pages,
+    Fp8Rows,
     HeadNorms,
     Placement,
-    quantise_fp8,
+    quantise_rows,
     read_pages,
     write_pages,
 )
@@ -403,23 +403,23 @@ def test_a_vector_in_8_bits_is_right_to_a_sixteenth_whatever_its_size() -> None:
     """e4m3 has three bits after the leading one; the scale maps every vector to the range where all of them are used."""
     x = randn(50, 16) * (10.0 ** torch.arange(-20, 30).float())[:, None]
     x[7] = 0.0
-    back = read_pages(quantise_fp8(x), slice(None), torch.float32)
+    back = read_pages(quantise_rows(x), slice(None), torch.float32)
     error = (back - x).abs() / x.abs().amax(1, keepdim=True).clamp(min=1e-30)
     assert error.max() <= 1 / 16 * 448 / 256 / 2 + 1e-6  # half a step of the largest numbers, 256 to 448 in steps of 32
     assert torch.equal(back[7], x[7])
 
 
 def test_pages_in_8_bits_are_written_and_read_where_they_are_said_to_be() -> None:
-    pages = Fp8Pages(torch.zeros(5, 2, PAGE, 8).to(FP8), torch.zeros(5, 2, PAGE))
+    pages = Fp8Rows(torch.zeros(5, 2, PAGE, 8).to(FP8), torch.zeros(5, 2, PAGE))
     x = randn(3, 2, 8)
     at = (torch.tensor([1, 4, 1]), slice(None), torch.tensor([0, 3, 2]))
     write_pages(pages, at, x)
-    assert torch.equal(read_pages(pages, at, torch.float32), read_pages(quantise_fp8(x), slice(None), torch.float32))
+    assert torch.equal(read_pages(pages, at, torch.float32), read_pages(quantise_rows(x), slice(None), torch.float32))
     assert int((pages.scale > 0).sum()) == 6
 
 
-def in_8_bits(x: Tensor) -> Fp8Pages:
-    return Fp8Pages(*(part.to(DEVICE) for part in quantise_fp8(x)))
+def in_8_bits(x: Tensor) -> Fp8Rows:
+    return Fp8Rows(*(part.to(DEVICE) for part in quantise_rows(x)))
 
 
 @kernel
@@ -433,8 +433,8 @@ def test_rotate_store_kernel_in_8_bits(dtype: torch.dtype, heads: int, kv_heads:
     qkv[4] = 0.0
     cos, sin = randn(20, 1, dim // 2, dtype=dtype, seed=1), randn(20, 1, dim // 2, dtype=dtype, seed=2)
     cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    pages = [quantise_fp8(randn(21, kv_heads, PAGE, dim, seed=s)) for s in (5, 6)]
-    there = [Fp8Pages(*(part.clone().to(DEVICE) for part in x)) for x in pages]
+    pages = [quantise_rows(randn(21, kv_heads, PAGE, dim, seed=s)) for s in (5, 6)]
+    there = [Fp8Rows(*(part.clone().to(DEVICE) for part in x)) for x in pages]
     moved = Placement(*on_device(place.owner, place.position, place.table))
     got = elementwise_kernels.rotate_store(*on_device(qkv, cos, sin), moved, None, *there)
     expected = inference_ops.rotate_store(qkv, cos, sin, place, None, *pages)
@@ -445,7 +445,7 @@ def test_rotate_store_kernel_in_8_bits(dtype: torch.dtype, heads: int, kv_heads:
             mine.scale[1:].cpu(), twin.scale[1:], rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0
         )
         mine, twin = (
-            read_pages(Fp8Pages(*(part.cpu() for part in x)), slice(1, None), torch.float32) for x in (mine, twin)
+            read_pages(Fp8Rows(*(part.cpu() for part in x)), slice(1, None), torch.float32) for x in (mine, twin)
         )
         differs = ~torch.isclose(mine, twin, rtol=1e-2 if dtype != torch.float32 else 1e-4)
         if not CUDA:  # Triton's interpreter halves fp8 numbers that round up to a power of two

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from burnish.models.kernels import latent_ops
 from burnish.models.kernels.elementwise import rotation_table
+from burnish.models.kernels.fp8 import Fp8Rows, quantise_rows
 from burnish.models.kernels.latent_ops import LatentHeads
-from burnish.models.kernels.paged_cache import Fp8Pages, Pages, Placement, quantise_fp8, read_pages
+from burnish.models.kernels.paged_cache import Pages, Placement, read_pages
 from burnish.models.latent_shape import LatentShape
 from tests.kernels import CUDA, DEVICE, kernel
 from tests.models.kernels.test_inference_ops import close, on_device, randn, shuffled_table
@@ -96,8 +97,8 @@ def test_the_kernels_do_what_the_operations_do(
     from burnish.models.kernels.triton.latent_decode import attend_latents, store_latents
 
     heads, tables, place, plain = inputs(shape, dtype)
-    pages: list[Pages] = [quantise_fp8(x) if in_8_bits else x for x in plain]
-    there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
+    pages: list[Pages] = [quantise_rows(x) if in_8_bits else x for x in plain]
+    there = [Fp8Rows(*on_device(*x)) if isinstance(x, Fp8Rows) else x.clone().to(DEVICE) for x in pages]
     moved = Placement(*on_device(place.owner, place.position, place.table))
     sent = heads._replace(q=heads.q.to(DEVICE), latent=heads.latent.to(DEVICE), k_rope=heads.k_rope.to(DEVICE))
     got = store_latents(sent, *on_device(*tables), moved, *there)
@@ -105,7 +106,7 @@ def test_the_kernels_do_what_the_operations_do(
         expected = latent_ops.store_latents(heads, *tables, place, *pages)
         q = latent_ops.absorbed_queries(heads, latent_ops.up_matrices(heads)[0])
         # Stored fp8 numbers are compared below and may differ by one fp8 step.
-        seen = [Fp8Pages(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
+        seen = [Fp8Rows(*(part.cpu() for part in x)) for x in there] if in_8_bits else pages
         mixed, joint = latent_ops.attend_latents(q, expected[0], *seen, place, shape.head_dim)
     known = POSITIONS >= 0
     for mine, twin in zip(got, expected, strict=True):
@@ -115,11 +116,9 @@ def test_the_kernels_do_what_the_operations_do(
     close(found.cpu()[known], mixed[known], dtype)
     close(totals.cpu()[known], joint.float()[known], dtype)
     for mine, twin in zip(there, pages, strict=True):
-        if isinstance(twin, Fp8Pages):
-            assert isinstance(mine, Fp8Pages)
-            mine, twin = (
-                read_pages(Fp8Pages(*(part.cpu() for part in x)), slice(1, None), dtype) for x in (mine, twin)
-            )
+        if isinstance(twin, Fp8Rows):
+            assert isinstance(mine, Fp8Rows)
+            mine, twin = (read_pages(Fp8Rows(*(part.cpu() for part in x)), slice(1, None), dtype) for x in (mine, twin))
             differs = ~torch.isclose(mine.double(), twin.double(), rtol=0.02, atol=1e-6)
             if not CUDA:  # Triton's interpreter halves fp8 numbers that round up to a power of two
                 differs &= ~torch.isclose(mine.double(), twin.double() / 2, rtol=1e-4)

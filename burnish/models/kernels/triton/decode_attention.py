@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, HeadNorms, Pages, Placement, decode_buffers
+from burnish.models.kernels.fp8 import FP8_MAX, Fp8Rows
+from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, decode_buffers
 
 LOG2_E = 1.4426950408889634
 TILE_CONFIG = (32, 1, 4)
@@ -257,7 +258,7 @@ def decode_attention(
     rows, columns = qkv.shape
     shared = columns // dim // kv_heads - 2
     q_norm, k_norm, eps, shift, query_scale = norms or HeadNorms(qkv, qkv, 0.0)
-    (keys, key_scale), (values, value_scale) = (x if isinstance(x, Fp8Pages) else (x, cos) for x in (keys, values))
+    (keys, key_scale), (values, value_scale) = (x if isinstance(x, Fp8Rows) else (x, cos) for x in (keys, values))
     out, sums, joints = decode_buffers(qkv, kv_heads, dim, splits)
     dim_block = max(16, triton.next_power_of_2(dim))
     reach = window if window is not None else 1 << 30

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, HeadNorms, Pages, Placement
+from burnish.models.kernels.fp8 import FP8_MAX, Fp8Rows
+from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement
 
 if TYPE_CHECKING:
     from burnish.models.nf4 import Nf4
@@ -191,7 +192,7 @@ def rotate_store(
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(rows, q_heads, dim)
     q_norm, k_norm, eps, shift, query_scale = norms or HeadNorms(qkv, qkv, 0.0)
-    (keys, key_scale), (values, value_scale) = (x if isinstance(x, Fp8Pages) else (x, q) for x in (keys, values))
+    (keys, key_scale), (values, value_scale) = (x if isinstance(x, Fp8Rows) else (x, q) for x in (keys, values))
     heads_block = triton.next_power_of_2(q_heads + 2 * kv_heads)
     half_block = triton.next_power_of_2(dim // 2)
     _rotate_store[(rows,)](

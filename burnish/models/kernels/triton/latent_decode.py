@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burnish.models.kernels.paged_cache import FP8_MAX, Fp8Pages, Pages, Placement
+from burnish.models.kernels.fp8 import FP8_MAX, Fp8Rows
+from burnish.models.kernels.paged_cache import Pages, Placement
 from burnish.models.kernels.triton.decode_attention import LOG2_E, _split_ranges, _to_fp8
 from burnish.models.latent_shape import HEADS_PER_PROGRAM
 
@@ -116,7 +117,7 @@ def store_latents(
     q = heads.q.contiguous()
     rows, num_heads, dim = q.shape
     q_rope, k_rope = q.new_empty(rows, num_heads, shape.rope_dim), q.new_empty(rows, shape.rope_dim)
-    (latents, latent_scale), (keys, key_scale) = (x if isinstance(x, Fp8Pages) else (x, cos) for x in (latents, keys))
+    (latents, latent_scale), (keys, key_scale) = (x if isinstance(x, Fp8Rows) else (x, cos) for x in (latents, keys))
     half, heads_block = shape.rope_dim // 2, triton.next_power_of_2(num_heads)
     half_block = triton.next_power_of_2(half)
     _store_latents[(rows,)](
@@ -298,7 +299,7 @@ def attend_latents(
     """`burnish.models.kernels.latent_ops.attend_latents` in one kernel, or two with several splits."""
     rows, num_heads, rank = q.shape
     page, rope = latents.shape[2], q_rope.shape[2]
-    (latents, latent_scale), (keys, key_scale) = (x if isinstance(x, Fp8Pages) else (x, q) for x in (latents, keys))
+    (latents, latent_scale), (keys, key_scale) = (x if isinstance(x, Fp8Rows) else (x, q) for x in (latents, keys))
     count = rows * num_heads * splits if splits > 1 else 0
     out = torch.empty(rows, num_heads, rank, dtype=q.dtype, device=q.device)
     joint = torch.empty(rows, num_heads, dtype=torch.float32, device=q.device)
