@@ -19,33 +19,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from burnish.models.decoder import GATED_ACTIVATIONS, Decoder, Layer
+from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.cpu.c_library import c_kernels, num_threads
-from burnish.models.kernels.elementwise import exact_geglu
-from burnish.models.kernels.exact import (
-    exact_attention,
-    exact_experts,
-    exact_linear,
-    exact_logits,
-    exact_swiglu,
-    token_logp,
-)
-from burnish.models.kernels.inference_ops import add_norm, gated_linear, partial_linear, rotate_store
-from burnish.models.kernels.latent_ops import LatentHeads
+from burnish.models.kernels.exact import exact_attention, exact_logits, token_logp
+from burnish.models.kernels.inference_ops import add_norm, rotate_store
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, LatentCache, Placement
 from burnish.models.kernels.picture_attention import packed_blocks, tokens_ahead
 from burnish.models.kernels.shared_prefix import Attend
 from burnish.models.latent_attention import LatentProjection, value_heads
+from burnish.models.layer_products import ExactProducts, LayerProducts
 from burnish.models.weight_layout import layer_matrices
 
-EXACT_GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": exact_swiglu, "gelu_tanh": exact_geglu}
 PagedAttend = Callable[[int, Any, HeadNorms | None, Any, Any], Tensor]
 """(layer, fused projections [N, all heads * D], head norms, the layer's key pages, value pages) -> [N, heads * D].
 It also writes the new keys and values to the pages. Over a cache of latents it takes `LatentHeads` and pages of latents and of rotated
 keys, and returns [N, heads * value dimensions]."""
-Project = Callable[[nn.Linear, Tensor], Tensor]
-"""Applies a linear layer to rows [N, in]."""
 ProjectRows = Callable[[Tensor], Tensor]
 MAX_C_PARAMETERS = 1 << 24
 """Largest model of the C decode step. Larger models spend their time in the products, and the packed copy would cost memory."""
@@ -61,23 +50,17 @@ def paged_forward(
     tokens: Tensor,
     cache: KVCache,
     attend: PagedAttend,
-    linear: Project | None = None,
+    products: LayerProducts,
     which: Tensor | None = None,
 ) -> Tensor:
     """Final hidden states [N, hidden] of the tokens, or of those `which`; `cache` is [layers, 2, P, kv_heads, page, D],
     or holds latents.
 
-    After the last layer's keys and values are stored, only the tokens `which` are computed further. Outputs to the
-    residual may be partial sums, which the norm adds up (`partial_linear`). With a `linear` all operations are
-    batch-invariant (`kernels/exact.py`).
+    After the last layer's keys and values are stored, only the tokens `which` are computed further. What `products` adds to the
+    residual may be partial sums, which the next norm adds up.
     """
     arch = model.arch
-    activate = GATED_ACTIVATIONS[arch.activation] if linear is None else EXACT_GATED_ACTIVATIONS[arch.activation]
-    is_exact = linear is not None
-    # An output norm needs complete sums.
-    into_residual = linear or (nn.Linear.__call__ if arch.out_norms else partial_linear)
-    linear = linear or nn.Linear.__call__
-    eps, shift, has_latents = arch.norm_eps, arch.norm_shift, isinstance(cache, LatentCache)
+    has_latents = isinstance(cache, LatentCache)
     features = None if model.pictures is None else model.picture_features(model.pictures)
     x, delta = model.embedded(tokens), None
     if features is not None:
@@ -87,8 +70,7 @@ def paged_forward(
         keys, values = cache[index]
         if features is not None and 0 < index <= len(features.deep):
             x = model.with_deep(x, features, index - 1)  # the delta is not yet added
-        normed = add_norm(x, delta, layer.attention_norm.weight, eps, shift)
-        qkv = _projected(layer.qkv, normed, linear, has_latents)
+        qkv = products.attention_input(layer, x, delta, has_latents)
         if arch.wide_qk_norm:
             normed_projection(layer, cast(Tensor, qkv))
         mixed = attend(index, qkv, head_norms(layer), keys, values)
@@ -97,29 +79,11 @@ def paged_forward(
             if not which.shape[0]:  # prefill chunks, none of them the last of its prompt
                 return x
         mixed = mixed if arch.latent is None or has_latents else value_heads(mixed, arch.latent)
-        delta = into_residual(layer.out, mixed)
+        delta = products.into_residual(layer.out, mixed)
         delta = layer.attention_out_norm(delta) if arch.out_norms else delta
-        normed = add_norm(x, delta, layer.mlp_norm.weight, eps, shift)
-        if layer.experts is not None:
-            delta = exact_experts(layer.experts, normed, activate) if is_exact else layer.experts.infer(normed)
-            if layer.has_dense_mlp:
-                delta = delta + linear(layer.down, activate(linear(layer.gate_up, normed)))
-            delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
-            continue
-        if is_exact:
-            activated = activate(linear(layer.gate_up, normed))
-        else:
-            activated = gated_linear(layer.gate_up, normed, arch.activation, activate)
-        delta = into_residual(layer.down, activated)
+        delta = products.mlp(layer, x, delta)
         delta = layer.mlp_out_norm(delta) if arch.out_norms else delta
-    return add_norm(x, delta, model.norm.weight, eps, shift)
-
-
-def _projected(project: nn.Module, normed: Tensor, linear: Project, has_latents: bool) -> Tensor | LatentHeads:
-    """A layer's projections of normed hidden states, as its cache needs them."""
-    if not isinstance(project, LatentProjection):
-        return linear(cast(nn.Linear, project), normed)
-    return project.heads(normed) if has_latents else project.project(normed, linear)
+    return add_norm(x, delta, model.norm.weight, arch.norm_eps, arch.norm_shift)
 
 
 def head_norms(layer: Layer) -> HeadNorms | None:
@@ -397,7 +361,7 @@ def exact_logprobs(model: Decoder, tokens: Tensor, offsets: Tensor, wanted: Tens
         q = rotate_store(qkv, *rotations[layer], placement, norms, keys, values)
         return exact_attention(q, keys, values, placement, window_of(arch.windows, layer), arch.score_softcap)
 
-    hidden = paged_forward(model, tokens, cache, attend, exact_linear)[wanted - 1]
+    hidden = paged_forward(model, tokens, cache, attend, ExactProducts())[wanted - 1]
     size = max(1, MAX_LOGITS // arch.vocab_size)
     parts = zip(hidden.split(size), tokens[wanted].split(size), strict=True)
     head, softcap = model.head_weight, arch.logit_softcap

@@ -145,6 +145,8 @@ def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.exact", "set it to false"
     if rollout.engine == "auto" and (rollout.cache_gib is not None or rollout.cache_dtype != "auto"):
         yield "rollout.cache_gib or cache_dtype", "remove it"
+    if rollout.engine == "auto" and rollout.weights.name != "model":
+        yield "rollout.weights=fp8", "set it to model"
 
 
 def _training_sections(config: AnyConfig) -> Iterator[tuple[str, Any]]:

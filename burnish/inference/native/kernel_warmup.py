@@ -14,31 +14,34 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from burnish.inference.native.device_state import DeviceRows, SamplerFlags
 from burnish.memory_plan.kv_cache import MAX_PREFILL_TOKENS
 from burnish.models.cached_forward import head_norms
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.attention import has_varlen_kernel, varlen_attention
-from burnish.models.kernels.cuda.hopper import all_tiles, compile_gated_kernel
-from burnish.models.kernels.exact import exact_attention, exact_experts, exact_linear, exact_logits
-from burnish.models.kernels.inference_ops import (
-    add_norm,
-    decode_attention,
-    gated_linear,
-    has_gated_kernel,
-    partial_linear,
-    rotate_store,
+from burnish.models.kernels.cuda.products import (
+    all_partial_tiles,
+    all_tiles,
+    compile_product,
+    has_gated_product,
+    has_partial_product,
+    num_processors,
 )
+from burnish.models.kernels.exact import exact_attention, exact_logits
+from burnish.models.kernels.fp8 import quantise_rows
+from burnish.models.kernels.inference_ops import add_norm, decode_attention, has_gated_kernel, rotate_store
 from burnish.models.kernels.latent_ops import LatentHeads, latent_decode
 from burnish.models.kernels.paged_cache import KVCache, LatentCache, Placement
 from burnish.models.latent_attention import LatentProjection
+from burnish.models.layer_products import Fp8Products, LayerProducts
 from burnish.models.nf4 import quantised_weights
 
 
 def warm_up_kernels(
     model: Decoder,
+    layer_products: LayerProducts,
     cache: KVCache,
     rotations: tuple[Tensor, Tensor],
     state: DeviceRows,
@@ -58,9 +61,8 @@ def warm_up_kernels(
         return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     def norm() -> None:
-        project = exact_linear if exact else nn.Linear.__call__ if arch.out_norms else partial_linear
         modules = (layer.out,) if layer.experts is not None else (layer.out, layer.down)
-        into_residual = (project(module, zeros(rows, module.in_features)) for module in modules)
+        into_residual = (layer_products.into_residual(module, zeros(rows, module.in_features)) for module in modules)
         for delta in (None, *into_residual):
             x = zeros(rows, arch.hidden_size)
             add_norm(x, delta, layer.attention_norm.weight, arch.norm_eps, arch.norm_shift)
@@ -96,14 +98,7 @@ def warm_up_kernels(
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)
 
     def matmuls() -> None:
-        project = exact_linear if exact else nn.Linear.__call__
-        hidden = zeros(rows, arch.hidden_size)
-        if isinstance(layer.qkv, LatentProjection):
-            layer.qkv.project(hidden, project)
-        else:
-            project(layer.qkv, hidden)
-        if exact and layer.experts is None:
-            project(layer.gate_up, hidden)
+        layer_products.attention_input(layer, zeros(rows, arch.hidden_size), None, isinstance(cache, LatentCache))
         if exact:
             exact_logits(zeros(rows, arch.hidden_size), model.head_weight, arch.logit_softcap)
         else:
@@ -121,33 +116,39 @@ def warm_up_kernels(
                 varlen_attention(q, k, k, (bounds, bounds), (1, 1), window)
 
     def gate() -> None:
-        if layer.experts is not None:
-            x = zeros(rows, arch.hidden_size)
-            _ = exact_experts(layer.experts, x, layer.gated_activation) if exact else layer.experts(x)
-        elif exact:
-            layer.gated_activation(zeros(rows, 2 * arch.mlp_size))
-        else:
-            gated_linear(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation, layer.gated_activation)
+        layer_products.mlp(layer, zeros(rows, arch.hidden_size), zeros(rows, arch.hidden_size))
 
-    def gate_kernels() -> list[Callable[[], None]]:  # for all batch sizes, not only the first
+    def product_kernels() -> list[Callable[[], None]]:  # for all batch sizes, not only the first
+        if exact or layer.experts is not None:
+            return []
+        x, compiled = zeros(rows, arch.hidden_size), list[Callable[[], None]]()
+        matrices = layer_products.matrices if isinstance(layer_products, Fp8Products) else {}
+        matrix, processors = matrices.get(id(layer.gate_up)), num_processors(weight.device)
         with torch.inference_mode():
-            if (
-                exact
-                or layer.experts is not None
-                or not has_gated_kernel(layer.gate_up, zeros(rows, arch.hidden_size), arch.activation)
-            ):
-                return []
-        processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-        tiles = all_tiles(max(MAX_PREFILL_TOKENS, state.size), arch.mlp_size, processors)
-        return [partial(compile_gated_kernel, tile, arch.activation, weight.device) for tile in tiles]
+            if matrix is None:
+                is_one = has_gated_kernel(layer.gate_up, x, arch.activation)
+            else:
+                is_one = has_gated_product(quantise_rows(x), matrix, arch.activation)
+        most = max(MAX_PREFILL_TOKENS, state.size)
+        if is_one:
+            tiles = all_tiles(most, arch.mlp_size, processors)
+            kind = matrix is not None, arch.activation, weight.device
+            compiled += [partial(compile_product, tile, *kind) for tile in tiles]
+        for module in (layer.out, layer.down):
+            matrix = matrices.get(id(module))
+            if matrix is not None and has_partial_product(quantise_rows(zeros(rows, module.in_features)), matrix):
+                tiles = all_partial_tiles(most, module.in_features, module.out_features, processors)
+                compiled += [partial(compile_product, tile, True, "none", weight.device) for tile in tiles]
+        return compiled
 
     def all_matmuls() -> None:  # in one thread: they use the same kernel, which two threads would both compile
         matmuls()
         norm()
         gate()
 
-    is_one_kernel = exact or bool(quantised_weights(model))
-    products = [all_matmuls] if is_one_kernel else [matmuls, norm, *(gate_kernels() or [gate])]
+    is_one_kernel = exact or bool(quantised_weights(model)) or isinstance(layer_products, Fp8Products)
+    ahead = product_kernels()
+    products = [all_matmuls, *ahead] if is_one_kernel else [matmuls, norm, *(ahead or [gate])]
     chosen = attend_latents if isinstance(cache, LatentCache) else attend
     attention = (
         [attend_exact] if exact else [partial(chosen, 1), partial(chosen, 2), prefill]

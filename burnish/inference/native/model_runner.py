@@ -33,7 +33,7 @@ from burnish.models.cached_forward import PagedAttend, paged_forward, pass_rotat
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.device import to_device, use_triton
-from burnish.models.kernels.exact import exact_attention, exact_linear, exact_logits
+from burnish.models.kernels.exact import exact_attention, exact_logits
 from burnish.models.kernels.fp8 import FP8, FP8_SCALE_BYTES
 from burnish.models.kernels.inference_ops import PrefillAttention, decode_attention, rotate_store
 from burnish.models.kernels.latent_ops import (
@@ -54,6 +54,7 @@ from burnish.models.kernels.paged_cache import (
     Placement,
 )
 from burnish.models.kernels.picture_attention import PictureAttention, piece_blocks, tokens_ahead
+from burnish.models.layer_products import LayerProducts
 from burnish.models.router_pass import EngineRecorder
 from burnish.models.vision.interfaces import PicturePass
 from burnish.models.vision.pieces import Piece, piece_pass
@@ -95,10 +96,17 @@ class ModelRunner:
     """The ranks that divide the blocks of a cache of latents, if several do."""
 
     def __init__(
-        self, model: Decoder, plan: CachePlan, stats: EngineStats, exact: bool = False, quantised: bool = False
+        self,
+        model: Decoder,
+        plan: CachePlan,
+        stats: EngineStats,
+        products: LayerProducts,
+        exact: bool = False,
+        quantised: bool = False,
     ) -> None:
         weight = model.embedding.weight
         self.model, self.device, self.exact, self.stats = model, weight.device, exact, stats
+        self.products = products
         self.block_size = plan.block_size
         self.num_pages = (
             plan.num_blocks if self.cache_ranks is None else num_own_pages(plan.num_blocks, self.cache_ranks)
@@ -128,7 +136,9 @@ class ModelRunner:
             rows_off = self._inactive_rows()
             position, rotation = rows_off.ints[POSITION, :rows], rows_off.rotation(rows)
             place = Placement(self.row_ids[:rows], position, rows_off.block_table, rotation)
-            warm_up_kernels(self.model, self.cache, self.rotations[0], rows_off, place, flags, self.exact)
+            warm_up_kernels(
+                self.model, self.products, self.cache, self.rotations[0], rows_off, place, flags, self.exact
+            )
             self.stats.compile_s += time.perf_counter() - started
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -307,10 +317,10 @@ class ModelRunner:
             self.model.set_router_pass(None)
 
     def _computed_logits(self, tokens: Tensor, attend: PagedAttend, which: Tensor | None) -> Tensor:
+        hidden = paged_forward(self.model, tokens, self.cache, attend, self.products, which)
         if self.exact:
-            hidden = paged_forward(self.model, tokens, self.cache, attend, exact_linear, which)
             return exact_logits(hidden, self.model.head_weight, self.model.arch.logit_softcap)
-        return self.model.logits(paged_forward(self.model, tokens, self.cache, attend, which=which))
+        return self.model.logits(hidden)
 
     def _exact_attend(self, place: Placement, rotations: Sequence[tuple[Tensor, Tensor]]) -> PagedAttend:
         """Attention with one query for each token, in prefill as in decode, so that both give the same bits."""

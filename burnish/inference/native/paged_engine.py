@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from operator import or_
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from burnish.inference.picture_requests import drop_stale_features, longest_posi
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, num_row_programs, plan_cache
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
+from burnish.models.layer_products import Fp8Products, products_of
 
 STEPS_PER_LAUNCH = 8
 """Decode steps that the host launches at once."""
@@ -41,7 +43,8 @@ class PagedEngine:
     """Samples from a decoder.
 
     `listener(request_id, token)` is called with every token, one launch late, and `on_cache` with the plan of every new cache.
-    `cache_bytes` fixes the size of the cache; `quantised` keeps it in 8 bits.
+    `cache_bytes` fixes the size of the cache; `quantised` keeps it in 8 bits. With `weights` fp8 the engine multiplies by 8-bit copies of the
+    model's matrices, which `load` writes again.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class PagedEngine:
         cache_bytes: int | None = None,
         on_cache: Callable[[CachePlan], None] | None = None,
         quantised: bool = False,
+        weights: Literal["model", "fp8"] = "model",
     ) -> None:
         if not 0 < steps_per_launch < RING_SIZE:
             raise ValueError(
@@ -64,6 +68,7 @@ class PagedEngine:
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
         self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
         self.quantised = quantised
+        self.products = products_of(model, exact, weights)
         self.quick_rows = 0
         """While at most so many rows run, half as many steps are launched at once: a new request waits less for its first token."""
         self.num_contexts = 0
@@ -140,6 +145,8 @@ class PagedEngine:
                 f"new weights while {begun} rows are running: their cache would be stale; finish or abort first"
             )
         copy_weights(self.model, named_tensors)
+        if isinstance(self.products, Fp8Products):
+            self.products.refresh()
         self.version = version
         self.block_manager.clear_prefix_cache()
         drop_stale_features(self.model)
@@ -241,7 +248,7 @@ class PagedEngine:
             self.on_cache(plan)
 
     def _make_runner(self, plan: CachePlan) -> ModelRunner:
-        return ModelRunner(self.model, plan, self.stats, self.exact, self.quantised)
+        return ModelRunner(self.model, plan, self.stats, self.products, self.exact, self.quantised)
 
     @property
     def runner(self) -> ModelRunner:

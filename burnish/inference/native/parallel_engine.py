@@ -25,6 +25,7 @@ from burnish.inference.native.model_runner import ModelRunner, PrefillChunk, row
 from burnish.inference.native.paged_engine import PagedEngine, free_device_bytes
 from burnish.inference.native.parallel_decoder import CONFIG_KEY, EngineRanks, ParallelDecoder
 from burnish.memory_plan.kv_cache import CachePlan
+from burnish.models.layer_products import products_of
 
 Send = Callable[..., None]
 """`send(operation, *arguments)`: a command of the leader to all followers."""
@@ -75,7 +76,7 @@ class ParallelRunner(ModelRunner):
     ) -> None:
         self.ranks, self.send = model.ranks, send
         self.cache_ranks = cache_ranks_of(model)
-        super().__init__(model, plan, stats, quantised=quantised)
+        super().__init__(model, plan, stats, products_of(model, False, "model"), quantised=quantised)
 
     def compile(self, rows: int, flags: SamplerFlags) -> None:
         self.send("compile", rows, flags)

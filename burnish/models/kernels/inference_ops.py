@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from burnish.models.architecture import Windows
 from burnish.models.kernels.attention import has_varlen_kernel, varlen_attention, window_of
-from burnish.models.kernels.cuda.hopper import gated_product, has_gated_product
+from burnish.models.kernels.cuda.products import gated_product, has_gated_product
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.elementwise import rms_norm, rotate
+from burnish.models.kernels.fp8 import Fp8Rows, empty_rows, quantise_rows
 from burnish.models.kernels.logprob import softcapped
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
 from burnish.models.kernels.picture_attention import PictureAttention
@@ -39,10 +40,23 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift:
     if use_triton(x):
         from burnish.models.kernels.triton import elementwise_kernels
 
-        return elementwise_kernels.add_norm(x, delta, weight, eps, shift)
+        out = torch.empty_like(x)
+        elementwise_kernels.add_norm(x, delta, weight, eps, shift, out)
+        return out
     if delta is not None:
         x += delta if delta.dim() == 2 else delta.sum(0, dtype=torch.promote_types(delta.dtype, torch.float32))
     return rms_norm(x, weight, eps, shift)
+
+
+def add_norm_rows(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0) -> Fp8Rows:
+    """`add_norm` with its result in 8 bits."""
+    if use_triton(x):
+        from burnish.models.kernels.triton import elementwise_kernels
+
+        rows = empty_rows(x.shape, x.device)
+        elementwise_kernels.add_norm(x, delta, weight, eps, shift, rows.data, rows.scale)
+        return rows
+    return quantise_rows(add_norm(x, delta, weight, eps, shift))
 
 
 def rotate_store(

@@ -1,4 +1,4 @@
-"""The paged cache that the engine makes: as planned, of a given size, in 8 bits, made before the first request."""
+"""The paged cache that the engine makes (as planned, of a given size, in 8 bits, before the first request), and weights in 8 bits."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.kernels import exact, inference_ops
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.elementwise import swiglu
+from burnish.models.kernels.fp8 import FP8, Fp8Rows, dequantised, empty_rows, quantise_rows
 from burnish.models.kernels.inference_ops import (
     PrefillAttention,
     add_norm,
@@ -30,15 +31,13 @@ from burnish.models.kernels.inference_ops import (
     partial_products,
 )
 from burnish.models.kernels.paged_cache import (
-    FP8,
     Fp8Cache,
-    Fp8Rows,
     HeadNorms,
     Placement,
-    quantise_rows,
     read_pages,
     write_pages,
 )
+from burnish.models.layer_products import ModelProducts
 from burnish.models.weight_files import load_decoder
 from tests.kernels import CUDA, DEVICE, kernel
 
@@ -85,7 +84,7 @@ class Paged:
         options = place, self.rotations, PAGE, arch.windows, arch.score_softcap
         attend = PrefillAttention(rows, starts, stops - starts, *options)
         packed = torch.cat([tokens[row][a:b] for row, a, b in stretches])
-        return paged_forward(self.model, packed, self.cache, attend)
+        return paged_forward(self.model, packed, self.cache, attend, ModelProducts())
 
     def decode(self, tokens: list[Tensor], positions: list[int]) -> Tensor:
         """Hidden states of one token per row; position -1 is an empty row."""
@@ -97,7 +96,7 @@ class Paged:
             return inference_ops.decode_attention(qkv, *tables, place, norms, keys, values, window, softcap=softcap)
 
         drawn = torch.stack([row[position] for row, position in zip(tokens, positions, strict=True)])
-        return paged_forward(self.model, drawn, self.cache, attend)
+        return paged_forward(self.model, drawn, self.cache, attend, ModelProducts())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -169,9 +168,15 @@ def test_add_norm_and_gate_kernels(dtype: torch.dtype, size: int) -> None:
         expected = x.clone()
         normed = inference_ops.add_norm(expected, step, weight, 1e-5, shift)
         there, scale = on_device(x, weight)
-        got = elementwise_kernels.add_norm(there, None if step is None else step.to(DEVICE), scale, 1e-5, shift)
+        got, moved = torch.empty_like(there), None if step is None else step.to(DEVICE)
+        again, rows = there.clone(), empty_rows(there.shape, there.device)
+        elementwise_kernels.add_norm(there, moved, scale, 1e-5, shift, got)
+        elementwise_kernels.add_norm(again, moved, scale, 1e-5, shift, rows.data, rows.scale)
         close(got, normed, dtype)
         close(there, expected, dtype)
+        assert torch.equal(again, there)
+        assert torch.allclose(rows.scale, quantise_rows(got).scale)
+        assert torch.allclose(dequantised(rows, torch.float32), got.float(), rtol=0.08 if CUDA else 0.6, atol=0.02)
     both = randn(5, 2 * size, dtype=dtype, seed=3)
     with torch.no_grad():
         close(elementwise_kernels.swiglu(both.to(DEVICE)), swiglu(both.clone()), dtype)

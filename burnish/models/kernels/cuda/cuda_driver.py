@@ -28,7 +28,7 @@ CUDA_KERNELS_VARIABLE = "BURNISH_CUDA_KERNELS"
 NVRTC_OPTIONS = ("--gpu-architecture=sm_90a", "-std=c++17")
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ELF_MAGIC = b"\x7fELF"
-_BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_TENSOR_MAP_TYPES = {torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _UINT8
 _SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
@@ -202,9 +202,14 @@ def compile_source(library: Any, source: str) -> bytes:
 
 @lru_cache(maxsize=4096)
 def tensor_map(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ctypes.Array[ctypes.c_char]:
-    """TMA descriptor of a bfloat16 tensor and the boxes that are copied.
+    """TMA descriptor of a tensor in bfloat16 or e4m3 and the boxes that are copied.
 
     Dimensions start with the innermost, which is dense; `strides` of the others are in bytes. Reads outside return 0.
     """
@@ -215,7 +220,7 @@ def tensor_map(
     call_driver(
         "cuTensorMapEncodeTiled",
         found,
-        _BFLOAT16,
+        _TENSOR_MAP_TYPES[dtype],
         rank,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*shape),

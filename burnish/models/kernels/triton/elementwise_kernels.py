@@ -25,11 +25,14 @@ def _add_norm(
     delta_ptr,
     weight_ptr,
     out_ptr,
+    scale_ptr,
     size,
     eps,
     shift,
     part_stride,
     PARTS: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -47,29 +50,40 @@ def _add_norm(
         tl.store(x_ptr + row * size + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    tl.store(out_ptr + row * size + column, (wide * scale * weight).to(x.dtype), mask=inside)
+    normed = (wide * scale * weight).to(x.dtype)
+    if QUANTISED:
+        normed = normed.to(tl.float32)
+        largest = tl.max(tl.abs(normed), 0)
+        step = tl.where(largest > 0, largest * (1 / LARGEST), 1.0)
+        tl.store(scale_ptr + row, step)
+        tl.store(out_ptr + row * size + column, tl.div_rn(normed, step).to(tl.float8e4nv), mask=inside)
+    else:
+        tl.store(out_ptr + row * size + column, normed, mask=inside)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    """Add `delta`, or the sum of its parts, to x in place, then return the RMS norm of x."""
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float, out: Tensor, scale: Tensor | None = None
+) -> None:
+    """Add `delta`, or the sum of its parts, to x in place, then write the RMS norm of x to `out`, in 8 bits if it has a `scale`."""
     rows, size = x.shape
     parts = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
-    out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     _add_norm[(rows,)](
         x,
         x if delta is None else delta,
         weight,
         out,
+        out if scale is None else scale,
         size,
         eps,
         shift,
         rows * size,
         PARTS=parts,
+        QUANTISED=scale is not None,
+        LARGEST=FP8_MAX,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
     )
-    return out
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The fused gated projection: its choice of tiles, where it runs, and agreement with the torch operations."""
+"""The products in CUDA C++: their choice of tiles, where they run, and agreement with the torch operations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from torch.nn import functional
 
 from burnish.models.decoder import GATED_ACTIVATIONS
 from burnish.models.kernels import inference_ops
-from burnish.models.kernels.cuda.hopper import (
+from burnish.models.kernels.cuda.products import (
+    GATED_WIDTHS,
     REGISTERS_PER_THREAD,
-    TILE_WIDTHS,
     WARP_GROUPS,
     Tile,
+    all_partial_tiles,
     all_tiles,
+    choose_parts,
     choose_tile,
     gated_product,
-    gated_source,
     has_gated_product,
+    has_partial_product,
+    partial_product,
+    product_source,
 )
+from burnish.models.kernels.fp8 import dequantised, quantise_rows
 from burnish.models.kernels.inference_ops import gated_linear, has_gated_kernel
 from tests.kernels import error, on_hopper
 
@@ -42,7 +47,7 @@ def test_every_tile_fits_into_a_processor() -> None:
         threads = 128 * (groups + 1)
         at_entry = min(65536 // threads // 8 * 8, 232)  # registers of each thread at launch
         assert 24 * 128 + REGISTERS_PER_THREAD[groups] * 128 * groups <= at_entry * threads
-        for width in TILE_WIDTHS:
+        for width in GATED_WIDTHS:
             tile = Tile(rows, width)
             assert width % 16 == 8  # an odd multiple of eight
             assert tile.stages >= 4
@@ -51,12 +56,30 @@ def test_every_tile_fits_into_a_processor() -> None:
             assert blocks * width + 24 < REGISTERS_PER_THREAD[groups]
 
 
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(256, 8960, 1536), (64, 8960, 1536), (256, 18944, 3584)])
+def test_partial_products_keep_all_processors_busy_for_a_few_sums(rows: int, inputs: int, outputs: int) -> None:
+    tile, parts = choose_parts(rows, inputs, outputs, PROCESSORS)
+    tiles = -(-rows // tile.rows) * -(-outputs // tile.width) * parts
+    waves = -(-tiles // PROCESSORS)
+    assert tiles > 0.8 * waves * PROCESSORS
+    assert 1 < parts <= 8
+    assert tile.width % 16 == 8
+    assert tile.stages >= 4
+    assert tile in all_partial_tiles(1024, inputs, outputs, PROCESSORS)
+    groups, blocks = WARP_GROUPS[tile.rows]
+    assert blocks * tile.columns // 2 + 24 < REGISTERS_PER_THREAD[groups]
+
+
 def test_a_source_is_complete() -> None:
-    text = gated_source(Tile(256, 72), "gelu_tanh")
+    text = product_source(Tile(256, 72), False, "gelu_tanh")
     assert "//MULTIPLY" not in text
     assert "m64n144k16" in text
     assert "#define GELU 1" in text
-    assert "#define GELU 0" in gated_source(Tile(256, 72), "silu")
+    assert "#define GELU 0" in product_source(Tile(256, 72), False, "silu")
+    partial = product_source(Tile(128, 120, is_gated=False), True, "none")
+    assert "m64n120k32.f32.e4m3.e4m3" in partial
+    assert "#define GATED 0" in partial
+    assert "#define EIGHT 1" in partial
 
 
 @pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
@@ -172,3 +195,55 @@ def test_it_runs_in_a_graph_with_weights_that_change() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(out, gated_product(x, weight, "silu"))
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [
+        (1, 640, 2048),
+        (7, 1008, 1000),
+        (17, 80, 24),
+        (100, 896, 4864),
+        (192, 1536, 8960),
+        (256, 1536, 8960),
+        (5000, 896, 4864),
+    ],
+)
+def test_the_gated_product_in_8_bits_is_that_of_the_rounded_factors(
+    rows: int, inputs: int, outputs: int, activation: str
+) -> None:
+    torch.manual_seed(rows)
+    x = quantise_rows(torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16))
+    weight = quantise_rows((torch.randn(2 * outputs, inputs, device="cuda") * inputs**-0.5).bfloat16())
+    torch.full((rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16)
+    assert has_gated_product(x, weight, activation)
+    found = gated_product(x, weight, activation)
+    gate, up = (dequantised(x, torch.float64) @ dequantised(weight, torch.float64).T).chunk(2, -1)
+    assert error(found, TRUTHS[activation](gate) * up) < 6e-3
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [
+        (1, 64, 32),
+        (9, 2048, 40),
+        (64, 8960, 1536),
+        (130, 1536, 1536),
+        (192, 8960, 1536),
+        (256, 8960, 1536),
+        (300, 18944, 3584),
+        (2048, 8960, 1536),
+    ],
+)
+def test_partial_products_add_up_to_the_product_of_the_rounded_factors(rows: int, inputs: int, outputs: int) -> None:
+    torch.manual_seed(rows)
+    x = quantise_rows(torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16))
+    weight = quantise_rows((torch.randn(outputs, inputs, device="cuda") * inputs**-0.5).bfloat16())
+    truth = dequantised(x, torch.float64) @ dequantised(weight, torch.float64).T
+    torch.full((8, rows, outputs), torch.nan, device="cuda", dtype=torch.bfloat16)
+    assert has_partial_product(x, weight)
+    found = partial_product(x, weight).double()
+    assert error(found.sum(0) if found.dim() == 3 else found, truth) < 6e-3

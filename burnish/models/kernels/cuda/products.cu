@@ -1,11 +1,16 @@
-// act(x gate^T) * (x up^T) in bfloat16 for Hopper, with rows x [rows, inputs] and one matrix [2 outputs, inputs], gate above up.
+// Products of rows x [rows, inputs] and a matrix for Hopper, with outputs in bfloat16:
 //
-// A persistent thread block computes tiles of ROWS x WIDTH outputs. Its first warp (the producer) loads slices of 64 inputs of the rows and
-// of both weights by TMA into a ring of STAGES; GROUPS warp groups (the consumers) multiply them, BLOCKS x 64 rows each.
+//     GATED    act(x gate^T) * (x up^T), with one matrix [2 outputs, inputs], gate above up
+//     else     x weight^T, with a matrix [outputs, inputs], as `parts` partial sums over ranges of the inputs
+//
+// Both factors are in bfloat16, or with EIGHT in e4m3 with a float32 scale for each row of x and each row of the matrix.
+//
+// A persistent thread block computes tiles of ROWS x WIDTH outputs. Its first warp (the producer) loads slices of 128 bytes of the rows and
+// of the matrix by TMA into a ring of STAGES; GROUPS warp groups (the consumers) multiply them, BLOCKS x 64 rows each.
 // Gate and up of an output are in the same registers of the same thread, so that the epilogue multiplies them without exchange.
 //
 // The host defines ROWS, WIDTH (an odd multiple of 8, so that stored rows have no bank conflicts), STAGES, GROUPS, BLOCKS, MOST
-// (registers of a consumer thread), GELU and `multiply`, the wgmma instruction for 2 WIDTH columns.
+// (registers of a consumer thread), GATED, EIGHT, GELU and `multiply`, the wgmma instruction for COLUMNS columns and 32 bytes of inputs.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -15,11 +20,13 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-constexpr int INPUTS = 64;
-constexpr int ROW_BYTES = ROWS * INPUTS * 2;
-constexpr int WEIGHT_BYTES = 2 * WIDTH * INPUTS * 2;
+constexpr int LINE = 128;               // bytes of a slice of one row
+constexpr int INPUTS = EIGHT ? 128 : 64;
+constexpr int COLUMNS = GATED ? 2 * WIDTH : WIDTH;
+constexpr int ROW_BYTES = ROWS * LINE;
+constexpr int WEIGHT_BYTES = COLUMNS * LINE;
 constexpr int STAGE = ROW_BYTES + WEIGHT_BYTES;
-constexpr int SUMS = WIDTH;             // accumulator registers of a thread for 64 rows
+constexpr int SUMS = COLUMNS / 2;       // accumulator registers of a thread for 64 rows
 constexpr int PIECES = WIDTH / 8;       // pieces of eight outputs
 constexpr int BAND = 16;                // row tiles computed before the next weights, so that both stay in the L2 cache
 constexpr int STRIP = 16 * WIDTH * 2;   // bytes of the 16 rows that a warp stores at once
@@ -39,7 +46,7 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, i
         : "memory");
 }
 
-__device__ __forceinline__ u64 describe(u32 address) {  // wgmma descriptor: 64 inputs per row, 128-byte swizzle, eight rows in 1024 bytes
+__device__ __forceinline__ u64 describe(u32 address) {  // wgmma descriptor: 128 bytes per row, 128-byte swizzle, eight rows in 1024 bytes
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
@@ -72,21 +79,29 @@ __device__ __forceinline__ u32 gated(float gate0, float gate1, float up0, float 
 //MULTIPLY
 
 struct Tile {
-    int row, column;
+    int row, column, part, start, stop;  // slices start to stop of the inputs
 };
 
-__device__ __forceinline__ Tile tile(int index, int row_tiles, int column_tiles) {
+__device__ __forceinline__ Tile tile(int index, int row_tiles, int column_tiles, int slices, int parts) {
+    int tiles = row_tiles * column_tiles, part = index / tiles;
+    index -= part * tiles;
     int band = index / (BAND * column_tiles), high = min(BAND, row_tiles - band * BAND), inside = index - band * BAND * column_tiles;
-    return {(band * BAND + inside % high) * ROWS, inside / high * WIDTH};
+    return {(band * BAND + inside % high) * ROWS, inside / high * WIDTH, part, part * slices / parts, (part + 1) * slices / parts};
+}
+
+// Scales of this thread's columns: two neighbours of each piece of eight.
+__device__ __forceinline__ float2 column_scales(const float* scales, int column, int outputs) {
+    return column < outputs ? *(const float2*)(scales + column) : make_float2(0, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    gated_product(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weight_map,
-                  const __grid_constant__ TensorMap out_map, int rows, int outputs, int slices, int row_tiles, int column_tiles) {
+    product(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weight_map,
+            const __grid_constant__ TensorMap out_map, const float* row_scales, const float* weight_scales, int rows, int outputs, int slices,
+            int row_tiles, int column_tiles, int parts) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
     u32 ring = (shared(memory) + 1023) & ~1023u;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = row_tiles * column_tiles;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = row_tiles * column_tiles * parts;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&full[s])));
@@ -103,15 +118,17 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         int stage = 0;
         u32 phase = 1;
         for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-            Tile t = tile(index, row_tiles, column_tiles);
+            Tile t = tile(index, row_tiles, column_tiles, slices, parts);
 #pragma unroll 1
-            for (int k = 0; k < slices; k++) {
+            for (int k = t.start; k < t.stop; k++) {
                 u32 barrier = shared(&full[stage]), to = ring + stage * STAGE;
                 wait(shared(&empty[stage]), phase);
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(STAGE) : "memory");
                 load(to, &rows_map, k * INPUTS, t.row, barrier, again);
                 load(to + ROW_BYTES, &weight_map, k * INPUTS, t.column, barrier, once);
+#if GATED
                 load(to + ROW_BYTES + WEIGHT_BYTES / 2, &weight_map, k * INPUTS, outputs + t.column, barrier, once);
+#endif
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
         }
@@ -124,19 +141,19 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     u32 strip = ring + STAGES * STAGE + (warp - 4) * STRIP;
     u32 corner = strip + (lane % 16) * WIDTH * 2 + (lane / 16) * 16;  // this lane's row of four 8 x 8 pieces
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        Tile t = tile(index, row_tiles, column_tiles);
+        Tile t = tile(index, row_tiles, column_tiles, slices, parts);
         float sums[BLOCKS][SUMS] = {};  // without the zeros CUDA 12 serialises the wgmma instructions
         int before = -1;
-        for (int k = 0; k < slices; k++) {
+        for (int k = t.start; k < t.stop; k++) {
             wait(shared(&full[stage]), phase);
             u32 a = ring + stage * STAGE;
-            u64 lines = describe(a + group * BLOCKS * 64 * INPUTS * 2), columns = describe(a + ROW_BYTES);
+            u64 lines = describe(a + group * BLOCKS * 64 * LINE), columns = describe(a + ROW_BYTES);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int i = 0; i < INPUTS / 16; i++)
+            for (int i = 0; i < LINE / 32; i++)
 #pragma unroll
                 for (int block = 0; block < BLOCKS; block++)
-                    multiply(sums[block], lines + block * (64 * INPUTS * 2 / 16) + i * 2, columns + i * 2, k != 0 || i != 0);
+                    multiply(sums[block], lines + block * (64 * LINE / 16) + i * 2, columns + i * 2, k != t.start || i != 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             if (before >= 0) {  // the previous slice is finished
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -154,10 +171,25 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
+            int row = t.row + (group * BLOCKS + block) * 64 + (warp % 4) * 16;
+#if EIGHT
+            float high = row + lane / 4 < rows ? row_scales[row + lane / 4] : 0, low = row + lane / 4 + 8 < rows ? row_scales[row + lane / 4 + 8] : 0;
+#pragma unroll
+            for (int p = 0; p < SUMS / 4; p++) {  // rows lane / 4 and eight below, columns 2 (lane % 4) and the next
+                int column = t.column + p % PIECES * 8 + lane % 4 * 2;
+                float2 scale = column_scales(weight_scales + (p < PIECES ? 0 : outputs), column, outputs);
+                sums[block][4 * p] *= high * scale.x, sums[block][4 * p + 1] *= high * scale.y;
+                sums[block][4 * p + 2] *= low * scale.x, sums[block][4 * p + 3] *= low * scale.y;
+            }
+#endif
             u32 word[2 * PIECES];
 #pragma unroll
             for (int i = 0; i < 2 * PIECES; i++)
+#if GATED
                 word[i] = gated(sums[block][2 * i], sums[block][2 * i + 1], sums[block][2 * (i + 2 * PIECES)], sums[block][2 * (i + 2 * PIECES) + 1]);
+#else
+                word[i] = pack(sums[block][2 * i], sums[block][2 * i + 1]);
+#endif
             if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the previous store has read the strip
             __syncwarp();
 #pragma unroll
@@ -170,11 +202,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                          : "memory");
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             __syncwarp();
-            int row = t.row + (group * BLOCKS + block) * 64 + (warp % 4) * 16;
             if (lane == 0 && row < rows)
                 asm volatile(
-                    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;" ::"l"(&out_map),
-                    "r"(t.column), "r"(row), "r"(strip)
+                    "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\ncp.async.bulk.commit_group;" ::"l"(&out_map),
+                    "r"(t.column), "r"(row), "r"(t.part), "r"(strip)
                     : "memory");
         }
     }
