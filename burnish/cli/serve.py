@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--cache-gib", type=float, metavar="GIB", help="size of the KV cache (default: 40%% of the free GPU memory)")
     add("--cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 stores keys and values in 8 bits")
+    add("--weights", choices=("model", "fp8"), default="model", help="fp8 multiplies by 8-bit copies of the weights")
     add(
         "--max-tokens",
         type=int,
@@ -267,10 +268,15 @@ def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) 
 
 def make_engine(args: argparse.Namespace, policy: PolicyModel, listener: Listener) -> Engine:
     """The engine, with its cache allocated."""
-    from burnish.config.rollout import Rollout
+    from burnish.config.rollout import Fp8Weights, ModelWeights, Rollout
     from burnish.distributed.roles import build_engine, find_paged_engine
 
-    rollout = Rollout(max_rows=args.max_rows, cache_gib=args.cache_gib, cache_dtype=args.cache_dtype)
+    rollout = Rollout(
+        max_rows=args.max_rows,
+        cache_gib=args.cache_gib,
+        cache_dtype=args.cache_dtype,
+        weights=Fp8Weights() if args.weights == "fp8" else ModelWeights(),
+    )
     engine = build_engine(policy, rollout, listener)
     paged = find_paged_engine(engine)
     if paged is not None:

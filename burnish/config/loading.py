@@ -31,6 +31,8 @@ from burnish.config.yaml_text import parse_yaml, render_yaml
 
 log = logging.getLogger(__name__)
 
+QUANTISED_CORRECTION = "decoupled_token_is"
+"""The correction of samples from quantised weights, unless the recipe chooses one: truncated importance weights of tokens."""
 ConfigType = TypeVar("ConfigType", bound=Record)
 Tree = Any
 """Dictionaries, lists and scalars, as YAML gives them."""
@@ -47,16 +49,15 @@ class Loaded(NamedTuple, Generic[ConfigType]):
 
 def load(config_type: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
     """The configuration of a file (or the defaults) with overrides. All problems are reported in one UserError."""
-    return _load_with_overrides(
-        config_type, with_defaults(config_type, {} if path is None else read_recipe(config_type, path)), path, overrides
-    )
+    tree = with_defaults(config_type, {} if path is None else read_recipe(config_type, path))
+    return _load_with_overrides(config_type, tree, path, overrides, _own_tree(path))
 
 
 def load_tree(
     config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str] = ()
 ) -> Loaded[ConfigType]:
     """The configuration of a tree that was made from the file `path`, or by a program."""
-    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides)
+    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides, tree)
 
 
 def load_shrunk(
@@ -65,22 +66,27 @@ def load_shrunk(
     """The configuration of a file for `--shrink`, and the changes that no override sets again."""
     tree, changes = shrink(load(config_type, path).resolved)
     given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
-    return _load_with_overrides(config_type, tree, path, overrides), [
+    return _load_with_overrides(config_type, tree, path, overrides, _own_tree(path)), [
         change for change in changes if not change.startswith(given)
     ]
 
 
 def _load_with_overrides(
-    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str]
+    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str], own: Tree
 ) -> Loaded[ConfigType]:
+    """`own` is what the user wrote, without defaults and the recipes it extends."""
     node = root_node(config_type)
     for key, value in sorted((_parse_override(node, text) for text in overrides), key=lambda o: len(o[0])):
         tree = set_key(node, tree, key, value)
     tree, notes = translate_verl_keys(tree)
+    tree = with_defaults(config_type, tree)
+    if not _chooses_correction(own, overrides):
+        tree, corrected = _correct_quantised_rollouts(tree)
+        notes = [*notes, *corrected]
     for note in notes:
         log.warning("note: %s", note)
     try:
-        config = config_type.model_validate(_inherit_max_tokens(with_defaults(config_type, tree)))
+        config = config_type.model_validate(_inherit_max_tokens(tree))
     except ValidationError as error:
         raise to_user_error(error, config_type, str(path) if path else "configuration") from error
     return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
@@ -214,6 +220,40 @@ def _inherit_max_tokens(tree: dict[str, Any]) -> dict[str, Any]:
     inherited = {"max_tokens": rollout["max_tokens"]}
     filled = {name: inherited | mode if isinstance(mode, dict) else mode for name, mode in modes.items()}
     return {**tree, "validation": {**validation, "modes": filled}}
+
+
+def _chooses_correction(own: Tree, overrides: Sequence[str]) -> bool:
+    """Whether the user's own file or overrides set `algorithm.correction`, to `none` or another."""
+    algorithm = own.get("algorithm") if isinstance(own, dict) else None
+    in_file = isinstance(algorithm, dict) and "correction" in algorithm
+    return in_file or any(text.startswith("algorithm.correction") for text in overrides)
+
+
+def _own_tree(path: Path | None) -> Tree:
+    return None if path is None else parse_yaml(_read_text(path), str(path))
+
+
+def _correct_quantised_rollouts(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Switch on a correction where the sampler's weights are quantised and the algorithm has none, and a note that says so."""
+    rollout, algorithm = tree.get("rollout"), tree.get("algorithm")
+    if (
+        not isinstance(rollout, dict)
+        or not isinstance(algorithm, dict)
+        or algorithm.get("correction") != {"name": "none"}
+    ):
+        return tree, []
+    vllm = rollout.get("vllm")
+    options = vllm.get("engine") if isinstance(vllm, dict) else None
+    quantised = "rollout.weights=fp8" if rollout.get("weights", {}).get("name") == "fp8" else None
+    if isinstance(options, dict) and options.get("quantization"):
+        quantised = f"rollout.vllm.engine.quantization={options['quantization']}"
+    if quantised is None:
+        return tree, []
+    changed = {**tree, "algorithm": {**algorithm, "correction": {"name": QUANTISED_CORRECTION}}}
+    return changed, [
+        f"{quantised} samples from rounded weights: algorithm.correction={QUANTISED_CORRECTION} corrects the gap to the learner (set "
+        "algorithm.correction=none to only measure it)"
+    ]
 
 
 def _tuples_to_lists(value: Any) -> Any:

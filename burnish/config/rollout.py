@@ -341,6 +341,30 @@ def check_mismatch_fits(rollout: Rollout, model: Model) -> None:
         )
 
 
+# --- weights of the engine ------------------------------------------------------------------------------------------------
+
+
+class ModelWeights(Slot):
+    """The engine samples from the learner's own weights."""
+
+    name: Literal["model"] = "model"
+
+
+class Fp8Weights(Slot):
+    """The engine multiplies by copies of the layers' matrices in 8 bits, quantised again after every update, and by activations in 8 bits.
+
+    Embedding, head, norms, biases, adapters and small attention projections keep the model's type.
+    """
+
+    formula: ClassVar[str] = (
+        "y_c = s_x s_c sum_k x_k w_ck, with x = X / s_x and w_c = W_c / s_c in e4m3, s = max |.| / 448 of a row"
+    )
+    name: Literal["fp8"] = "fp8"
+
+
+WeightsSlot: Any = choice(ModelWeights, Fp8Weights, plugin=False)
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +460,17 @@ class RolloutStage(Record):
         return self
 
 
+def _check_fp8_weights(rollout: Rollout) -> None:
+    """Refuse 8-bit weights where the engine has no such products."""
+    if rollout.engine not in ("auto", "native"):
+        own = "; vLLM's own is rollout.vllm.engine.quantization=fp8" if rollout.engine == "vllm" else ""
+        raise ValueError(f"rollout.weights=fp8 applies to the native engine, but rollout.engine={rollout.engine}{own}")
+    if rollout.exact:
+        raise ValueError(
+            "rollout.exact with rollout.weights=fp8: the learner's weights are not rounded, so the log-probs would differ"
+        )
+
+
 class Rollout(Sampling):
     """Sampling for training."""
 
@@ -458,6 +493,8 @@ class Rollout(Sampling):
     cache_dtype: Literal["auto", "fp8"] = "auto"
     """fp8 stores keys and values in 8 bits (half the memory of bfloat16) with one scale per vector. The mismatch metrics show its effect on
     the samples. On a CPU it selects the paged cache, like cache_gib."""
+    weights: WeightsSlot = ModelWeights()
+    """The weights that the native engine multiplies by. Unless algorithm.correction is set, fp8 switches on decoupled_token_is."""
     exact: bool = False
     """Sample and score with operations whose results do not depend on the rest of the batch. The learner's log-prob of every sampled token
     then equals the engine's, bit for bit. `bench/exact.py` measures the cost in speed."""
@@ -489,6 +526,8 @@ class Rollout(Sampling):
             raise ValueError(
                 "rollout.exact with cache_dtype=fp8: the learner has no cache to round, so the log-probs would differ"
             )
+        if self.weights.name == "fp8":
+            _check_fp8_weights(self)
         if self.exact and self.mismatch is not None:
             raise ValueError("rollout.exact and rollout.mismatch contradict each other")
         starts = [stage.start for stage in self.stages]

@@ -187,6 +187,8 @@ def engine_kind(rollout: Rollout, is_native: bool) -> str:
         raise UserError(
             "rollout.cache_gib and cache_dtype need the native decoder; this model runs through transformers"
         )
+    if kind == "transformers" and rollout.weights.name != "model":
+        raise UserError("rollout.weights=fp8 needs the native decoder; this model runs through transformers")
     if kind == "transformers" and is_native:
         raise UserError(
             "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
@@ -205,7 +207,8 @@ def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str
             )
         if rollout.exact:
             policy.module.exact = partial(exact_logprobs, policy.module)
-        is_paged = rollout.exact or rollout.cache_gib is not None or rollout.cache_dtype != "auto"
+        is_8_bits = "fp8" in (rollout.cache_dtype, rollout.weights.name)
+        is_paged = rollout.exact or rollout.cache_gib is not None or is_8_bits
         if weight.is_cuda or is_paged or policy.module.records_experts:
             return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention does not gather pages.
@@ -254,7 +257,14 @@ def _build_paged(
     _check_cache_dtype(rollout, model.embedding.weight)
     quantised, size = rollout.cache_dtype == "fp8", _cache_bytes(rollout)
     return PagedEngine(
-        model, rollout.max_rows, decode, listener, exact=rollout.exact, cache_bytes=size, quantised=quantised
+        model,
+        rollout.max_rows,
+        decode,
+        listener,
+        exact=rollout.exact,
+        cache_bytes=size,
+        quantised=quantised,
+        weights=rollout.weights.name,
     )
 
 
@@ -275,6 +285,10 @@ def build_parallel_engine(
     model: ParallelDecoder, rollout: Rollout, decode: Callable[[list[int]], str]
 ) -> ParallelEngine:
     """The leader of an engine of several ranks."""
+    if rollout.weights.name != "model":
+        raise UserError(
+            "rollout.weights=fp8 is for engines of one process: set placement.engine_tensor=1 or rollout.weights=model"
+        )
     _check_cache_dtype(rollout, model.embedding.weight)
     return ParallelEngine(
         model, rollout.max_rows, decode, cache_bytes=_cache_bytes(rollout), quantised=rollout.cache_dtype == "fp8"

@@ -305,6 +305,7 @@ def _rl_setup(
             or rollout.source.name != "sync"
             or (rollout.mismatch is not None and rollout.mismatch.name in FAULTS_WITH_OWN_WEIGHTS)
         ),
+        fp8_copy=rollout.weights.name == "fp8",
         plain_copy=rollout.engine == "vllm",
         overlaps=rollout.source.name != "sync",
     )
@@ -374,7 +375,8 @@ def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity:
     held = [
         part.bytes
         for part in plan_memory(setup).resident
-        if part.name in ("weights", "reference", "teacher", "engine's weights", "reward models")
+        if part.name
+        in ("weights", "reference", "teacher", "engine's weights", "engine's fp8 matrices", "reward models")
     ]
     free = None if capacity is None else max(0, capacity - CUDA_CONTEXT_BYTES - sum(held))
     return plan_cache(

@@ -17,6 +17,7 @@ from burnish.memory_plan.learner_bytes import LearnerFootprint, LearnerPasses, l
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ValueModel, new_score_model
+from burnish.models.layer_products import fp8_copy_bytes
 from burnish.models.nf4 import weight_bytes
 from burnish.models.vision.feature_cache import MAX_BYTES as MAX_FEATURE_BYTES
 
@@ -69,6 +70,8 @@ class RunSetup:
     """Whether the engine samples during updates, so that its cache stays. Otherwise the cache is freed then."""
     engine_copy: bool = False
     """Whether the engine has a copy of the weights."""
+    fp8_copy: bool = False
+    """Whether the engine has copies of the layers' matrices in 8 bits."""
     plain_copy: bool = False
     """Whether that copy is unquantised even if the policy's weights are in 4 bits."""
     section: str = "training"
@@ -153,6 +156,10 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
     if setup.engine_copy:
         own = setup.arch.num_parameters * dtype.itemsize if setup.plain_copy else weights
         others.append(MemoryPart("engine's weights", own, "the sampler has its own"))
+    if setup.fp8_copy:
+        others.append(
+            MemoryPart("engine's fp8 matrices", fp8_copy_bytes(model), "8-bit copies of the layers' matrices")
+        )
     if setup.reward_model_bytes:
         others.append(MemoryPart("reward models", setup.reward_model_bytes, "weights, in this process"))
     if setup.critic is not None:

@@ -335,7 +335,8 @@ def diagnosis_facts(config: TrainConfig) -> HealthContext:
     engine = "engine" if rollout.engine == "auto" else f"{rollout.engine} engine"
     filters = {record.name for record in config.algorithm.filters}
     selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
-    sampled = dtype if rollout.cache_dtype == "auto" else f"{dtype} with an {rollout.cache_dtype} cache"
+    sampled = dtype if rollout.weights.name == "model" else f"{rollout.weights.name} weights in {dtype}"
+    sampled = sampled if rollout.cache_dtype == "auto" else f"{sampled} with an {rollout.cache_dtype} cache"
     return HealthContext(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
 
 

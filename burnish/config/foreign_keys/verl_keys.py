@@ -419,7 +419,7 @@ VERL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
     (
         f"{ROLLOUT}.quantization*",
         "differs",
-        "rollout.cache_dtype=fp8 stores keys and values in 8 bits; weights are those of the learner",
+        "rollout.weights=fp8 multiplies by 8-bit copies of the weights, rollout.cache_dtype=fp8 stores keys and values in 8 bits",
     ),
     (f"{ROLLOUT}.trace.*", "none", "episodes are in the run's tables and in its report"),
     (f"{ROLLOUT}.prometheus.*", "none", "metrics are in metrics.jsonl and the trackers"),
