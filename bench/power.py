@@ -20,7 +20,7 @@ from common import on_this_gpu, save, table
 from rollout import WORKS, drain, random_model, requests_of
 
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.models.kernels.cuda.hopper import gated_product
+from burnish.models.kernels.cuda.products import gated_product
 
 ASK = ["nvidia-smi", "--format=csv,noheader,nounits", "-lms", "40"]
 ASK += ["--query-gpu=power.draw.instant,clocks.sm,clocks_event_reasons.active"]

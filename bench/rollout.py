@@ -61,6 +61,8 @@ class Work:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
+FP8 = {"weights": "fp8", "quantised": True}
+"""An engine with weights and cache in 8 bits."""
 PLAIN = ("R1", "R2", "R3", "R4", "R5")
 """Those that peers run too."""
 WORKS = {
@@ -80,12 +82,19 @@ WORKS = {
     "R1, bias and raw": Work("1.5B", 256, 256, sampling={"logit_bias": ((7, -100.0), (9, 1.0)), "raw_logprobs": True}),
     "R1, 8 bits": Work("1.5B", 256, 256, engine={"quantised": True}),
     "R3, 8 bits": Work("1.5B", 512, 2048, engine={"quantised": True}),
+    "R1, fp8 weights": Work("1.5B", 256, 256, engine={"weights": "fp8"}),
+    "R1, fp8": Work("1.5B", 256, 256, engine=FP8),
+    "R2, fp8": Work("1.5B", 1024, 256, engine=FP8),
+    "R3, fp8": Work("1.5B", 512, 2048, engine=FP8),
+    "R4, fp8": Work("7B", 256, 256, engine=FP8),
+    "R5, fp8": Work("7B", 256, 1024, engine=FP8),
 }
 PARTS = {
     "attention": ("_decode", "decode_attention", "_combine_splits", "flash"),
     "experts": ("grouped", "sum_slots", "expert", "_dispatch"),
-    "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gated_product"),
+    "matmuls": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "gated_product", "product", "scaled_mm"),
     "norms and activation": ("_add_norm", "_swiglu"),
+    "quantisation": ("_quantise_rows",),
     "rotation and cache": ("_rotate_store",),
     "drawing": ("_sum_chunks", "_draw", "_find_cut"),
     "copies": ("memcpy", "memset"),

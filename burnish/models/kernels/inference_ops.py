@@ -117,8 +117,6 @@ def decode_attention(
         from burnish.models.kernels.triton.decode_attention import decode_attention as triton_decode_attention
 
         if softcap is None and hopper.has_decode_attention(qkv, cos, placement, norms, keys, values):
-            assert isinstance(keys, Tensor)
-            assert isinstance(values, Tensor)
             return hopper.decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
         return triton_decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least, softcap)
     q = rotate_store(qkv, cos, sin, placement, norms, keys, values)

@@ -13,6 +13,7 @@ from torch import Tensor
 from burnish.models.kernels import inference_ops
 from burnish.models.kernels.cuda.hopper import attention_source, decode_attention, has_decode_attention
 from burnish.models.kernels.elementwise import inverse_frequencies, rotation_table
+from burnish.models.kernels.fp8 import FP8, Fp8Rows, dequantised, quantise_rows
 from burnish.models.kernels.paged_cache import HeadNorms, Placement
 from tests.kernels import error, on_hopper
 
@@ -21,7 +22,7 @@ EDGES = (-1, 0, 1, 15, 16, 17, 31, 32, 100, 255, 300, 513)
 
 
 def test_a_source_says_what_heads_it_is_for() -> None:
-    settings = {"DIM": 64, "QUERIES": 7, "NORMED": 1, "STAGES": 2, "ROTATED": 0}
+    settings = {"DIM": 64, "QUERIES": 7, "NORMED": 1, "STAGES": 2, "ROTATED": 0, "EIGHT": 0}
     defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
     assert attention_source(64, 7, True, 2).startswith(defines)
 
@@ -95,6 +96,51 @@ def test_it_attends_as_float64_does(
     assert new.sum() == 2 * kv_heads * dim * int(there.sum())  # each row's key and value
     assert error(cache[new], stored[new]) < 5e-3
     assert torch.equal(cache.nan_to_num(9.0)[~new], case.cache.nan_to_num(9.0)[~new])
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "normed", "window", "splits"),
+    [
+        (1, 2, False, None, 1),
+        (6, 2, False, None, 4),
+        (7, 4, True, 70, 1),
+        (8, 1, True, None, 4),
+        (6, 2, False, 1, 1),
+        (6, 2, False, 100, 2),
+    ],
+)
+def test_an_8_bit_cache_is_attended_to_as_float64_does(
+    queries: int, kv_heads: int, normed: bool, window: int | None, splits: int
+) -> None:
+    torch.manual_seed(queries)
+    case = Case(EDGES, 128, queries, kv_heads, normed)
+    unused = case.cache.isnan().any(-1)
+    full = quantise_rows(case.cache.nan_to_num(0.0))
+    full.data.view(torch.uint8)[unused] = 0x7F  # NaN
+    full.scale[unused] = torch.nan
+    seen = [Fp8Rows(full.data[k].clone(), full.scale[k].clone()) for k in (0, 1)]
+    clean = [Fp8Rows(x.data.clone(), x.scale.nan_to_num(0.0)) for x in seen]
+    for rows, gone in zip(clean, unused, strict=True):
+        rows.data.view(torch.uint8)[gone] = 0
+    assert has_decode_attention(case.qkv, case.cos, case.place, case.norms, *seen)
+    found = decode_attention(case.qkv, case.cos, case.sin, case.place, case.norms, *seen, window, splits, 64)
+    norms = case.norms and case.norms._replace(query=case.norms.query.double(), key=case.norms.key.double())
+    wide = (case.qkv.double(), case.cos.double(), case.sin.double(), case.place, norms)
+    with torch.no_grad():
+        truth = inference_ops.decode_attention(*wide, *clean, window)
+    there = case.place.position >= 0
+    assert error(found[there], truth[there]) < 1.5e-2
+    assert found.isfinite().all()
+    for mine, theirs, gone in zip(seen, clean, unused, strict=True):
+        new = mine.scale.isfinite() & gone
+        assert new.sum() == kv_heads * int(there.sum())
+        both = [
+            dequantised(Fp8Rows(x.data.view(torch.uint8)[new].view(FP8), x.scale[new]), torch.float64)
+            for x in (mine, theirs)
+        ]
+        assert error(both[0], both[1]) < 0.02  # a bfloat16 rounding may go the other way, and with it an 8-bit one
+        assert (mine.scale[gone & ~new]).isnan().all()
 
 
 @on_hopper
