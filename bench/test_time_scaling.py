@@ -7,10 +7,12 @@ Two measurements of one model, with the commands of `burnish eval`:
               largest budget, and every strategy over steps with 16 branches. Verifiers run, scoring by the key does not
 
     python bench/test_time_scaling.py DIR --data gsm8k math500 --data-dir FOLDER [--verifier-model RM] [--limit 200]
+    python bench/test_time_scaling.py DIR --data gsm8k --parts rates --limit 100        a GPU to itself, because it measures time
     python bench/test_time_scaling.py DIR --data task:sort_digits --budgets 1 2 4 8 16 --limit 500
     python bench/test_time_scaling.py --tiny        everything, with a model from nothing, on a CPU in about a minute; saves nothing
 
-A measurement that was interrupted goes on: its parts are in --work. Results: bench/results/test_time_scaling[-gpu].json.
+A measurement that was interrupted goes on: its parts are in --work. Results: bench/results/test_time_scaling[-gpu].json, written after each
+data set and each rate; rows of other models, verifiers and data that are there stay.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import on_this_gpu, save, table
+from common import on_this_gpu, save_beside, table
 
 from burnish.cli.main import main as burnish
 from burnish.config.model import Model, NewModel
@@ -43,6 +46,10 @@ from burnish.rollout.runner import RolloutRunner
 
 BRANCHES = 16
 """Size of the trees whose rate is measured."""
+SEARCHES = [
+    "early_stopping",
+    *(str(one.model_fields["name"].default) for one in STRATEGY_RECORDS if "step" in one.model_fields and one.verified),
+]
 COLUMNS = [
     "data",
     "strategy",
@@ -78,15 +85,16 @@ def verifier_section(args: argparse.Namespace) -> dict[str, Any]:
 def default_strategies(args: argparse.Namespace) -> list[str]:
     """Votes and best-of-n with the verifiers at hand, the bound of the oracle, early stopping, and every search over steps."""
     given = [] if args.verifier_model is None else [verifier_section(args)]
-    verifiers = [{"name": "likelihood"}, {"name": "self_certainty"}, *given]
+    verifiers = [{"name": "likelihood"}, *({"name": name} for name in args.verifiers), *given]
     found: list[dict[str, Any]] = [{"name": "majority"}]
     found += [{"name": name, "verifier": one} for name in ("weighted_vote", "best_of_n") for one in verifiers]
     found += [{"name": "best_of_n", "verifier": {"name": "oracle"}}]
     for record in STRATEGY_RECORDS:
         name = str(record.model_fields["name"].default)
         section = {"name": name, **({"verifier": verifier_section(args)} if record.verified else {})}
-        is_sized = any(record.model_validate(section).at_budget(k) is not None for k in args.budgets)
-        if is_sized and (name == "early_stopping" or "step" in record.model_fields):
+        budgets = args.search_budgets or args.budgets
+        is_sized = any(record.model_validate(section).at_budget(k) is not None for k in budgets)
+        if is_sized and name in args.searches:
             found.append(section)
     return [json.dumps(one) for one in found]
 
@@ -118,8 +126,9 @@ def run(words: list[str]) -> None:
 def scaling(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, Any]]:
     """One row a point."""
     strategies = args.strategies or default_strategies(args)
-    budgets = [str(k) for k in args.budgets]
-    run([*command(args, data, folder), "--keep-trees", "--scaling", *strategies, "--budgets", *budgets])
+    budgets = ["--budgets", *map(str, args.budgets)]
+    budgets += ["--search-budgets", *map(str, args.search_budgets)] if args.search_budgets else []
+    run([*command(args, data, folder), "--keep-trees", "--scaling", *strategies, *budgets])
     found = json.loads((folder / "scaling.json").read_text())
     best = {(one["strategy"], one["budget"]) for one in found["envelope"]}
     rows = []
@@ -144,8 +153,11 @@ def scaling(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str,
     return rows
 
 
-def rates(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, Any]]:
-    """One row a system, all on one engine and without scoring by the key: plain samples first, then searches."""
+def rates(args: argparse.Namespace, data: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """One row a system, all on one engine and without scoring by the key: plain samples first, then searches.
+
+    A quarter of the plain samples comes before, unmeasured: the first requests compile kernels and capture graphs.
+    """
     largest = max(args.budgets)
     systems: dict[str, Slot | None] = {
         "plain samples": None,
@@ -153,7 +165,7 @@ def rates(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, A
     }
     for record in STRATEGY_RECORDS:
         name = str(record.model_fields["name"].default)
-        if "step" in record.model_fields:
+        if "step" in record.model_fields and name in args.searches:
             sized = strategy_record(name, verifier=verifier_section(args)).at_budget(BRANCHES)
             systems |= {} if sized is None else {f"{name} of {BRANCHES}": sized}
     flags = {"limit": args.limit, "sampling.temperature": args.temperature, "sampling.max_tokens": args.max_tokens}
@@ -165,14 +177,16 @@ def rates(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str, A
         config = loaded.config.model_copy(update={"strategy": strategy, "sampling": sampling, "model": model})
         return EvalJob(OutputPaths("rate", folder / "rate.jsonl"), config, loaded.base, {})
 
-    rows: list[dict[str, Any]] = []
+    plain_rate = None
     with ExitStack() as stack:
         session = OpenSession([job(one) for one in systems.values()], args.model, stack, print, lambda text: None)
+        one_rate(session, None, max(1, largest // 4))
         for name, strategy in systems.items():
             found = one_rate(session, strategy, largest)
-            share = found["tokens_per_second"] / rows[0]["tokens_per_second"] if rows else 1.0
-            rows.append({"measurement": "rate", "data": data, "system": name, **found, "share": share})
-    return rows
+            plain_rate = plain_rate or found["tokens_per_second"]
+            row = {"measurement": "rate", "data": data, "system": name, "questions": args.limit, **found}
+            print(f"{name}: {found['tokens_per_second']:,.0f} tokens a second", flush=True)
+            yield row | {"share": found["tokens_per_second"] / plain_rate}
 
 
 def one_rate(session: OpenSession, strategy: Slot | None, n: int) -> dict[str, Any]:
@@ -222,13 +236,23 @@ def main() -> None:
     add("--data-dir", type=Path)
     add("--limit", type=int, default=200)
     add("--budgets", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    add("--search-budgets", nargs="+", type=int, help="the budgets of searches (default: all)")
     add("--strategies", nargs="+", help="words of --scaling (default: all that the model can run)")
+    add(
+        "--searches",
+        nargs="+",
+        default=SEARCHES,
+        choices=SEARCHES,
+        help="searches among them, and those whose rate is measured",
+    )
+    add("--verifiers", nargs="*", default=["self_certainty"], help="further verifiers of votes and best-of-n")
     add("--verifier-model", type=Path, help="a reward model; searches use it, and so do votes and best-of-n")
     add("--verifier-options", default="{}", help="further options of the reward model, as JSON: delimiter, aggregate")
     add("--temperature", type=float, default=1.0)
     add("--max-tokens", type=int)
     add("--set", nargs="*", default=[], help="further settings, key=value")
-    add("--no-rates", action="store_true")
+    add("--parts", nargs="+", default=["scaling", "rates"], choices=["scaling", "rates"])
+    add("--name", help="what the rows call the model (default: its folder)")
     add("--work", type=Path, default=Path("test-time-scaling"))
     args = parser.parse_args()
     temporary = tempfile.TemporaryDirectory() if args.tiny else None
@@ -243,19 +267,35 @@ def main() -> None:
         args.max_tokens, args.set = 12, ["reward.workers=1"]
     if args.model is None:
         parser.error("give a model directory, or --tiny")
-    args.work.mkdir(exist_ok=True)
+    args.work.mkdir(exist_ok=True, parents=True)
+    verifier = None if args.verifier_model is None else args.verifier_model.name
+    asked = {"model": args.name or args.model.name, "verifier_model": verifier}
     rows: list[dict[str, Any]] = []
+
+    def keep(found: list[dict[str, Any]]) -> None:
+        """Save what is measured so far, in the place of earlier rows of the same measurement."""
+        rows.extend({**asked, **row} for row in found)
+        if temporary is None:
+            print(f"saved {save_beside(on_this_gpu('test_time_scaling'), rows, measured)}", flush=True)
+
     for data in args.data:
         name = data.removeprefix("task:")
-        rows += scaling(args, data, args.work / f"scaling-{name}")
-        rows += [] if args.no_rates else rates(args, data, args.work / f"rates-{name}")
+        if "scaling" in args.parts:
+            keep(scaling(args, data, args.work / f"scaling-{name}"))
+        if "rates" in args.parts:
+            for row in rates(args, data, args.work / f"rates-{name}"):
+                keep([row])
     print("\n" + table([row for row in rows if row["measurement"] == "scaling"], COLUMNS))
     print("\n" + table([row for row in rows if row["measurement"] == "rate"], RATE_COLUMNS))
     if temporary is not None:
         temporary.cleanup()
         print("\ntiny: nothing is saved")
-        return
-    print(f"\nsaved {save(on_this_gpu('test_time_scaling'), [{'model': args.model.name, **row} for row in rows])}")
+
+
+def measured(row: dict[str, Any]) -> tuple[str, ...]:
+    """What a row is of: rows of one model with one verifier model, in one measurement of one data set, are of one strategy and budget each."""
+    keys = ("model", "verifier_model", "measurement", "data", "strategy", "system", "budget")
+    return tuple(str(row.get(key)) for key in keys)
 
 
 if __name__ == "__main__":

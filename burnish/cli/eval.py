@@ -121,8 +121,10 @@ def run(args: argparse.Namespace) -> int:
         return run_compare(args)
     if args.scaling is not None:
         return eval_scaling.run(args, split_words, make_tests, Progress)
-    if args.budgets is not None:
-        raise UserError("--budgets are the sizes of --scaling; --budget TOKENS limits one strategy")
+    if args.budgets is not None or args.search_budgets is not None:
+        raise UserError(
+            "--budgets and --search-budgets are the sizes of --scaling; --budget TOKENS limits one strategy"
+        )
     from burnish.evaluation.model_source import find_model
     from burnish.evaluation.session import run_evaluations, write_combined
 
@@ -188,7 +190,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from burnish.run.durable_files import atomic_write
 
     unused = [*args.words, *(key for key, value in option_values(args).items() if value is not None)]
-    others = ("best_by", "data_dir", "contamination", "scaling", "budgets")
+    others = ("best_by", "data_dir", "contamination", "scaling", "budgets", "search_budgets")
     unused += [name for name in others if getattr(args, name) is not None]
     if unused:
         raise UserError(f"--compare A B reads two results and evaluates nothing, so {unused[0]} has no effect")

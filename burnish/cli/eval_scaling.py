@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"work of a question in parallel answers (default {' '.join(map(str, BUDGETS))})",
     )
+    add(
+        "--search-budgets",
+        nargs="+",
+        type=int,
+        metavar="K",
+        help="those of --budgets at which strategies run that the pool of samples does not answer, such as searches over steps (default all)",
+    )
 
 
 def run(args: argparse.Namespace, split_words: Any, make_tests: Any, progress: Any) -> int:
@@ -52,6 +59,12 @@ def run(args: argparse.Namespace, split_words: Any, make_tests: Any, progress: A
     budgets = sorted(set(args.budgets or BUDGETS))
     if budgets[0] < 1:
         raise UserError(f"--budgets {budgets[0]}: expected numbers of answers of 1 or more")
+    searched = sorted(set(args.search_budgets or budgets))
+    if not set(searched) <= set(budgets):
+        other = ", ".join(map(str, sorted(set(searched) - set(budgets))))
+        raise UserError(
+            f"--search-budgets {other}: they are compared with majority of the same budget; name them in --budgets too"
+        )
     strategies = [read_strategy(text) for text in named or DEFAULT]
     subject = find_model(model, print_note)
     name = find_output_paths(None, model, data)[0].name
@@ -61,11 +74,11 @@ def run(args: argparse.Namespace, split_words: Any, make_tests: Any, progress: A
     force, args.force, args.out = args.force, False, folder
     args.strategy = "majority"  # the settings that all parts share, with what several samples need
     base = make_tests(args, model, subject, data, overrides)[0]
-    plan = plan_scaling(name, base, folder, subject.path, strategies, budgets)
+    plan = plan_scaling(name, base, folder, subject.path, strategies, budgets, searched)
     if subject.note is not None:
         print_note(subject.note)
     with progress() as shown:
-        scaling = run_scaling(plan, subject.path, print_note, shown, force)
+        scaling = run_scaling(plan, subject.path, print_note, shown, force, lambda part: write_scaling(folder, part))
     print(printable(scaling_table(scaling)))
     for path in write_scaling(folder, scaling):
         print(f"{path.suffix[1:]:<11}  {path}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,9 +138,18 @@ def file_label(label: str) -> str:
 
 
 def plan_scaling(
-    name: str, base: EvalJob, folder: Path, model: Path, strategies: Sequence[Slot], budgets: Sequence[int]
+    name: str,
+    base: EvalJob,
+    folder: Path,
+    model: Path,
+    strategies: Sequence[Slot],
+    budgets: Sequence[int],
+    search_budgets: Sequence[int] | None = None,
 ) -> ScalingPlan:
-    """Return all parts for one data set. `base` has the settings that all share; its strategy is not used."""
+    """Return all parts for one data set. `base` has the settings that all share; its strategy is not used.
+
+    Strategies that the pool does not answer run at `search_budgets`, which are some of the budgets (None: all of them).
+    """
     plain = base.config.model_dump(mode="json")
 
     def job(file: str, strategy: Slot | None, n: int) -> EvalJob:
@@ -161,11 +170,10 @@ def plan_scaling(
         if label in labels:
             raise UserError(f"--scaling names {label} twice")
         labels.add(label)
-        sized = [(k, one) for k in sorted(set(budgets)) if (one := at_budget(strategy, k)) is not None]
+        asked = sorted(set(budgets if is_pooled(strategy) or search_budgets is None else search_budgets))
+        sized = [(k, one) for k in asked if (one := at_budget(strategy, k)) is not None]
         if not sized:
-            raise UserError(
-                f"{label} has none of the sizes {', '.join(map(str, sorted(set(budgets))))}: give other --budgets"
-            )
+            raise UserError(f"{label} has none of the sizes {', '.join(map(str, asked))}: give other --budgets")
         scores = _scores_file(strategy, pool, job, folder) if is_pooled(strategy) else None
         for k, one in sized:
             own = None if is_pooled(strategy) else job(f"{file_label(label)}-{k}", one, 1)
@@ -183,8 +191,18 @@ def _scores_file(strategy: Slot, pool: EvalJob, job: Any, folder: Path) -> Score
     return ScoresFile(part, folder / f"scores-{file_label(verifier_label(part))}.jsonl", pool.settings | verifier)
 
 
-def run_scaling(plan: ScalingPlan, model: Path, say: Say, progress: Progress, force: bool = False) -> Scaling:
-    """Sample, score and search what is not there yet, and summarise."""
+def run_scaling(
+    plan: ScalingPlan,
+    model: Path,
+    say: Say,
+    progress: Progress,
+    force: bool = False,
+    on_part: Callable[[Scaling], object] = lambda part: None,
+) -> Scaling:
+    """Sample, score and search what is not there yet, and summarise.
+
+    `on_part` gets the points that are complete, once the pool is scored and after every search, so that a run that is killed leaves them.
+    """
     jobs = [plan.pool, *plan.searches]
     if force:
         for job in jobs:
@@ -206,9 +224,11 @@ def run_scaling(plan: ScalingPlan, model: Path, say: Say, progress: Progress, fo
                 session.run(plan.pool)
             for scores, verifier in scorers:
                 _score_pool(scores, verifier, plan.pool, session, say, progress)
-            for job in left:
-                if job is not plan.pool:
-                    session.run(job)
+            searches = [job for job in left if job is not plan.pool]
+            for number, job in enumerate(searches):
+                if done := [size for size in plan.sizes if size.job is None or size.job not in searches[number:]]:
+                    on_part(summarise_scaling(replace(plan, sizes=done), str(model)))
+                session.run(job)
     return summarise_scaling(plan, str(model))
 
 

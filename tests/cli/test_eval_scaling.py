@@ -10,6 +10,7 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.model import Model, NewModel
 from burnish.evaluation.completions import read_completions
+from burnish.evaluation.session import EvalJob, OpenSession
 from burnish.models.policy import load_policy
 
 PLUGIN = '''
@@ -125,6 +126,27 @@ def test_parts_that_are_there_are_not_made_again(model: Path, capsys: pytest.Cap
     assert Path("s/scaling.html").is_file()
 
 
+def test_searches_have_budgets_of_their_own_and_a_kill_leaves_the_points_before_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("q.py").write_text(PLUGIN.replace("def longest", "def first"))
+    words = ["--scaling", "p.py:longest", "majority", "q.py:first", "--budgets", "1", "2", "4", "--search-budgets", "2"]
+    started: list[str] = []
+    run = OpenSession.run
+
+    def killed(session: OpenSession, job: EvalJob) -> object:
+        started.append(job.paths.name)
+        if job.paths.name == "q.py-first-2":
+            raise KeyboardInterrupt
+        return run(session, job)
+
+    monkeypatch.setattr(OpenSession, "run", killed)
+    assert main(command(model, *words)) == 130
+    assert started == ["pool", "p.py-longest-2", "q.py-first-2"]
+    found = [(p["strategy"], p["budget"]) for p in json.loads(Path("s/scaling.json").read_text())["points"]]
+    assert found == [("p.py:longest", 2), ("majority", 1), ("majority", 2), ("majority", 4)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,7 +161,12 @@ def test_parts_that_are_there_are_not_made_again(model: Path, capsys: pytest.Cap
         (["--scaling", "--temperature", "0"], "at temperature 0 (the default) they are all alike"),
         (["--scaling", "--budgets", "0", "1"], "--budgets 0: expected numbers of answers of 1 or more"),
         (["reward.parts=format", "--scaling", "majority"], "strategy majority votes on equal answers, and no answer"),
-        (["--budgets", "1"], "--budgets are the sizes of --scaling"),
+        (
+            ["--scaling", "--budgets", "1", "4", "--search-budgets", "2"],
+            "--search-budgets 2: they are compared with majority",
+        ),
+        (["--budgets", "1"], "are the sizes of --scaling"),
+        (["--search-budgets", "1"], "are the sizes of --scaling"),
         (["--scaling", "--out", "o.jsonl"], "is a folder of several files"),
     ],
 )
