@@ -89,12 +89,11 @@ def default_strategies(args: argparse.Namespace) -> list[str]:
     found: list[dict[str, Any]] = [{"name": "majority"}]
     found += [{"name": name, "verifier": one} for name in ("weighted_vote", "best_of_n") for one in verifiers]
     found += [{"name": "best_of_n", "verifier": {"name": "oracle"}}]
+    budgets = args.search_budgets or args.budgets
     for record in STRATEGY_RECORDS:
         name = str(record.model_fields["name"].default)
         section = {"name": name, **({"verifier": verifier_section(args)} if record.verified else {})}
-        budgets = args.search_budgets or args.budgets
-        is_sized = any(record.model_validate(section).at_budget(k) is not None for k in budgets)
-        if is_sized and name in args.searches:
+        if name in args.searches and any(record.model_validate(section).at_budget(k) is not None for k in budgets):
             found.append(section)
     return [json.dumps(one) for one in found]
 
