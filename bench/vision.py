@@ -4,7 +4,7 @@ python bench/vision.py [--parts rollout step] [--transformers] [--tiny] [--repea
 
 32 prompts of 64 text tokens and one image (256 tokens) each, 8 samples a prompt, 256 new tokens, temperature 1, no stop token. The tower is
 frozen, so its features are computed once for a prompt and read by engine and learner. A step is these rollouts and one update of the
-decoder's weights in bfloat16 with float32 master weights and moments.
+decoder's weights in bfloat16 with float32 master weights and moments. `peak_gib` of a step is that of its update, beside `planned_gib`.
 
 `--transformers` runs the same work with `transformers`: `generate` on the whole batch, which computes each image once for a sample, then
 forward and backward in micro-batches with gradient checkpointing and fused AdamW on bfloat16 weights, as TRL's trainer does it with this
@@ -34,6 +34,7 @@ from burnish.core.pictures import Picture, PictureSpan
 from burnish.core.random_keys import fold
 from burnish.core.segments import offsets_from_lengths
 from burnish.inference.native.paged_engine import PagedEngine
+from burnish.memory_plan.planner import GIB, RunSetup, plan_memory
 from burnish.models.architecture import architecture_from_hf
 from burnish.models.decoder import Decoder
 from burnish.models.weight_files import materialise, on_meta_device
@@ -177,6 +178,7 @@ def burnish_rows(work: Work, device: torch.device, dtype: torch.dtype, parts: li
     learner = Learner(model, Optimizer(lr=1e-6), 100, token_budget=work.budget) if "step" in parts else None
     assert model.feature_cache is not None
     rollouts, steps, learns, towers = [], [], [], []
+    peaks: list[float | None] = []
     tokens = 0
     for k in range(repeats + 1):
         requests = requests_of(work, f"step{k}-")
@@ -188,7 +190,10 @@ def burnish_rows(work: Work, device: torch.device, dtype: torch.dtype, parts: li
         if learner is not None:
             batch = batch_of(work, requests, done, device)
             engine.sleep()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             learner.update(batch, PolicyLoss())
+            peaks.append(peak_gib(device))
             learner.release()
             engine.load(k, ())
             steps.append(clock.seconds())
@@ -208,10 +213,19 @@ def burnish_rows(work: Work, device: torch.device, dtype: torch.dtype, parts: li
                 "system": "burnish",
                 "wall_s": median(steps),
                 "learn_s": median(learns),
-                "peak_gib": peak_gib(device),
+                "peak_gib": peaks[-1],
+                "planned_gib": planned_gib(work, model, dtype),
             }
         )
     return rows
+
+
+def planned_gib(work: Work, model: Decoder, dtype: torch.dtype) -> float:
+    """The planned peak of torch's memory in an update after the first; `peak_gib` of a step is the measured one."""
+    longest = work.text_tokens + work.side**2 + work.new
+    name = str(dtype).removeprefix("torch.")
+    setup = RunSetup(model.arch, name, True, Optimizer(lr=1e-6), work.budget, longest, work.requests * longest)
+    return plan_memory(setup).learners_peak(2) / GIB
 
 
 def tower_seconds(model: Decoder, requests: list[Request], device: torch.device) -> float:
@@ -346,9 +360,11 @@ def main() -> None:
     dtype = torch.float32 if args.tiny else torch.bfloat16
     options = work, device, dtype, args.parts, args.repeats
     rows = measured(lambda: burnish_rows(*options), device)
+    if not args.tiny:  # before transformers, which may end for want of memory
+        save_beside(on_this_gpu("vision"), rows, lambda row: (row["work"], row["system"]))
     if args.transformers:
         rows += measured(lambda: transformers_rows(*options), device)
-    print(table(rows, ["work", "system", "wall_s", "tokens_per_s", "learn_s", "tower_s", "peak_gib"]))
+    print(table(rows, ["work", "system", "wall_s", "tokens_per_s", "learn_s", "tower_s", "peak_gib", "planned_gib"]))
     if not args.tiny:
         print(f"saved {save_beside(on_this_gpu('vision'), rows, lambda row: (row['work'], row['system']))}")
 
