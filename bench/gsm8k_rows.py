@@ -86,7 +86,7 @@ class Rows:
         after, questions = metrics[-1][KEY], sum(1 for _ in (self.folder / "test.jsonl").open())
         _, low, high = wilson_interval(after, questions)
         tokens = sum(row.get("rollout/tokens", 0) for row in metrics)
-        row = {"system": system, "seed": seed, "steps": steps, "lr": rate}
+        row = {"system": f"{system} {self.args.label}".strip(), "seed": seed, "steps": steps, "lr": rate}
         row |= {"chosen": chosen, "before": self.base, "after": after, "low": low, "high": high, "questions": questions}
         return row | {"wall_s": metrics[-1]["time/elapsed_s"], "tokens": tokens, "more": self.args.set}
 
@@ -178,6 +178,7 @@ def main() -> None:
     add("--choose-steps", type=int, default=10, help="of the runs that choose the rate; 0: the recipe's rate")
     add("--held-out", type=int, default=512, help="questions of the training file that choose")
     add("--keep", nargs="*", default=[], metavar="NAME", help="runs whose model stays, such as gspo-0")
+    add("--label", default="", help="added to the system's name in the results, such as fp8")
     add("--set", nargs="*", default=[], metavar="key=value", help="further settings of every training")
     add("--tiny", action="store_true")
     args = parser.parse_args()
