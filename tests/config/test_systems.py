@@ -32,7 +32,7 @@ TASKS |= {
     "reverse_text",
     "calculator_toy",
 }
-TASKS |= {f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo")}
+TASKS |= {"math_fast", *(f"gsm8k_{name}" for name in ("fast", "dapo", "dr_grpo", "gspo", "rloo", "ppo"))}
 """Recipes of a task or a method that are no published system."""
 ISSUE = """DeepSeek-R1, DeepSeek-R1-Zero, TinyZero, SimpleRL, open-r1, X-R1, Logic-RL, Minimal-RL, understand-r1-zero, ORZ, DAPO, VAPO, VC-PPO, GPG, CPPO,
 Skywork-OR1, DeepScaleR, POLARIS, DeepMath, STILL-3, SkyThought, QwQ, theLMbook, T1, Kimi k1.5, PF-PPO, L1, Demystify, LIMR, Tina, PRIME, SPO,

@@ -21,7 +21,8 @@ from tests.recipe_files import make_files
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 EXAMPLES = {"sort_digits", "sort_digits_experts", "beyond_demonstrations", "gsm8k", "reward_model", "step_reward_model"}
-EXAMPLES |= {"math", "mbpp", "smollm2_sums", *(f"gsm8k_{name}" for name in ("dapo", "dr_grpo", "gspo", "rloo", "ppo"))}
+EXAMPLES |= {"math", "math_fast", "mbpp", "smollm2_sums"}
+EXAMPLES |= {f"gsm8k_{name}" for name in ("fast", "dapo", "dr_grpo", "gspo", "rloo", "ppo")}
 EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy", "proofs", "rm_r1"}
 AGENTS = {"search_r1", "research", "retool", "torl", "deep_retrieval", "table_r1", "mem_agent", "multi_turn_correction"}
 AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker", "spiral"}
