@@ -109,6 +109,22 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+def write_usable(source: Path, shape: str, target: Path) -> Path:
+    """Write the rows of a published training file that have an answer; MATH's has four without one."""
+    from burnish.data.published_datasets import SHAPES
+    from burnish.data.published_example import UnusableRow
+
+    usable = []
+    for row in read_rows_of(source):
+        try:
+            SHAPES[shape].read(row)
+        except UnusableRow as reason:
+            print(f"{source.name}: a row is left out, {reason}")
+        else:
+            usable.append(row)
+    return write_rows(target, usable)
+
+
 def make_sums(folder: Path) -> None:
     """The files of the task sums: training sums, each once, and the test sums that the recipe validates on with seed 0."""
     from burnish.data.tasks.arithmetic import Addition
@@ -134,15 +150,22 @@ def make_tiny(folder: Path) -> Path:
     return tiny_model(folder / "tiny")
 
 
+def training_file(task: Task, data: Path, work: Path) -> Path:
+    """The training file of a run: its usable rows, as they are published."""
+    source, shape = data / task.train, task.shapes[0]
+    return write_usable(source, shape, work / f"{source.stem}_usable.jsonl") if shape else source
+
+
 def data_overrides(task: Task, data: Path, work: Path, chooses: bool, num_held_back: int) -> list[str]:
     """The sources of a run. If it `chooses`, the last rows of the training file take the place of the test set."""
-    train, test = {"path": str(data / task.train)}, {"path": str(data / task.test)}
+    train_path = training_file(task, data, work)
+    train, test = {"path": str(train_path)}, {"path": str(data / task.test)}
     for source, shape in zip((train, test), task.shapes, strict=True):
         source |= {"shape": shape} if shape else {}
     if chooses:
-        rows = read_rows_of(data / task.train)
+        rows = read_rows_of(train_path)
         if len(rows) < 2 * num_held_back:
-            raise SystemExit(f"{data / task.train} has {len(rows)} rows, too few to hold back {num_held_back}")
+            raise SystemExit(f"{train_path} has {len(rows)} rows, too few to hold back {num_held_back}")
         held_back = write_rows(work / f"{Path(task.train).stem}_held_back.jsonl", rows[-num_held_back:])
         test = {**train, "path": str(held_back)}
         train = {**train, "limit": len(rows) - num_held_back}  # type: ignore[dict-item]
@@ -221,7 +244,7 @@ class Bench:
     def entry(self, seed: int, seconds: float) -> None:
         """Run another system's command, and measure what it leaves."""
         out = self.work / f"{self.args.task}-{self.args.name}-{seed}-{int(time.time())}"
-        words = {"model": self.model, "train": str(self.data / self.task.train), "out": str(out)}
+        words = {"model": self.model, "train": str(training_file(self.task, self.data, self.work)), "out": str(out)}
         command = shlex.split(self.args.entry.format(**words, seed=seed, seconds=seconds))
         print(f"--- {self.args.task}, {self.args.name}, seed {seed}: {shlex.join(command)}", flush=True)
         started = time.time()

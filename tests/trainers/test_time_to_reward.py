@@ -39,10 +39,20 @@ def test_settings_are_chosen_on_training_questions_that_the_training_does_not_se
     held_back = bench.read_rows_of(Path(found["data.validation"]["path"]))
     assert len(held_back) == 10
     assert trained + held_back == every
-    assert found["data.train"]["path"] == str(tmp_path / "gsm8k_train.jsonl")
+    assert bench.read_rows_of(Path(found["data.train"]["path"])) == every
     measured = values(bench.data_overrides(bench.TASKS["gsm8k"], tmp_path, tmp_path, False, 10))
     assert "limit" not in measured["data.train"]
     assert measured["data.validation"]["path"] == str(tmp_path / "gsm8k_test.jsonl")
+
+
+def test_training_problems_without_an_answer_are_left_out(bench: Any, tmp_path: Path) -> None:
+    rows = [
+        {"problem": "1+1?", "answer": "2"},
+        {"problem": "Draw it.", "answer": ""},
+        {"problem": "2+1?", "answer": "3"},
+    ]
+    (tmp_path / "math_train_rllm.json").write_text(json.dumps(rows))
+    assert bench.read_rows_of(bench.training_file(bench.TASKS["math500"], tmp_path, tmp_path)) == [rows[0], rows[2]]
 
 
 def test_the_sums_of_the_test_are_not_trained_on_in_either_order(
@@ -104,12 +114,12 @@ def test_the_page_shows_the_mean_of_the_seeds_and_the_newest_of_equal_rows(bench
     assert text.count("a\n<!--") == text.count("-->\nz\n") == 2
 
 
-def test_every_setting_of_the_grid_is_a_valid_recipe_and_differs_from_the_others(bench: Any, tmp_path: Path) -> None:
+def test_every_setting_of_the_grid_is_a_valid_recipe_and_differs_from_the_others(bench: Any) -> None:
     grid = yaml.safe_load(bench.GRID.read_text())
     assert set(grid) == set(bench.TASKS)
     for task, settings in grid.items():
         recipe = bench.RECIPES / f"{bench.TASKS[task].recipe}.yaml"
-        sources = bench.data_overrides(bench.TASKS[task], tmp_path, tmp_path, False, 10)
+        sources = [f"data.{side}=[{{path: rows.jsonl}}]" for side in ("train", "validation")]
         overrides = [*bench.WITHOUT_VALIDATION, *sources]
         made = [dump(load(TrainConfig, recipe, [*overrides, *own]).config) for own in settings.values()]
         assert len(set(made)) == len(made)
