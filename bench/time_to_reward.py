@@ -47,7 +47,7 @@ GRID = HERE / "time_to_reward.yaml"
 PAGE = DOCS / "time-to-reward.md"
 BURNISH = [sys.executable, "-m", "burnish.cli.main"]
 Rows = list[dict[str, Any]]
-HALF = 0.6
+EARLY_SHARE = 0.6
 """`--choose` also measures at this share of its seconds: two measurements are less noisy than one."""
 
 
@@ -188,7 +188,8 @@ class Bench:
             make_sums(self.work)
         self.model = str(make_tiny(self.work) if args.tiny else args.model.resolve())
         self.num_held_back = 10 if args.tiny else self.task.num_held_back
-        self.out: Path = args.out or RESULTS / f"{on_this_gpu('time_to_reward')}.json"
+        usual = self.work / "rows.json" if args.tiny else RESULTS / f"{on_this_gpu('time_to_reward')}.json"
+        self.out: Path = args.out or usual
         self.num_failed = 0
 
     def jobs(self, names: dict[str, list[str]], seeds: list[int], marks: list[float], kind: str) -> list[Job]:
@@ -365,7 +366,13 @@ def parse() -> argparse.Namespace:
         "--entry", metavar="COMMAND", help="another system; {model} {train} {out} {seed} {seconds} are filled in"
     )
     what.add_argument("--base", action="store_true", help="the model before any training, on the test set")
-    what.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="add the rows of these files to --out")
+    what.add_argument(
+        "--collect",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="add the rows of these files to --out (default: the results of their machine)",
+    )
     what.add_argument("--page", action="store_true", help="rewrite the tables of docs/time-to-reward.md")
     add(
         "--data",
@@ -403,7 +410,9 @@ def main() -> None:
     if args.collect:
         for file in args.collect:
             found = json.loads(file.read_text())
-            merge(args.out or RESULTS / "time_to_reward-h200.json", found["machine"], found["rows"])
+            gpu = found["machine"]["gpu"]
+            name = "time_to_reward" if gpu is None else f"time_to_reward-{gpu.split()[-1].lower()}"
+            merge(args.out or RESULTS / f"{name}.json", found["machine"], found["rows"])
         return None
     bench = Bench(args)
     if args.entry:
@@ -417,7 +426,7 @@ def main() -> None:
                 f"{GRID.name} has no {', '.join(sorted(unknown))} for {args.task}; it has {', '.join(grid)}"
             )
         names = {name: overrides for name, overrides in grid.items() if not args.only or name in args.only}
-        bench.run(bench.jobs(names, args.seeds, [HALF * seconds, seconds], "choose"))
+        bench.run(bench.jobs(names, args.seeds, [EARLY_SHARE * seconds, seconds], "choose"))
     elif args.base:
         bench.run(bench.jobs({"base": []}, [0], [0.0], "base"))
     else:
