@@ -106,19 +106,26 @@ def decode_attention(
     splits: int = 1,
     least: int = 64,
     softcap: float | None = None,
+    shares_pages: bool = False,
 ) -> Tensor:
     """Attention of each row's new token over its cached past and itself, from its fused projection; [rows, heads * D].
 
     Token i belongs to row i of the table. On a GPU the keys of a row are divided into up to `splits` ranges of at least
-    `least` keys (flash decoding).
+    `least` keys (flash decoding). With `shares_pages` the past of a row may contain new tokens of other rows: all keys and values are then
+    written before any row reads them.
     """
     if use_triton(qkv):
+        if shares_pages:
+            rotate_store(qkv, cos, sin, placement, norms, keys, values)
+        stores = not shares_pages
         from burnish.models.kernels.cuda import hopper
         from burnish.models.kernels.triton.decode_attention import decode_attention as triton_decode_attention
 
         if softcap is None and hopper.has_decode_attention(qkv, cos, placement, norms, keys, values):
-            return hopper.decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least)
-        return triton_decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least, softcap)
+            return hopper.decode_attention(qkv, cos, sin, placement, norms, keys, values, window, splits, least, stores)
+        return triton_decode_attention(
+            qkv, cos, sin, placement, norms, keys, values, window, splits, least, softcap, stores
+        )
     q = rotate_store(qkv, cos, sin, placement, norms, keys, values)
     return attend_pages(q, keys, values, placement, window, softcap)
 

@@ -64,6 +64,43 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Head
 
 
 @kernel
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_that_share_pages_see_the_tokens_of_each_other(splits: int, in_8_bits: bool) -> None:
+    """Three new tokens of one row and two of another. They are stored by `rotate_store`, and the kernel stores nothing."""
+    from burnish.models.kernels.triton import elementwise_kernels
+    from burnish.models.kernels.triton.decode_attention import decode_attention
+
+    positions = torch.tensor([199, 200, 201, -1, 15, 16])
+    table = shuffled_table(2, WIDTH)[[0, 0, 0, 0, 1, 1]]
+    place = Placement(torch.arange(6), positions, table)
+    qkv, cos, sin, norms = inputs(Case(4, 2, 16, norms=(0.0, 1.0)), torch.float32)
+    assert norms is not None
+    qkv = qkv[:6]
+    plain = [randn(2 * WIDTH + 1, 2, PAGE, 16, seed=s) for s in (6, 7)]
+    pages = [quantise_fp8(x) if in_8_bits else x for x in plain]
+    there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
+    sent = norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
+    moved = Placement(*on_device(place.owner, positions, table))
+    on_there = on_device(qkv, cos, sin)
+    elementwise_kernels.rotate_store(*on_there, moved, sent, *there)
+    before = [x.data.view(torch.uint8).clone() if isinstance(x, Fp8Pages) else x.clone() for x in there]
+    got = decode_attention(*on_there, moved, sent, *there, None, splits, 64, None, False)
+    for now, then in zip(there, before, strict=True):
+        assert torch.equal(now.data.view(torch.uint8) if isinstance(now, Fp8Pages) else now, then)
+    seen = [Fp8Pages(*(part.cpu() for part in x)) if isinstance(x, Fp8Pages) else x.cpu() for x in there]
+    with torch.no_grad():
+        if not in_8_bits:
+            expected = inference_ops.decode_attention(qkv, cos, sin, place, norms, *pages, None)
+        else:
+            scratch = [randn(2 * WIDTH + 1, 2, PAGE, 16) for _ in range(2)]
+            q = inference_ops.rotate_store(qkv, cos, sin, place, norms, *scratch)
+            expected = inference_ops.attend_pages(q, *seen, place, None)
+    known = positions >= 0
+    close(got.cpu()[known], expected[known], torch.float32)
+
+
+@kernel
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)

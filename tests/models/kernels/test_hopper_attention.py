@@ -22,7 +22,7 @@ EDGES = (-1, 0, 1, 15, 16, 17, 31, 32, 100, 255, 300, 513)
 
 
 def test_a_source_says_what_heads_it_is_for() -> None:
-    settings = {"DIM": 64, "QUERIES": 7, "NORMED": 1, "STAGES": 2, "ROTATED": 0, "EIGHT": 0}
+    settings = {"DIM": 64, "QUERIES": 7, "NORMED": 1, "STAGES": 2, "ROTATED": 0, "EIGHT": 0, "STORES": 1}
     defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
     assert attention_source(64, 7, True, 2).startswith(defines)
 
@@ -163,6 +163,23 @@ def test_rows_turn_by_their_rotation_index(dim: int) -> None:
     there = case.place.position >= 0
     assert error(found[there], truth[there]) < 8e-3
     assert error(plain[there], truth[there]) > 0.05
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_that_share_pages_see_the_tokens_of_each_other(splits: int) -> None:
+    """Four new tokens of one row, across the border of a page."""
+    torch.manual_seed(0)
+    case = Case((300, 300, 300, 300, 40), 128, 6, 2, True)
+    table = case.place.table[[0, 0, 0, 0, 4]].contiguous()
+    case.place = Placement(case.place.owner, torch.tensor([300, 301, 302, 303, 40]).cuda(), table)
+    cache = case.cache.clone()
+    inputs = case.qkv, case.cos, case.sin, case.place, case.norms, cache[0], cache[1], None, splits
+    assert has_decode_attention(*inputs[:2], case.place, case.norms, cache[0], cache[1])
+    found = inference_ops.decode_attention(*inputs, shares_pages=True)
+    truth, stored = case.truth(None)
+    assert error(found, truth) < 8e-3
+    assert error(cache.nan_to_num(0.0), stored) < 5e-3
 
 
 @on_hopper

@@ -276,9 +276,12 @@ extern "C" __global__ void __launch_bounds__(32)
             new_key[0] = rotated(x, y, *(const u32*)(turn + 2 * lane), *(const u32*)(slant + 2 * lane));
             new_key[1] = rotated(y, x, *(const u32*)(turn + HALF + 2 * lane), *(const u32*)(slant + HALF + 2 * lane));
         }
-        u64 place = ((u64)pages[position / PAGE] * kv_heads + head) * PAGE + position % PAGE, slot = place * DIM + 2 * lane;
 #if EIGHT
         new_scale[0] = quantised(new_key), new_scale[1] = quantised(new_value);
+#endif
+#if STORES
+        u64 place = ((u64)pages[position / PAGE] * kv_heads + head) * PAGE + position % PAGE, slot = place * DIM + 2 * lane;
+#if EIGHT
         for (int h = 0; h < 2; h++) {
             *(u16*)(keys + slot + h * HALF) = (u16)new_key[h];
             *(u16*)(values + slot + h * HALF) = (u16)new_value[h];
@@ -290,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(32)
                 *(u32*)(keys + slot + h * HALF) = new_key[h];
                 *(u32*)(values + slot + h * HALF) = new_value[h];
             }
+#endif
 #endif
     }
 

@@ -74,8 +74,12 @@ def decode_attention(
     window: int | None,
     splits: int,
     least: int,
+    stores: bool = True,
 ) -> Tensor:
-    """`burnish.models.kernels.inference_ops.decode_attention`, if `has_decode_attention`; [rows, heads * D]."""
+    """`burnish.models.kernels.inference_ops.decode_attention`, if `has_decode_attention`; [rows, heads * D].
+
+    Without `stores` the new keys and values are in the cache already.
+    """
     pages, kv_heads, page, dim = keys.shape
     rows, columns = qkv.shape
     queries = columns // dim // kv_heads - 2
@@ -105,7 +109,7 @@ def decode_attention(
             *map(ctypes.c_float, numbers),
             *map(ctypes.c_int, sizes),
         ]
-        kind = dim, queries, norms is not None, placement.rotation is not None, is_quantised
+        kind = dim, queries, norms is not None, placement.rotation is not None, is_quantised, stores
         kernel = _attention_kernel(*kind, qkv.device)
         kernel.launch((rows * kv_heads, splits), 32, arguments)
         if splits > 1:
@@ -133,19 +137,31 @@ def _attention_kernel(*kind: Any) -> Kernel:
 
 @cache
 def _compile_attention_kernel(
-    dim: int, queries: int, is_normed: bool, is_rotated: bool, is_quantised: bool, device: torch.device
+    dim: int,
+    queries: int,
+    is_normed: bool,
+    is_rotated: bool,
+    is_quantised: bool,
+    stores: bool,
+    device: torch.device,
 ) -> Kernel:
     stages = RING_BYTES // (4 * PAGE * dim * (1 if is_quantised else 2))
     scales = stages * 4 * PAGE * 4 if is_quantised else 0
-    source = attention_source(dim, queries, is_normed, stages, is_rotated, is_quantised)
+    source = attention_source(dim, queries, is_normed, stages, is_rotated, is_quantised, stores)
     return Kernel(source, "decode_attention", RING_BYTES + scales + 1024)
 
 
 def attention_source(
-    dim: int, queries: int, is_normed: bool, stages: int, is_rotated: bool = False, is_quantised: bool = False
+    dim: int,
+    queries: int,
+    is_normed: bool,
+    stages: int,
+    is_rotated: bool = False,
+    is_quantised: bool = False,
+    stores: bool = True,
 ) -> str:
     """Source of the decode attention kernel for one head shape; `is_rotated` if rows turn by other than their positions."""
     settings = {"DIM": dim, "QUERIES": queries, "NORMED": int(is_normed), "STAGES": stages, "ROTATED": int(is_rotated)}
-    settings |= {"EIGHT": int(is_quantised)}
+    settings |= {"EIGHT": int(is_quantised), "STORES": int(stores)}
     defines = "".join(f"#define {name} {value}\n" for name, value in settings.items())
     return defines + (Path(__file__).parent / "decode_attention.cu").read_text()

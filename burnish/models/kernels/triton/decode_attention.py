@@ -106,6 +106,7 @@ def _decode_attention(
     SCALED: tl.constexpr,
     QUANTISED: tl.constexpr,
     ROTATED: tl.constexpr,
+    STORES: tl.constexpr,
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -140,7 +141,7 @@ def _decode_attention(
             qkv_ptr, k_norm_ptr, base, column, whole, cos, sin, eps, shift, 1.0, dim, other, DIM, NORMED, False,
         )  # fmt: skip
         new_value = tl.load(qkv_ptr + base + column + KV_HEADS * DIM + dim, mask=whole, other=0.0)
-        mine = (split == 0) & (position >= 0)
+        mine = (split == 0) & (position >= 0) & STORES
         new_page = tl.load(pages_ptr + known // PAGE).to(tl.int64)
         slot = (new_page * KV_HEADS + head) * PAGE + known % PAGE
         if QUANTISED:
@@ -252,8 +253,12 @@ def decode_attention(
     splits: int,
     least: int,
     softcap: float | None = None,
+    stores: bool = True,
 ) -> Tensor:
-    """`burnish.models.kernels.inference_ops.decode_attention` in one kernel, or two with several splits; [rows, heads * D]."""
+    """`burnish.models.kernels.inference_ops.decode_attention` in one kernel, or two with several splits; [rows, heads * D].
+
+    Without `stores` the new keys and values are in the cache already.
+    """
     _, kv_heads, page, dim = keys.shape
     rows, columns = qkv.shape
     shared = columns // dim // kv_heads - 2
@@ -300,6 +305,7 @@ def decode_attention(
         SCALED=query_scale != 1.0,
         QUANTISED=key_scale is not cos,
         ROTATED=placement.rotation is not None,
+        STORES=stores,
         LARGEST=FP8_MAX,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=warps,
