@@ -189,6 +189,8 @@ def engine_kind(rollout: Rollout, is_native: bool) -> str:
         )
     if kind == "transformers" and rollout.weights.name != "model":
         raise UserError("rollout.weights=fp8 needs the native decoder; this model runs through transformers")
+    if kind == "transformers" and rollout.speculation is not None:
+        raise UserError("rollout.speculation needs the native decoder; this model runs through transformers")
     if kind == "transformers" and is_native:
         raise UserError(
             "rollout.engine=transformers needs model.backend=transformers, so that both use the same weights"
@@ -208,7 +210,8 @@ def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str
         if rollout.exact:
             policy.module.exact = partial(exact_logprobs, policy.module)
         is_8_bits = "fp8" in (rollout.cache_dtype, rollout.weights.name)
-        is_paged = rollout.exact or rollout.cache_gib is not None or is_8_bits
+        is_sized = rollout.cache_gib is not None or is_8_bits
+        is_paged = rollout.exact or is_sized or rollout.speculation is not None
         if weight.is_cuda or is_paged or policy.module.records_experts:
             return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention does not gather pages.
@@ -265,6 +268,7 @@ def _build_paged(
         cache_bytes=size,
         quantised=quantised,
         weights=rollout.weights.name,
+        speculation=rollout.speculation,
     )
 
 
@@ -291,7 +295,12 @@ def build_parallel_engine(
         )
     _check_cache_dtype(rollout, model.embedding.weight)
     return ParallelEngine(
-        model, rollout.max_rows, decode, cache_bytes=_cache_bytes(rollout), quantised=rollout.cache_dtype == "fp8"
+        model,
+        rollout.max_rows,
+        decode,
+        cache_bytes=_cache_bytes(rollout),
+        quantised=rollout.cache_dtype == "fp8",
+        speculation=rollout.speculation,
     )
 
 

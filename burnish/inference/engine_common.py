@@ -34,9 +34,13 @@ class EngineStats:
     prefilled_tokens: int = 0
     decode_steps: int = 0
     row_steps: int = 0
-    """Rows decoded, summed over steps. The prefill gives each sample's first token. The paged engine also counts the steps of a
+    """Rows decoded, summed over steps; a step that verifies drafts counts once, too. The prefill gives each sample's first token. The paged engine also counts the steps of a
     launch that a row did not need."""
     tokens: int = 0
+    drafted_tokens: int = 0
+    """Draft tokens that were verified (`rollout.speculation`)."""
+    accepted_tokens: int = 0
+    """Those of them that were drawn."""
     preemptions: int = 0
     """Rows that lost their blocks and went back to the waiting queue."""
     waited_s: float = 0.0

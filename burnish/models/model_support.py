@@ -147,6 +147,8 @@ def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.cache_gib or cache_dtype", "remove it"
     if rollout.engine == "auto" and rollout.weights.name != "model":
         yield "rollout.weights=fp8", "set it to model"
+    if rollout.speculation is not None:
+        yield "rollout.speculation", "remove it"
 
 
 def _training_sections(config: AnyConfig) -> Iterator[tuple[str, Any]]:

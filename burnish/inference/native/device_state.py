@@ -74,6 +74,7 @@ class RingSnapshot:
     logp: Tensor  # [rows, RING_SIZE]
     raw: Tensor | None  # [rows, RING_SIZE] if some row asks for raw log-probs
     ready: torch.cuda.Event | None
+    drafts: Tensor | None = None  # [2]: draft tokens fed and accepted in the launch, if it verified drafts
 
 
 class DeviceRows:
@@ -210,10 +211,11 @@ class DeviceRows:
         raw = self.ring_raw if flags.raw else None
         sampling.draw(logits, source, row, self.temperature, self.ints, self.stop, *rings, cut, bias, raw, self.never)
 
-    def snapshot(self, rows: int, flags: SamplerFlags) -> RingSnapshot:
-        """Start to copy the rings of the first rows to the host."""
+    def snapshot(self, rows: int, flags: SamplerFlags, drafts: Tensor | None = None) -> RingSnapshot:
+        """Start to copy the rings of the first rows, and the counts of `drafts`, to the host."""
         parts = [self.ints[:2, :rows], self.ring_token[:rows], self.ring_logp[:rows]]
         parts += [self.ring_raw[:rows]] if flags.raw else []
+        parts += [] if drafts is None else [drafts]
         if self.device.type != "cuda":
             copies, ready = [part.clone() for part in parts], None
         else:
@@ -222,7 +224,10 @@ class DeviceRows:
                 host.copy_(part, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return RingSnapshot(copies[0], copies[1], copies[2], copies[3] if flags.raw else None, ready)
+        ints, tokens, logp, *more = copies
+        return RingSnapshot(
+            ints, tokens, logp, more[0] if flags.raw else None, ready, None if drafts is None else more[-1]
+        )
 
     def _send(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)

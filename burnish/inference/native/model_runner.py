@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from burnish.config.rollout import Speculation
 from burnish.core.pictures import PictureSpan
 from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import LAST_TOKEN, POSITION, DeviceRows, SamplerFlags
 from burnish.inference.native.kernel_warmup import warm_up_kernels
+from burnish.inference.native.speculation import ChunkRows
 from burnish.inference.native.vmm_arena import VmmArena
 from burnish.memory_plan.kv_cache import (
     CachePlan,
@@ -103,6 +105,7 @@ class ModelRunner:
         products: LayerProducts,
         exact: bool = False,
         quantised: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         weight = model.embedding.weight
         self.model, self.device, self.exact, self.stats = model, weight.device, exact, stats
@@ -121,9 +124,12 @@ class ModelRunner:
         self.windows, self.softcap = model.arch.windows, model.arch.score_softcap
         num_positions = plan.blocks_per_row * plan.block_size
         self.rotations = [model.rotations(num_positions, layer) for layer in range(model.arch.num_layers)]
-        self.row_ids = torch.arange(plan.max_rows, device=weight.device)
+        self.chunks = None if speculation is None else self._make_chunks(speculation, plan)
+        num_rows = plan.max_rows if self.chunks is None else max(plan.max_rows, self.chunks.rows.size)
+        self.row_ids = torch.arange(num_rows, device=weight.device)
         self.recorder = EngineRecorder(model, plan.num_blocks, plan.block_size) if model.records_experts else None
         self._graphs: dict[tuple[int, SamplerFlags, int], torch.cuda.CUDAGraph] = {}
+        self._verification_graphs: dict[tuple[int, SamplerFlags, int], torch.cuda.CUDAGraph] = {}
 
     def batch_size(self, rows: int) -> int:
         """The batch size of a decode step with `rows` rows."""
@@ -275,18 +281,54 @@ class ModelRunner:
         for _ in range(steps):
             graph.replay()
 
+    def write_texts(self, rows: Sequence[int], answers: Sequence[np.ndarray], tokens: Sequence[np.ndarray]) -> None:
+        """Write the texts that drafts of these rows come from: earlier answers, and all tokens of the rows."""
+        assert self.chunks is not None, "the engine has speculation"
+        self.chunks.write(rows, answers, tokens)
+
+    def verify(self, rows: int, steps: int, flags: SamplerFlags, lengths: Sequence[int]) -> None:
+        """Run steps on the first `rows` rows that each draft tokens and verify them. `lengths` as in `decode`."""
+        assert self.chunks is not None, "the engine has speculation"
+        self.chunks.counts.zero_()
+        if not self.has_kernels:
+            for _ in range(steps):
+                self._verification_step(self.rows, rows, flags, 1)
+            return
+        splits = self._splits(rows * self.chunks.width, lengths)
+        graph = self._verification_graphs.get((rows, flags, splits)) or self._capture_verification(rows, flags, splits)
+        for _ in range(steps):
+            graph.replay()
+
+    def _verification_step(self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int) -> None:
+        chunks = self.chunks
+        assert chunks is not None, "the engine has speculation"
+        draft = chunks.propose(state, num_rows)
+        is_fed = chunks.expand(state, draft, flags)
+        self._step(chunks.rows, num_rows * chunks.width, flags, splits, shares_pages=True)
+        chunks.accept(state, draft, is_fed, flags)
+
+    def _make_chunks(self, speculation: Speculation, plan: CachePlan) -> ChunkRows:
+        num_rows = self.batch_size(min(speculation.rows, plan.max_rows))
+        rows = self._make_rows(num_rows * (speculation.draft + 1), plan.blocks_per_row)
+        return ChunkRows(speculation, rows, num_rows, plan.blocks_per_row * plan.block_size)
+
     def _splits(self, rows: int, lengths: Sequence[int]) -> int:
         return 1 if self.exact else num_splits(rows, self.row_programs, lengths)
 
-    def _step(self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int) -> None:
+    def _step(
+        self, state: DeviceRows, num_rows: int, flags: SamplerFlags, splits: int, shares_pages: bool = False
+    ) -> None:
+        """A token of each row: the forward pass, the draw, and the new state. With `shares_pages` rows may see each other's tokens."""
         row_ids = self.row_ids[:num_rows]
         place = Placement(row_ids, state.ints[POSITION, :num_rows], state.block_table, state.rotation(num_rows))
         least = min_split_keys(num_rows, self.row_programs)
 
         def attend(layer: int, qkv: Tensor, norms: HeadNorms | None, keys: Pages, values: Pages) -> Tensor:
             window = window_of(self.windows, layer)
-            tables = self.rotations[layer]
-            return decode_attention(qkv, *tables, place, norms, keys, values, window, splits, least, self.softcap)
+            cos, sin = self.rotations[layer]
+            return decode_attention(
+                qkv, cos, sin, place, norms, keys, values, window, splits, least, self.softcap, shares_pages
+            )
 
         tokens = state.ints[LAST_TOKEN, :num_rows]
         chosen = self._latent_attend(place, splits, least) if isinstance(self.cache, LatentCache) else attend
@@ -339,21 +381,35 @@ class ModelRunner:
                 splits = self._splits(size, [1])
                 if (size, flags, splits) not in self._graphs:
                     self._capture(size, flags, splits)
+                if self.chunks is not None and size <= self.chunks.num_rows:
+                    splits = self._splits(size * self.chunks.width, [1])
+                    if (size, flags, splits) not in self._verification_graphs:
+                        self._capture_verification(size, flags, splits)
 
     def _capture(self, rows: int, flags: SamplerFlags, splits: int) -> torch.cuda.CUDAGraph:
+        graph = self._captured(lambda state: self._step(state, rows, flags, splits))
+        self._graphs[rows, flags, splits] = graph
+        return graph
+
+    def _capture_verification(self, rows: int, flags: SamplerFlags, splits: int) -> torch.cuda.CUDAGraph:
+        graph = self._captured(lambda state: self._verification_step(state, rows, flags, splits))
+        self._verification_graphs[rows, flags, splits] = graph
+        return graph
+
+    def _captured(self, step: Callable[[DeviceRows], None]) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
         # A step of inactive rows first: kernels compile and libraries allocate workspaces outside of the capture.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(self._inactive_rows(), rows, flags, splits)
+            step(self._inactive_rows())
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        others = [*self._graphs.values(), *self._verification_graphs.values()]
+        pool = others[0].pool() if others else None
         # thread_local: a learner that trains in another thread may allocate memory meanwhile (rollout.source=ahead or async).
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._step(self.rows, rows, flags, splits)
-        self._graphs[rows, flags, splits] = graph
+            step(self.rows)
         self.stats.capture_s += time.perf_counter() - started
         self.stats.graphs += 1
         return graph

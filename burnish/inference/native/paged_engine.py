@@ -19,16 +19,19 @@ from functools import partial, reduce
 from operator import or_
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.config.rollout import Speculation
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.inference.engine_common import EngineStats, check_native_request, check_requests, copy_weights
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner, token_bytes_of
 from burnish.inference.native.scheduler import InFlightSteps, RequestState, Scheduler, admit, sampler_flags
+from burnish.inference.native.speculation import AnswerStore
 from burnish.inference.picture_requests import drop_stale_features, longest_position, rotation_delta_of
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, num_row_programs, plan_cache
 from burnish.models.decoder import Decoder
@@ -44,7 +47,7 @@ class PagedEngine:
 
     `listener(request_id, token)` is called with every token, one launch late, and `on_cache` with the plan of every new cache.
     `cache_bytes` fixes the size of the cache; `quantised` keeps it in 8 bits. With `weights` fp8 the engine multiplies by 8-bit copies of the
-    model's matrices, which `load` writes again.
+    model's matrices, which `load` writes again. With `speculation` steps of few rows verify drafts (`speculation.py`).
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PagedEngine:
         on_cache: Callable[[CachePlan], None] | None = None,
         quantised: bool = False,
         weights: Literal["model", "fp8"] = "model",
+        speculation: Speculation | None = None,
     ) -> None:
         if not 0 < steps_per_launch < RING_SIZE:
             raise ValueError(
@@ -67,8 +71,10 @@ class PagedEngine:
             )
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
         self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
-        self.quantised = quantised
+        self.quantised, self.speculation = quantised, speculation
         self.products = products_of(model, exact, weights)
+        self.answers = None if speculation is None or speculation.source == "context" else AnswerStore()
+        """Earlier answers that drafts come from."""
         self.quick_rows = 0
         """While at most so many rows run, half as many steps are launched at once: a new request waits less for its first token."""
         self.num_contexts = 0
@@ -85,6 +91,9 @@ class PagedEngine:
         self._states: dict[str, RequestState] = {}
         self._runner: ModelRunner | None = None
         self._interrupted = False
+        self._taken_counts = (0, 0)
+        self._texts: dict[int, int] = {}
+        """Rows whose texts the device has, with the admissions of their requests."""
         self.block_manager = BlockManager(1, BLOCK_SIZE)
         self.scheduler = Scheduler(0, 0)
 
@@ -238,6 +247,7 @@ class PagedEngine:
 
     def _make_cache(self, plan: CachePlan, rows: int, flags: SamplerFlags) -> None:
         self._runner = None  # free its memory first
+        self._texts = {}
         self.block_manager = BlockManager(plan.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.max_rows, plan.blocks_per_row)
         with torch.inference_mode():
@@ -248,7 +258,7 @@ class PagedEngine:
             self.on_cache(plan)
 
     def _make_runner(self, plan: CachePlan) -> ModelRunner:
-        return ModelRunner(self.model, plan, self.stats, self.products, self.exact, self.quantised)
+        return ModelRunner(self.model, plan, self.stats, self.products, self.exact, self.quantised, self.speculation)
 
     @property
     def runner(self) -> ModelRunner:
@@ -268,33 +278,41 @@ class PagedEngine:
     def _launch(self) -> bool:
         """Launch decode steps if a row has some left."""
         runner, scheduler = self.runner, self.scheduler
+        width = self._prepare_speculation()
         left = [state.num_unlaunched for state in scheduler.running()]
-        most = self.steps_per_launch
-        if scheduler.num_running <= self.quick_rows:
-            most = max(1, most // 2)
-        steps = min(most, max(left, default=0))
+        steps = min(self._steps_per_launch(width), max(left, default=0))
         if steps <= 0:
             return False
-        if not self._allocate(steps):
+        if not self._allocate(steps * width):
             return True  # rows ended or were preempted: plan again before decoding
-        self._compact()
+        if width == 1:
+            self._compact()
         rows = runner.batch_size(scheduler.row_span)
         scheduler.send_block_table(runner.rows, rows)
         running = scheduler.running()
-        lengths = [len(state.context) + min(state.num_launched + steps, state.limit) for state in running]
-        runner.decode(rows, steps, scheduler.flags, lengths)
+        for state in running:
+            state.launch(steps, width)
+        lengths = [len(state.context) + state.max_launched for state in running]
+        if width > 1:
+            runner.verify(rows, steps, scheduler.flags, lengths)
+        else:
+            runner.decode(rows, steps, scheduler.flags, lengths)
+            self._texts.clear()  # they lack the tokens of these steps
         self.stats.decode_steps += steps
         self.stats.row_steps += steps * scheduler.num_running
-        for state in running:
-            state.num_launched = min(state.num_launched + steps, state.limit)
-        self._snapshot()
+        self._snapshot(steps, width)
         return True
 
-    def _snapshot(self) -> None:
+    def _steps_per_launch(self, width: int) -> int:
+        most = min(self.steps_per_launch, (RING_SIZE - 1) // width)
+        return max(1, most // 2) if self.scheduler.num_running <= self.quick_rows else most
+
+    def _snapshot(self, steps: int = 0, width: int = 1) -> None:
         """Start the copy of drawn tokens to the host, and free the rows that draw no more."""
-        rows = self.scheduler.row_span
-        after = self.runner.rows.snapshot(rows, self.scheduler.flags)
-        self.in_flight.append(InFlightSteps(self.scheduler.rows[:rows], after))
+        rows, chunks = self.scheduler.row_span, self.runner.chunks
+        drafts = chunks.counts if chunks is not None and width > 1 else None
+        after = self.runner.rows.snapshot(rows, self.scheduler.flags, drafts)
+        self.in_flight.append(InFlightSteps(self.scheduler.rows[:rows], after, steps, width))
         for state in self.scheduler.running():
             if state.num_unlaunched <= 0:
                 self.scheduler.remove(state)
@@ -302,9 +320,9 @@ class PagedEngine:
                 if not state.request.may_continue:  # else its blocks are cached once its tokens are known
                     self._release_blocks(state)
 
-    def _allocate(self, steps: int) -> bool:
-        """Allocate blocks for the next steps. False if rows had to be read or preempted instead."""
-        missing = {state: state.num_missing_blocks(steps, self.block_manager) for state in self.scheduler.running()}
+    def _allocate(self, tokens: int) -> bool:
+        """Allocate blocks for the next tokens of each row. False if rows had to be read or preempted instead."""
+        missing = {state: state.num_missing_blocks(tokens, self.block_manager) for state in self.scheduler.running()}
         if sum(missing.values()) > self.block_manager.num_available:
             if self.in_flight:
                 self._read_all()
@@ -339,9 +357,69 @@ class PagedEngine:
 
     def _compact(self) -> None:
         """Move the rows together if that makes the batch smaller and no request waits for the free rows."""
+        if not self.waiting and self._has_gaps():
+            self.runner.rows.reorder(self.scheduler.compact())
+
+    def _has_gaps(self) -> bool:
+        """Whether the batch would be smaller without the free rows between running ones."""
         scheduler, runner = self.scheduler, self.runner
-        if not self.waiting and runner.batch_size(scheduler.num_running) < runner.batch_size(scheduler.row_span):
-            runner.rows.reorder(scheduler.compact())
+        return runner.batch_size(scheduler.num_running) < runner.batch_size(scheduler.row_span)
+
+    # --- drafts ------------------------------------------------------------------------------------------------------
+
+    def _prepare_speculation(self) -> int:
+        """Return how many tokens the rows may draw in each of the next steps, more than one if they verify drafts.
+
+        Verification needs few rows, which are then moved together, and the texts of all rows on the device. It draws more tokens in a
+        launch than admission has reserved blocks for, so without free blocks the next launch is a plain one, which needs fewer.
+        """
+        scheduler, options = self.scheduler, self.speculation
+        if options is None or not 0 < scheduler.num_running <= options.rows:
+            return 1
+        width = options.draft + 1
+        tokens = self._steps_per_launch(width) * width
+        missing = sum(state.num_missing_blocks(tokens, self.block_manager) for state in scheduler.running())
+        if missing > self.block_manager.num_available:
+            return 1
+        if self._has_gaps() or self._rows_without_text():
+            self._read_all()  # the texts need all tokens drawn
+            if self._has_gaps():
+                self.runner.rows.reorder(scheduler.compact())
+                self._texts.clear()
+            self._write_texts(self._rows_without_text())
+        return width
+
+    def _rows_without_text(self) -> list[RequestState]:
+        rows = enumerate(self.scheduler.rows)
+        return [state for row, state in rows if state is not None and self._texts.get(row) != state.admission]
+
+    def _write_texts(self, states: list[RequestState]) -> None:
+        chunks, answers = self.runner.chunks, self.answers
+        assert chunks is not None, "the engine has speculation"
+        if not states:
+            return
+        none = np.empty(0, dtype=np.int32)
+        earlier = [none if answers is None else answers.text(s.request.tokens, chunks.start - 1) for s in states]
+        own = [np.array([*s.request.tokens, *s.tokens], dtype=np.int32) for s in states]
+        rows = [state.row for state in states if state.row is not None]
+        self.runner.write_texts(rows, earlier, own)
+        self._texts.update((row, state.admission) for row, state in zip(rows, states, strict=True))
+
+    def take_draft_counts(self) -> tuple[int, int]:
+        """Return how many draft tokens were verified and how many of them drawn since the last call."""
+        counts = self.stats.drafted_tokens, self.stats.accepted_tokens
+        drafted, accepted = (now - before for now, before in zip(counts, self._taken_counts, strict=True))
+        self._taken_counts = counts
+        return drafted, accepted
+
+    def _store_answer(self, ended: RequestState) -> None:
+        """Keep an answer for drafts. Rows with the same prompt get their texts again."""
+        if self.answers is not None:
+            self.answers.add(ended.request.tokens, ended.tokens)
+            for row in list(self._texts):
+                state = self.scheduler.rows[row]
+                if state is not None and state.request.tokens == ended.request.tokens:
+                    del self._texts[row]
 
     # --- drawn tokens ------------------------------------------------------------------------------------------------
 
@@ -369,6 +447,17 @@ class PagedEngine:
             if ended_rows:
                 self.runner.rows.stop_rows(ended_rows)
         self.in_flight.popleft()
+        if steps.after.drafts is not None:
+            drafted, accepted = steps.after.drafts.tolist()
+            self.stats.drafted_tokens += drafted
+            self.stats.accepted_tokens += accepted
+            # How many tokens these steps drew is known now. Only later launches leave a range.
+            for each in steps.rows:
+                if each is not None and each.row is not None:
+                    each.num_launched = each.max_launched = each.num_read
+                    for later in self.in_flight:
+                        if each in later.rows:
+                            each.launch(later.steps, later.width)
 
     def _end(self, state: RequestState, is_live: bool) -> list[int]:
         """Complete a request and release its blocks. Return its row if the device still runs it."""
@@ -378,6 +467,7 @@ class PagedEngine:
             self.block_manager.cache_prefix((*state.distinct_prompt, *state.tokens[:-1]), state.block_table)
         self._release_blocks(state)
         del self._states[state.request.id]
+        self._store_answer(state)
         self.ready.append(state.completion(state.finish or "length", self.version))
         return [row] if is_live and row is not None else []
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.config.rollout import Speculation
 from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import DeviceRows, NewRow, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner, PrefillChunk, row_options
@@ -72,11 +73,18 @@ class ParallelRunner(ModelRunner):
     capture_error_mode = "thread_local"  # NCCL's watchdog thread asks for the state of events meanwhile
 
     def __init__(
-        self, model: ParallelDecoder, plan: CachePlan, stats: EngineStats, quantised: bool, send: Send
+        self,
+        model: ParallelDecoder,
+        plan: CachePlan,
+        stats: EngineStats,
+        quantised: bool,
+        speculation: Speculation | None,
+        send: Send,
     ) -> None:
         self.ranks, self.send = model.ranks, send
         self.cache_ranks = cache_ranks_of(model)
-        super().__init__(model, plan, stats, products_of(model, False, "model"), quantised=quantised)
+        products = products_of(model, False, "model")
+        super().__init__(model, plan, stats, products, quantised=quantised, speculation=speculation)
 
     def compile(self, rows: int, flags: SamplerFlags) -> None:
         self.send("compile", rows, flags)
@@ -102,6 +110,14 @@ class ParallelRunner(ModelRunner):
     def decode(self, rows: int, steps: int, flags: SamplerFlags, lengths: Sequence[int]) -> None:
         self.send("decode", rows, steps, flags, lengths)
         super().decode(rows, steps, flags, lengths)
+
+    def write_texts(self, rows: Sequence[int], answers: Sequence[np.ndarray], tokens: Sequence[np.ndarray]) -> None:
+        self.send("write_texts", rows, answers, tokens)
+        super().write_texts(rows, answers, tokens)
+
+    def verify(self, rows: int, steps: int, flags: SamplerFlags, lengths: Sequence[int]) -> None:
+        self.send("verify", rows, steps, flags, lengths)
+        super().verify(rows, steps, flags, lengths)
 
     def _make_rows(self, size: int, max_blocks: int) -> ParallelRows:
         return ParallelRows(self.ranks, self.send, size, max_blocks, self.device, *row_options(self.model))
@@ -158,8 +174,9 @@ class ParallelEngine(PagedEngine):
         return None if own is None else found
 
     def _make_runner(self, plan: CachePlan) -> ParallelRunner:
-        self._send("make_runner", plan, self.quantised)
-        return ParallelRunner(self.model, plan, self.stats, self.quantised, self._send)
+        options = self.quantised, self.speculation
+        self._send("make_runner", plan, *options)
+        return ParallelRunner(self.model, plan, self.stats, *options, self._send)
 
     def _send(self, operation: str, *arguments: Any) -> None:
         self.model.ranks.share((operation, arguments))
@@ -198,8 +215,8 @@ class ParallelFollower:
             self.model.ranks.minimum(-1 if free is None else free)
         elif operation == "make_runner":
             self.runner = runner = None  # free its memory first
-            plan, quantised = arguments
-            self.runner = ParallelRunner(self.model, plan, EngineStats(), quantised, _send_nothing)
+            plan, quantised, speculation = arguments
+            self.runner = ParallelRunner(self.model, plan, EngineStats(), quantised, speculation, _send_nothing)
         elif operation == "sleep":
             if runner is not None and not runner.sleep():
                 self.runner = None

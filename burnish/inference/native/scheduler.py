@@ -70,7 +70,9 @@ class RequestState:
     num_read: int = 0
     """Tokens drawn since the admission that the host has read."""
     num_launched: int = 0
-    """Tokens drawn since the admission once all launched steps have run."""
+    """Tokens drawn since the admission once all launched steps have run; the fewest, if they verify drafts."""
+    max_launched: int = 0
+    """As `num_launched`, if all drafts are accepted."""
     experts: Tensor | None = None
     """[tokens, layers, k] experts of the blocks that were released last, if they are recorded."""
     flags: SamplerFlags = field(init=False)
@@ -89,14 +91,20 @@ class RequestState:
         """Tokens that may still be drawn after all launched steps."""
         return self.limit - self.num_launched
 
-    def num_missing_blocks(self, steps: int, blocks: BlockManager) -> int:
-        """Blocks that the next steps need and the request does not have. The last token drawn is never stored."""
-        tokens = len(self.context) + min(self.num_launched + steps, self.limit) - 1
-        return max(0, blocks.num_blocks_for(tokens) - len(self.block_table))
+    def num_missing_blocks(self, tokens: int, blocks: BlockManager) -> int:
+        """Blocks that the next tokens need and the request does not have. The last token drawn is never stored."""
+        stored = len(self.context) + min(self.max_launched + tokens, self.limit) - 1
+        return max(0, blocks.num_blocks_for(stored) - len(self.block_table))
+
+    def launch(self, steps: int, width: int) -> None:
+        """Note that steps are launched which draw up to `width` tokens each."""
+        self.num_launched = min(self.num_launched + steps, self.limit)
+        self.max_launched = min(self.max_launched + steps * width, self.limit)
 
     def start(self, row: int, block_table: list[int], admission: int) -> NewRow:
         """Assign a row and the blocks of the context; return the state for the device."""
-        self.row, self.block_table, self.admission, self.num_read, self.num_launched = row, block_table, admission, 0, 1
+        self.row, self.block_table, self.admission, self.num_read = row, block_table, admission, 0
+        self.num_launched = self.max_launched = 1
         s = self.request.sampling
         return NewRow(
             row=row,
@@ -165,6 +173,9 @@ class InFlightSteps:
 
     rows: list[RequestState | None]
     after: RingSnapshot
+    steps: int = 0
+    width: int = 1
+    """Most tokens that a row draws in a step: more than one if the steps verify drafts."""
 
     def wait(self) -> None:
         """Wait until the steps have run and the rings are copied."""

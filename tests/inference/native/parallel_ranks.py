@@ -18,6 +18,7 @@ import torch
 
 from burnish.config.errors import UserError
 from burnish.config.model import Lora
+from burnish.config.rollout import Speculation
 from burnish.core.engine import Completion, Engine, Request
 from burnish.core.pictures import Picture, PictureSpan
 from burnish.inference.native.paged_engine import PagedEngine
@@ -83,7 +84,7 @@ CASES = {
     "latent attention, a small cache": Case(LATENT, {"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "a small cache": Case(engine={"num_blocks": 8, "steps_per_launch": 3}, play="crowd"),
     "8-bit cache": Case(engine={"quantised": True}),
-    "a life": Case(play="life"),
+    "a life, with drafts": Case(engine={"speculation": Speculation(draft=3, rows=4)}, play="life"),
     "pictures": Case({"vision": VISION}, play="pictures"),
 }
 OF_FOUR = ("untied", "adapters", "experts, recorded", "latent attention, shared experts")

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from burnish.config.errors import UserError
+from burnish.config.rollout import Speculation
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import to_int64, uniforms
 from burnish.inference.native.device_state import MAX_STOP_TOKENS
@@ -445,3 +446,45 @@ def test_a_long_row_beside_short_ones_is_split(tools: Any) -> None:
     assert {splits for _, _, splits in engine.runner._graphs} == {8}  # 602 tokens in splits of at least 128
     assert engine.stats.plan is not None
     assert engine.stats.graphs <= engine.stats.plan.graphs
+
+
+# --- speculative decoding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verified_drafts_change_no_bit_in_exact_mode(tools: Any, family: str, dtype: torch.dtype) -> None:
+    """The second time, drafts come from earlier answers too. Verification steps are graphs of their own."""
+    model = decoder(tools, family).to(DEVICE, dtype)
+    base = tools.requests([TEXT[:20], TEXT[:300], TEXT[7:10]], 3, temperature=0.6, raw_logprobs=True)
+    wanted = [replace(r, sampling=replace(r.sampling, max_tokens=30 + 17 * i)) for i, r in enumerate(base)]
+    plain = tools.run(PagedEngine(model, 16, exact=True), wanted)
+    for draft, rows in ((3, 4), (7, 16)):
+        engine = PagedEngine(model, 16, exact=True, speculation=Speculation(draft=draft, rows=rows))
+        for _ in range(2):
+            for name, one in tools.run(engine, wanted).items():
+                np.testing.assert_array_equal(one.tokens, plain[name].tokens)
+                np.testing.assert_array_equal(one.logp, plain[name].logp)
+                np.testing.assert_array_equal(one.raw_logp, plain[name].raw_logp)
+        assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
+        assert engine.runner._verification_graphs
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_verified_drafts_change_no_token_but_by_rounding(tools: Any, family: str, quantised: bool) -> None:
+    """All attention kernels, with heads of 64: the tokens are those of plain decoding, but for rounding."""
+    if quantised and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("8-bit floats")
+    model = decoder(tools, family).to(DEVICE, torch.bfloat16)
+    wanted = tools.requests([TEXT[:20], TEXT[:290], TEXT[7:10]], max_tokens=80, temperature=0.0)
+    plain = tools.run(PagedEngine(model, 4, quantised=quantised), wanted)
+    engine = PagedEngine(model, 4, quantised=quantised, speculation=Speculation(draft=7, rows=4))
+    tools.run(engine, wanted)
+    again = tools.run(engine, wanted)
+    assert engine.stats.accepted_tokens > 80
+    for name, one in again.items():
+        agrees = one.tokens == plain[name].tokens
+        first = int(agrees.argmin()) if not agrees.all() else len(agrees)
+        assert first > 10, "greedy tokens differ only where two are equally likely but for rounding"
+        np.testing.assert_allclose(one.logp[:first], plain[name].logp[:first], atol=0.15)

@@ -78,17 +78,17 @@ def test_rows_that_share_pages_see_the_tokens_of_each_other(splits: int, in_8_bi
     assert norms is not None
     qkv = qkv[:6]
     plain = [randn(2 * WIDTH + 1, 2, PAGE, 16, seed=s) for s in (6, 7)]
-    pages = [quantise_fp8(x) if in_8_bits else x for x in plain]
-    there = [Fp8Pages(*on_device(*x)) if isinstance(x, Fp8Pages) else x.clone().to(DEVICE) for x in pages]
+    pages = [quantise_rows(x) if in_8_bits else x for x in plain]
+    there = [Fp8Rows(*on_device(*x)) if isinstance(x, Fp8Rows) else x.clone().to(DEVICE) for x in pages]
     sent = norms._replace(query=norms.query.to(DEVICE), key=norms.key.to(DEVICE))
     moved = Placement(*on_device(place.owner, positions, table))
     on_there = on_device(qkv, cos, sin)
     elementwise_kernels.rotate_store(*on_there, moved, sent, *there)
-    before = [x.data.view(torch.uint8).clone() if isinstance(x, Fp8Pages) else x.clone() for x in there]
+    before = [x.data.view(torch.uint8).clone() if isinstance(x, Fp8Rows) else x.clone() for x in there]
     got = decode_attention(*on_there, moved, sent, *there, None, splits, 64, None, False)
     for now, then in zip(there, before, strict=True):
-        assert torch.equal(now.data.view(torch.uint8) if isinstance(now, Fp8Pages) else now, then)
-    seen = [Fp8Pages(*(part.cpu() for part in x)) if isinstance(x, Fp8Pages) else x.cpu() for x in there]
+        assert torch.equal(now.data.view(torch.uint8) if isinstance(now, Fp8Rows) else now, then)
+    seen = [Fp8Rows(*(part.cpu() for part in x)) if isinstance(x, Fp8Rows) else x.cpu() for x in there]
     with torch.no_grad():
         if not in_8_bits:
             expected = inference_ops.decode_attention(qkv, cos, sin, place, norms, *pages, None)
