@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 
+from burnish.core.engine import Engine
+from burnish.distributed.roles import find_paged_engine
 from burnish.environments.host import EnvironmentHost
 from burnish.memory_plan.from_config import PlannedRun
 from burnish.memory_plan.planner import GIB
@@ -58,6 +60,19 @@ def worker_metrics(environments: EnvironmentHost) -> dict[str, float]:
     """Counts of the environments' worker processes since the last step; empty without any."""
     counts = environments.new_worker_counts()
     return {f"performance/environment_workers/{name}": float(count) for name, count in counts.items()}
+
+
+def draft_metrics(engine: Engine) -> dict[str, float]:
+    """Draft tokens verified since the last step (validation included), and the share of them that was drawn.
+
+    Empty without `rollout.speculation`, and for engines in other processes.
+    """
+    paged = find_paged_engine(engine)
+    if paged is None or paged.speculation is None:
+        return {}
+    drafted, accepted = paged.take_draft_counts()
+    values = {"performance/drafted_tokens": float(drafted), "performance/accepted_tokens": float(accepted)}
+    return values | ({"performance/draft_acceptance": accepted / drafted} if drafted else {})
 
 
 @dataclass

@@ -19,7 +19,7 @@ from burnish.run.supervisor.liveness import StopOnInterrupt
 from burnish.trainers import step_metrics
 from burnish.trainers.context import StepResult, TrainContext, snapshot
 from burnish.trainers.episode_rows import record_new_events
-from burnish.trainers.performance import worker_metrics
+from burnish.trainers.performance import draft_metrics, worker_metrics
 from burnish.training.profiler import profiled
 
 MAX_UNSCORED_STEPS = 3
@@ -90,6 +90,7 @@ def collect_metrics(
     metrics |= context.source.metrics(rollouts, step - 1) | context.stream.metrics()
     if context.config.data.demonstrations_per_group:
         metrics |= step_metrics.demonstration_metrics(rollouts)
+    metrics |= draft_metrics(context.engine)
     if context.environments is not None:
         metrics |= worker_metrics(context.environments)
     if context.memory_check is not None:
