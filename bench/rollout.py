@@ -4,7 +4,8 @@ python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--vl
 
 Random weights of the named shapes in bfloat16, prompts of 128 random tokens, temperature 1, no stop token, the log-prob
 of every sampled token, prefill included. `--transformers` also runs `generate` on R1. vLLM also runs on R1 to R5 if this
-interpreter has it, or the one that `--vllm-python` names. `--parts` prints where the time of every work goes.
+interpreter has it, or the one that `--vllm-python` names. `--parts` prints where the time of every work goes. `--tail` measures
+speculative decoding on a real model and nothing else (`tail.py` has its options).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from common import on_this_gpu, save, save_beside, table
 from first_token import breakdown, starts
+from tail import run as run_tail
 
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
@@ -310,7 +312,20 @@ def main() -> None:
     parser.add_argument(
         "--first-token", action="store_true", help="only the time from process start to the first token"
     )
+    parser.add_argument(
+        "--tail", help="only speculative decoding of few rows, with the weights of this model directory"
+    )
+    parser.add_argument("--prompts", type=Path, help="JSONL file with the questions of --tail")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32])
+    parser.add_argument("--drafts", nargs="+", type=int, default=[3, 7, 15])
+    parser.add_argument("--new", type=int, default=1024)
+    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
+    if args.tail is not None:
+        if args.prompts is None:
+            parser.error("--tail needs --prompts")
+        run_tail(args)
+        return
     rows: list[dict[str, Any]] = []
     if args.first_token or "first token" in args.works:
         rows = starts()
