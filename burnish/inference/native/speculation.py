@@ -32,7 +32,7 @@ from burnish.inference.native.device_state import (
     DeviceRows,
     SamplerFlags,
 )
-from burnish.models.kernels.device import to_device
+from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.draft_lookup import MAX_MATCH, longest_match
 
 ANSWER_COLUMNS = 8192
@@ -129,6 +129,8 @@ class ChunkRows:
 
         A token is computed if there is a draft for it and the row's limit allows to draw another one after it.
         """
+        if use_triton(state.ints):
+            return self._expand_with_triton(state, draft, flags)
         num_rows, width = len(draft), self.width
         ints, offset = state.ints[:, :num_rows, None], self.offset
         produced = ints[PRODUCED] + offset
@@ -158,6 +160,9 @@ class ChunkRows:
 
     def accept(self, state: DeviceRows, draft: Tensor, is_fed: Tensor, flags: SamplerFlags) -> None:
         """Keep the drawn tokens of each chunk up to the first that ends the row or differs from the draft, and advance the rows."""
+        if use_triton(state.ints):
+            self._accept_with_triton(state, draft, is_fed, flags)
+            return
         num_rows, offset = len(draft), self.offset
         after, before = self._view(self.rows.ints, num_rows), state.ints[:, :num_rows, None]
         drawn = after[LAST_TOKEN]
@@ -177,6 +182,33 @@ class ChunkRows:
         self.counts[1] += num_accepted.sum()
         last = num_accepted.expand(len(after), num_rows)[:, :, None]
         state.ints[:, :num_rows] = after.gather(2, last)[:, :, 0]
+
+    def _expand_with_triton(self, state: DeviceRows, draft: Tensor, flags: SamplerFlags) -> Tensor:
+        from burnish.models.kernels.triton import chunk_rows
+
+        own = self.rows
+        biases = [(state.bias_token, own.bias_token), (state.bias_value, own.bias_value)] if flags.biased else []
+        has_deltas = state.rotation_delta is not None and own.rotation_delta is not None
+        return chunk_rows.expand(
+            state.ints,
+            own.ints,
+            draft,
+            (state.temperature, own.temperature),
+            (state.counts, own.counts),
+            (state.thresholds, own.thresholds),
+            (state.stop, own.stop),
+            (state.block_table, own.block_table),
+            biases,
+            (state.rotation_delta, own.rotation_delta) if has_deltas else None,
+        )
+
+    def _accept_with_triton(self, state: DeviceRows, draft: Tensor, is_fed: Tensor, flags: SamplerFlags) -> None:
+        from burnish.models.kernels.triton import chunk_rows
+
+        own = self.rows
+        raw = (state.ring_raw, own.ring_raw) if flags.raw else None
+        rings = (state.ring_token, own.ring_token), (state.ring_logp, own.ring_logp), raw
+        chunk_rows.accept(state.ints, own.ints, draft, is_fed, self.texts, self.start, self.counts, *rings)
 
     def _view(self, x: Tensor, num_rows: int) -> Tensor:
         """The part of a state tensor [n, rows] that the chunks of the first rows use, as [n, num_rows, width]."""

@@ -16,8 +16,9 @@ from burnish.config.rollout import Rollout, Speculation
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.distributed.roles import build_engine, find_paged_engine
+from burnish.inference.native.device_state import LAST_TOKEN, LIMIT, LIVE, POSITION, PRODUCED, DeviceRows, SamplerFlags
 from burnish.inference.native.paged_engine import PagedEngine
-from burnish.inference.native.speculation import MAX_ANSWERS, AnswerStore
+from burnish.inference.native.speculation import MAX_ANSWERS, AnswerStore, ChunkRows
 from burnish.models.decoder import Decoder
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.kernels.draft_lookup import MAX_MATCH, longest_match
@@ -304,6 +305,65 @@ def test_the_longest_match_is_found(search: str) -> None:
 
     best = chunk_scores(*(x.to(DEVICE) for x in arrays), MAX_MATCH).amax(1).tolist()
     assert [score & 0xFFFFFFFF if score >= 0 else -1 for score in best] == expected
+
+
+@kernel
+@pytest.mark.parametrize("has_all", [False, True])
+def test_the_kernels_expand_and_accept_as_torch_does(has_all: bool) -> None:
+    """Live, ended and limited rows, with right and wrong drafts, with and without biases, raw log-probs and rotation positions."""
+    random = torch.Generator().manual_seed(0)
+    flags = SamplerFlags(biased=has_all, raw=has_all)
+    num_rows, width = 9, 6
+
+    def numbers(shape: torch.Size, high: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=random).to(dtype)
+
+    def made() -> tuple[DeviceRows, ChunkRows]:
+        state, own = (DeviceRows(rows, 5, torch.device("cpu"), has_deltas=True) for rows in (12, 12 * width))
+        return state, ChunkRows(Speculation(draft=width - 1), own, 12, 80)
+
+    def tensors(rows: DeviceRows) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in vars(rows).items() if isinstance(x, torch.Tensor)}
+
+    (state, chunks), (twin, twin_chunks) = made(), made()
+    for rows in (state, chunks.rows):
+        for x in tensors(rows).values():
+            x.copy_(numbers(x.shape, 3 if x is rows.ring_token else 50, x.dtype))
+    state.ints[LIVE] = torch.arange(12) % 4 > 0
+    state.ints[POSITION] = torch.where(state.ints[LIVE] > 0, 7 + torch.arange(12), -1)
+    state.ints[LIMIT] = state.ints[PRODUCED] + torch.arange(12) % 8 + 1
+    chunks.texts.copy_(numbers(chunks.texts.shape, 9, torch.int32))
+    draft = numbers(torch.Size((num_rows, width - 1)), 2, torch.int64)
+    draft[1, 2:] = draft[2] = -1
+    for source, target in ((state, twin), (chunks.rows, twin_chunks.rows)):
+        for name, x in tensors(source).items():
+            tensors(target)[name].copy_(x)
+    twin_chunks.texts.copy_(chunks.texts)
+    fed, kernel_fed = chunks.expand(state, draft, flags), twin_chunks._expand_with_triton(twin, draft, flags)
+    assert torch.equal(fed, kernel_fed.bool())
+    assert set(fed.sum(1).tolist()) >= {0, 1, 2, 4, 6}
+    skipped = () if has_all else ("bias_token", "bias_value")
+    for name, x in tensors(chunks.rows).items():
+        rows_of = (
+            (slice(None), slice(num_rows * width))
+            if name in ("ints", "counts", "thresholds")
+            else slice(num_rows * width)
+        )
+        assert name in skipped or torch.equal(tensors(twin_chunks.rows)[name][rows_of], x[rows_of]), name
+    drawn = numbers(torch.Size((12 * width,)), 2, torch.int64)
+    behind = drawn.view(12, width)[:num_rows, :-1]
+    behind.copy_(torch.where(torch.rand(behind.shape, generator=random) < 0.8, draft, behind))
+    goes_on = numbers(torch.Size((12 * width,)), 8, torch.int64).clamp(max=1)
+    for rows in (chunks.rows, twin_chunks.rows):
+        rows.ints[LAST_TOKEN] = torch.where(rows.ints[LIVE] > 0, drawn, rows.ints[LAST_TOKEN])
+        rows.ints[LIVE] *= goes_on
+    chunks.accept(state, draft, fed, flags)
+    twin_chunks._accept_with_triton(twin, draft, kernel_fed, flags)
+    for name, x in tensors(state).items():
+        assert torch.equal(tensors(twin)[name], x), name
+    assert torch.equal(twin_chunks.texts, chunks.texts)
+    assert twin_chunks.counts.tolist() == chunks.counts.tolist()
+    assert 3 < chunks.counts[1] < chunks.counts[0]
 
 
 def test_the_store_of_answers_forgets_the_oldest() -> None:
