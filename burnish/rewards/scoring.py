@@ -98,6 +98,17 @@ class ScoringPool(Protocol):
     def close(self) -> None: ...
 
 
+class ScoreQueue(Protocol):
+    """Takes requests and returns their scores. `Rewards` is one, and `Rewards.apart` gives another."""
+
+    @property
+    def pending(self) -> int: ...
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> None: ...
+
+    def poll(self, timeout_s: float | None = None) -> list[Score]: ...
+
+
 class Rewards:
     """Scores requests in the background. All methods must be called from one thread. Close it, or use it in `with`."""
 
@@ -115,6 +126,7 @@ class Rewards:
         self._outcomes: OutcomeQueue = queue.SimpleQueue()
         self._pending: dict[int, PendingScore] = {}
         self._done: dict[int, Score] = {}
+        self._apart: set[int] = set()  # tickets of the queues that `apart` gave
         self._next_ticket = 0
         self._broken: BaseException | None = None
         self._is_closed = False
@@ -146,8 +158,20 @@ class Rewards:
 
     @property
     def pending(self) -> int:
-        """How many submitted requests have not been returned yet."""
-        return len(self._pending) + len(self._done)
+        """How many submitted requests have not been returned yet, without those of the queues of `apart`."""
+        return len(self._pending) + len(self._done) - len(self._apart)
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether a score may take seconds, because a judge, a user's function or a program of the model gives it."""
+        return any(
+            part.backend == "users" or part.config.name == JUDGE or part.config.name in RUN_PROGRAMS
+            for part in self._parts
+        )
+
+    def apart(self) -> ScoreQueue:
+        """Return a queue for requests whose scores must not come from `poll`, such as those of a validation during a step."""
+        return _QueueApart(self)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -178,13 +202,7 @@ class Rewards:
 
     def poll(self, timeout_s: float | None = None) -> list[Score]:
         """Return the finished scores; wait at most `timeout_s` (None: no limit) for the first. [] if nothing is pending."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._collect(0.0)
-        while not self._done and self._pending and (deadline is None or time.monotonic() < deadline):
-            self._collect(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        scores = list(self._done.values())
-        self._done.clear()
-        return scores
+        return list(self._poll(timeout_s, lambda ticket: ticket not in self._apart).values())
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return the scores of these requests, in order. Other requests that finish meanwhile stay for `poll`."""
@@ -201,6 +219,7 @@ class Rewards:
         self._waiting.clear()
         self._pending.clear()
         self._done.clear()
+        self._apart.clear()
 
     def __enter__(self) -> Rewards:
         return self
@@ -209,6 +228,18 @@ class Rewards:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _poll(self, timeout_s: float | None, is_own: Callable[[int], bool]) -> dict[int, Score]:
+        """`poll` for a caller who owns some of the tickets. Returns its scores by ticket; the others stay."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._collect(0.0)
+        while (
+            not any(map(is_own, self._done))
+            and any(map(is_own, self._pending))
+            and (deadline is None or time.monotonic() < deadline)
+        ):
+            self._collect(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return {ticket: self._done.pop(ticket) for ticket in list(self._done) if is_own(ticket)}
 
     def _submit(self, requests: Sequence[ScoreRequest]) -> list[int]:
         if self._is_closed:
@@ -397,6 +428,29 @@ class Rewards:
                 )
             if not item.missing:
                 self._done[ticket] = combine_parts(self._parts, self._pending.pop(ticket))
+
+
+class _QueueApart:
+    """The requests of one caller. Scores of others that arrive while it waits stay for them."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+        self._tickets: set[int] = set()
+
+    @property
+    def pending(self) -> int:
+        return len(self._tickets)
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> None:
+        tickets = self._rewards._submit(requests)
+        self._tickets.update(tickets)
+        self._rewards._apart.update(tickets)
+
+    def poll(self, timeout_s: float | None = None) -> list[Score]:
+        scores = self._rewards._poll(timeout_s, self._tickets.__contains__)
+        self._tickets -= scores.keys()
+        self._rewards._apart -= scores.keys()
+        return list(scores.values())
 
 
 def _has_column(request: ScoreRequest | Row, name: str) -> bool:

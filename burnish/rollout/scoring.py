@@ -39,7 +39,7 @@ from burnish.data.images import without_pixels
 from burnish.data.prompt_stream import PromptSample
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import Score, ScoreRequest
-from burnish.rewards.scoring import Rewards
+from burnish.rewards.scoring import ScoreQueue
 from burnish.rollout.runner import Branching, RolloutRunner, RolloutStopped
 from burnish.rollout.segment_rollouts import BORDER_STATE, ChainPlan, TreePlan, border_prefixes, cut_into_segments
 
@@ -64,7 +64,7 @@ class RolloutBatch:
     trajectories: list[Trajectory]
     rollout_s: float
     reward_s: float
-    """Seconds of waiting for rewards after the last completion."""
+    """Seconds of waiting for rewards after the last completion, with nothing else to do."""
     greedy: list[Trajectory] = field(default_factory=list)
     """The greedy answer of each draw, for advantages with a greedy baseline; never trained on."""
     replayed: list[Trajectory] = field(default_factory=list)
@@ -147,7 +147,7 @@ class RoundBuilder:
     """Generates and scores one round of rollouts: `generate`, then `collect`."""
 
     runner: RolloutRunner
-    rewards: Rewards
+    rewards: ScoreQueue
     draws: Sequence[PromptSample]
     progress: Progress
     resumed: Sequence[Trajectory] = ()
@@ -258,7 +258,7 @@ def attach_greedy_baseline(samples: Sequence[Trajectory], greedy: Sequence[Traje
 
 def rollout_and_score(
     runner: RolloutRunner,
-    rewards: Rewards,
+    rewards: ScoreQueue,
     draws: Sequence[PromptSample],
     n: int,
     sampling: SamplingOptions,

@@ -59,6 +59,8 @@ class RolloutPlan:
     """How answers share prefixes (segments or trees); None for plain samples."""
 
 
+WhileScoring = Callable[[Sequence[PromptSample], Sequence[Trajectory]], None]
+"""Takes the draws and the trajectories of a round while their rewards are being computed, and does other work of the step meanwhile."""
 PlanForStep = Callable[[int], RolloutPlan | None]
 """Returns the plan of a step; None after the last step."""
 
@@ -252,6 +254,9 @@ class SyncSource:
         self.stream, self.runner, self.rewards, self.journal = stream, runner, rewards, journal
         self.rounds = RolloutJournal(journal)
         self.on_scored: OnScored = ignore_scored
+        self.while_scoring: WhileScoring | None = None
+        """Called when all samples of a round were generated and sent to the scorers. It may use engine and learner, and raise `RolloutStopped`."""
+        self._worked_s = 0.0  # in `while_scoring`, since the last metrics
 
     def next(self, step: int, plan: RolloutPlan, progress: Progress, round: int = 0) -> RolloutBatch:
         draws, key = self._draw(step, plan, round)
@@ -266,13 +271,18 @@ class SyncSource:
                     self.rounds.write("completed", key, to_arrays(trajectories))
                 else:
                     trajectories = recorded.trajectories
-                generated = time.perf_counter()
+            generated = time.perf_counter()
+            if recorded is None and self.while_scoring is not None:
+                self.while_scoring(draws, trajectories)
+            waits_from = time.perf_counter()
+            self._worked_s += waits_from - generated
+            with self.runner.stop_request.allowed():
                 self._score(builder, key, trajectories, recorded)
         except RolloutStopped:
             builder.take_scores()
             self.rounds.write_partial(key, plan, builder.finished)
             raise
-        return split_by_kind(draws, trajectories, generated - started, time.perf_counter() - generated)
+        return split_by_kind(draws, trajectories, generated - started, time.perf_counter() - waits_from)
 
     def _score(
         self, builder: RoundBuilder, key: RoundKey, trajectories: list[Trajectory], recorded: RecordedRound | None
@@ -314,7 +324,10 @@ class SyncSource:
         """Nothing to do: there is no background work."""
 
     def metrics(self, rollouts: RolloutBatch, version: int) -> dict[str, float]:
-        return {}
+        if self.while_scoring is None:
+            return {}
+        worked_s, self._worked_s = self._worked_s, 0.0
+        return {"time/while_scoring_s": worked_s}
 
     def pending_draws(self) -> list[PendingDraw]:
         return []

@@ -10,7 +10,7 @@ from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import with_accuracy
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
-from burnish.rewards.scoring import Rewards
+from burnish.rewards.scoring import ScoreQueue
 from burnish.rollout.episode_metrics import branch_metrics, episode_metrics, role_rewards
 from burnish.rollout.runner import RolloutRunner
 from burnish.rollout.scoring import Progress, RolloutBatch, rollout_and_score
@@ -30,7 +30,7 @@ def sampling_options(config: Sampling, eos_ids: tuple[int, ...]) -> SamplingOpti
 
 def held_out_rollouts(
     runner: RolloutRunner,
-    rewards: Rewards,
+    rewards: ScoreQueue,
     prompts: Sequence[Prompt],
     n: int,
     sampling: SamplingOptions,

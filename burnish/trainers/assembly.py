@@ -82,10 +82,12 @@ from burnish.trainers.input_checks import (
 )
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.pipeline import AlgorithmPipeline
+from burnish.trainers.pipeline_steps import StepContext
 from burnish.trainers.process_rewards import ProcessRewards
 from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import initial_state
 from burnish.trainers.teacher_columns import AddColumns, teacher_columns
+from burnish.trainers.while_scoring import EarlyPasses, WhileScoring
 from burnish.training.learner import Learner
 
 if TYPE_CHECKING:
@@ -275,6 +277,13 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         source.pause()
         return validate_modes(step)
 
+    while_scoring = None
+    if isinstance(source, SyncSource) and not source.overlaps and parts.rewards.may_be_slow:
+        passes = EarlyPasses(
+            parts.pipeline, config.seed, StepContext(built.learner, built.reference, built.critic), free_cache
+        )
+        has_passes = parts.pipeline.reward_free_steps and not parts.add_columns
+        while_scoring = source.while_scoring = WhileScoring(passes if has_passes else None)
     return TrainContext(
         config=config,
         run=run,
@@ -296,6 +305,7 @@ def build_context(parts: RunParts, run: Run) -> TrainContext:
         memory_check=parts.memory_check,
         environments=parts.runner.host,
         roles=parts.runner.roles,
+        while_scoring=while_scoring,
         add_columns=[
             *(
                 AnswerProbability(shaper, policy.tokenizer, built.learner, free_cache)
@@ -503,7 +513,8 @@ def build_validation(
             progress = partial(run.display.phase, of=f"validation {when}, {name}")
             progress("starting")
             options = sampling_options(mode, policy.tokenizer.eos_ids)
-            rollouts = held_out_rollouts(runner, rewards, prompts, mode.n, options, progress, step + 1)
+            scores = rewards.apart()  # a step may wait for scores of its own
+            rollouts = held_out_rollouts(runner, scores, prompts, mode.n, options, progress, step + 1)
             if rollouts.failed:
                 refuse_silent_agents(rollouts.trajectories, f"validation {when}")
                 text = f"{len(rollouts.failed)} of {len(rollouts.trajectories)} held-out samples could not be scored"

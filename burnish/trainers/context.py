@@ -31,6 +31,7 @@ from burnish.trainers.process_rewards import ProcessRewards
 from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import TrainerState, state_from_checkpoint
 from burnish.trainers.teacher_columns import AddColumns
+from burnish.trainers.while_scoring import WhileScoring
 from burnish.training.interfaces import AnyCritic, AnyLearner, AnyProcessRewardModel, AnyReference
 from burnish.training.learner import Update
 
@@ -78,6 +79,8 @@ class TrainContext:
     """Runs environments on messages, some in worker processes."""
     roles: tuple[str, ...] = ()
     """Players of a game of several: each prompt gives one group of samples for each role."""
+    while_scoring: WhileScoring | None = None
+    """What is done while slow rewards are computed; None if the rewards are fast, or the source samples during the updates."""
     add_columns: Sequence[AddColumns] = ()
     """Add the columns that need the rows of a step's prompts: those of teachers, and how likely known answers are."""
 

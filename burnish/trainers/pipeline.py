@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.advantages.advantage_functions import ADVANTAGES
+from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
 from burnish.algorithms.batch_columns import (
     differs_within_trajectories,
     is_replayed,
@@ -83,6 +84,9 @@ from burnish.trainers.pipeline_steps import (
     token_rewards,
 )
 from burnish.training.learner import Update
+
+REWARD_FREE_PASSES = ("old_logprobs", "reference_logprobs", "values")
+"""Steps of the preparation that run a model over the batch and read no reward."""
 
 
 class Step(NamedTuple):
@@ -160,6 +164,15 @@ class AlgorithmPipeline:
             batch = batch.with_sequence(advantage_scale=torch.full_like(batch.sequence["reward"], factor))
         return batch.select(keep.nonzero().squeeze(1))
 
+    @property
+    def reward_free_steps(self) -> list[Step]:
+        """The steps that may run before the rewards are known. None if rewards decide which samples are learnt from, or values are among
+        the columns of segments."""
+        algorithm = self.algorithm
+        chooses = self.group_filters or algorithm.replay is not None or algorithm.refill.oversample != 1
+        branches = isinstance(algorithm.advantage, SpoChainAdvantage | SpoTreeAdvantage)
+        return [] if chooses or branches else [step for step in self.preparation if step.name in REWARD_FREE_PASSES]
+
     def prepare(self, batch: Batch, context: StepContext) -> Batch:
         """The batch with every column that the loss reads."""
         return _run(self.preparation, batch, context)
@@ -199,7 +212,8 @@ class AlgorithmPipeline:
 
 def _run(steps: Sequence[Step], batch: Batch, context: StepContext) -> Batch:
     for step in steps:
-        batch = step.run(batch, context)
+        early = context.early.get(step.name)
+        batch = step.run(batch, context) if early is None else batch.with_token(**early)
     return batch
 
 

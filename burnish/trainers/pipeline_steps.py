@@ -6,7 +6,7 @@ A step reads models and trainer state from the `StepContext`, and adds its metri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,6 +68,8 @@ class StepContext:
     """The baselines of advantage rae: those before the step, then those after it."""
     unfinished: list[int] | None = None
     """Indices into the packed trajectories of those with untrained tree edges; None if answers are no trees."""
+    early: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Columns of steps that ran while the rewards were computed, by the name of the step (`while_scoring.py`)."""
 
     def __post_init__(self) -> None:
         self.budget, self.role_baselines = self.state.budget, self.state.role_baselines

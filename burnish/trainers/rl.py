@@ -108,6 +108,8 @@ def collect_rollouts(context: TrainContext, step: int) -> tuple[RolloutBatch, Ba
     num_groups, num_wanted, most = 0, 0.0, settings.prompts
     for attempt in range(refill.rounds):
         new = context.source.next(step, plan, context.run.display.phase, attempt)
+        if context.while_scoring is not None:
+            context.while_scoring.finish_commit()  # the source read the round from the journal
         rollouts = new if rollouts is None else rollouts.joined(new)
         usable = rollouts.usable
         if not usable:
@@ -157,6 +159,8 @@ def learn(context: TrainContext, step: int, batch: Batch) -> StepResult:
     step_context = StepContext(
         learner, context.reference, context.critic, context.process, state, is_warmup, roles=context.roles
     )
+    if context.while_scoring is not None and context.while_scoring.passes is not None:
+        step_context.early = context.while_scoring.passes.take(batch)
     try:
         prepared = pipeline.prepare(batch, step_context)
     except BudgetError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 from burnish.algorithms.correction.budget import BudgetError
@@ -47,21 +48,48 @@ def commit_step(
 ) -> bool:
     """Write the metrics, samples and journal of a step; validate and save a checkpoint when they are due.
 
+    With slow rewards, a step that validates is put off into the next step, where it is written while rewards are computed.
     Returns whether the user asked to stop. That is read once, so that a run that stops has saved its last step.
     """
-    config, run = context.config, context.run
     metrics = collect_metrics(context, step, rollouts, result, step_s, speed)
     for line in context.health.check(step, metrics, context.health_context):
-        run.display.note(line)
-    is_last = step == config.training.steps
-    score = None
-    if is_last or (config.validation.every and step % config.validation.every == 0):
+        context.run.display.note(line)
+    write = partial(write_step, context, step, rollouts, result, metrics, stop)
+    if context.while_scoring is None or stop.requested or not is_validated(context, step) or is_last(context, step):
+        return write()
+    context.while_scoring.put_off(write)
+    return False
+
+
+def is_last(context: TrainContext, step: int) -> bool:
+    """Whether the run ends with a step."""
+    return step == context.config.training.steps
+
+
+def is_validated(context: TrainContext, step: int) -> bool:
+    """Whether the policy is measured after a step."""
+    every = context.config.validation.every
+    return is_last(context, step) or bool(every and step % every == 0)
+
+
+def write_step(
+    context: TrainContext,
+    step: int,
+    rollouts: RolloutBatch,
+    result: StepResult,
+    metrics: dict[str, Any],
+    stop: StopOnInterrupt,
+) -> bool:
+    """Measure the policy if that is due, and write the step. The weights must be those after it. Returns whether the run stops."""
+    config, run = context.config, context.run
+    ends, score = is_last(context, step), None
+    if is_validated(context, step):
         measured = context.validate(step)
         metrics |= measured
         score = checkpoint_score(context, measured)
         if measured and score is None:
             note(context, step, f"this checkpoint has no score: {missing_score_text(context, measured)}")
-    if is_last or step == 1 or step % config.run.samples_every == 0:
+    if ends or step == 1 or step % config.run.samples_every == 0:
         run.samples(step, "train", step_metrics.sample_rows(rollouts, result, context.policy.tokenizer))
     worst = step_metrics.worst_token_rows(rollouts, result.mismatch.worst, context.policy.tokenizer)
     run.worst_tokens.append(step, worst)
@@ -72,11 +100,11 @@ def commit_step(
     )
     is_stopping = stop.requested or run.stop_requested
     is_measured_best = config.run.keep_best and score is not None
-    is_due = is_stopping or is_last or is_measured_best or step % config.run.save_every == 0
+    is_due = is_stopping or ends or is_measured_best or step % config.run.save_every == 0
     # A step without scores is not saved: once the reward is fixed, the run resumes from the last step with scores.
     if is_due and has_scored_sample(rollouts):
         run.checkpoint(step, lambda stage: snapshot(context, stage), *(score or (None, None)))
-    if is_stopping or is_last:
+    if is_stopping or ends:
         run.wait()
     return is_stopping
 
@@ -133,6 +161,9 @@ def save_on_stop(context: TrainContext) -> Iterator[None]:
     try:
         yield
     except RolloutStopped:
+        if context.while_scoring is not None:
+            with suppress(RolloutStopped):  # the run stops already
+                context.while_scoring.finish_commit()
         save_last_step(context)
         raise
 

@@ -216,6 +216,25 @@ def test_poll_returns_what_is_done_and_score_leaves_the_rest_to_it(folder):
         assert rewards.counters == {"answer_timeout": 0, "scorer_failed": 0, "scorer_retried": 0, "worker_restarts": 0}
 
 
+def test_a_queue_apart_and_poll_get_their_own_scores(folder):
+    with Rewards(Reward(parts=["mine.py:jitter"], workers=2), base=folder) as rewards:
+        assert rewards.may_be_slow
+        apart = rewards.apart()
+        rewards.submit([request("slow", sleep=0.0, until=str(folder / "go")), request("quick", sleep=0.0)])
+        apart.submit([request("other", sleep=0.0), request("late", sleep=0.0, until=str(folder / "go"))])
+        assert (rewards.pending, apart.pending) == (2, 2)
+        assert [s.id for s in apart.poll(None)] == ["other"]
+        assert [s.id for s in rewards.poll(None)] == ["quick"]
+        (folder / "go").touch()
+        assert [s.id for s in rewards.poll(None)] == ["slow"]
+        assert rewards.poll(None) == []
+        assert (rewards.pending, apart.pending) == (0, 1)
+        assert [s.id for s in apart.poll(None)] == ["late"]
+        assert apart.pending == 0
+    with Rewards(Reward(parts=["number"])) as rewards:
+        assert not rewards.may_be_slow
+
+
 def test_the_same_function_twice_gets_two_labels():
     parts = [{"name": "format", "options": {"pattern": p}} for p in (r"\d+", r"\w+")]
     with Rewards(Reward(parts=parts, workers=1)) as rewards:

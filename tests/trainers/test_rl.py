@@ -105,6 +105,7 @@ def job(algorithm: dict[str, Any], notes: list[str], *rounds: RolloutBatch, prom
         critic=None,
         process=None,
         imitation=None,
+        while_scoring=None,
     )
 
 
