@@ -87,6 +87,7 @@ class Run:
         self.stop_requested = False
         """Whether a listener asked the run to stop. The trainers read it after each step and save that step."""
         self._saving_times: dict[str, float] = {}  # since the last step's metrics
+        self._blocked_s = 0.0  # by all checkpoints of this process
         self._is_failed = True  # until `end`
 
     def resume(self) -> Checkpoint | None:
@@ -110,11 +111,15 @@ class Run:
         Raises the error of a checkpoint that failed since the last step.
         """
         self._record(wait=False)
-        values = values | self._saving_times | {"time/elapsed_s": process_seconds()}
-        self._saving_times = {}
+        elapsed_s = process_seconds()
+        values = values | self._saving_times | {"time/elapsed_s": elapsed_s}
+        if self._blocked_s:
+            values["time/checkpoint_share"] = self._blocked_s / elapsed_s
+        started = time.perf_counter()
         self.metrics.append(step, values)
         prompts = {PROMPTS_FIELD: [visit.values() for visit in visits]} if visits else {}
         self.journal.append_many([("used", {"step": step, "ids": used}), ("step", {"step": step, **prompts})])
+        self._saving_times = {"time/commit_s": time.perf_counter() - started}
         self.last_step = step
         self.trackers.log(step, values)
         self.display.step(step, values)
@@ -131,14 +136,19 @@ class Run:
         The journal records the checkpoint once it is on disk: in `wait`, or when a later step is committed.
         """
         started = time.perf_counter()
-        self.worst_tokens.sync()
-        self.events.sync()
         self.wait()
-        self.saver.begin(step, take, score, metric)
+        self.saver.begin(step, take, score, metric, self._sync)
         self.saved_step = step
         if not self.saver.in_background:
             self.wait()
-        self._saving_times["time/checkpoint_blocked_s"] = time.perf_counter() - started
+        blocked_s = time.perf_counter() - started
+        self._blocked_s += blocked_s
+        self._saving_times["time/checkpoint_blocked_s"] = blocked_s
+
+    def _sync(self) -> None:
+        """Sync the files that a run resuming from a checkpoint needs up to its step. They are appended without a sync."""
+        self.worst_tokens.sync()
+        self.events.sync()
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""

@@ -75,6 +75,10 @@ def test_steps_are_made_while_a_checkpoint_is_written(waited: Path, tmp_path: Pa
     assert result(run) == result(waited), "what is written is what was there when it was taken"
     rows = read_metrics(run / "metrics.jsonl")
     assert "time/checkpoint_blocked_s" in rows[SAVED]
+    blocked_s, elapsed_s = (rows[SAVED][f"time/{name}_s"] for name in ("checkpoint_blocked", "elapsed"))
+    assert rows[SAVED]["time/checkpoint_share"] == blocked_s / elapsed_s
+    assert "time/checkpoint_share" not in rows[SAVED - 1]
+    assert rows[SAVED + 1]["time/checkpoint_share"] < rows[SAVED]["time/checkpoint_share"]
     assert "time/checkpoint_write_s" not in rows[SAVED]
     assert "time/checkpoint_write_s" in rows[-1]
 

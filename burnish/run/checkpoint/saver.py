@@ -211,13 +211,23 @@ class CheckpointSaver:
         self._work: BackgroundTask[SavedCheckpoint] = BackgroundTask()
         self._step = -1
 
-    def begin(self, step: int, take: TakeSnapshot, score: float | None, metric: str | None = None) -> None:
-        """Take the snapshot of a step and start writing it. The previous one must have been collected."""
+    def begin(
+        self,
+        step: int,
+        take: TakeSnapshot,
+        score: float | None,
+        metric: str | None = None,
+        sync: Callable[[], None] | None = None,
+    ) -> None:
+        """Take the snapshot of a step and start writing it. The previous one must have been collected.
+
+        `sync` puts other files of the step on disk. It is called before the checkpoint appears, by the thread that writes it.
+        """
         stage = HostCopy() if self.in_background else keep_in_place
         snapshot = take(stage)
         wait_for_devices()
         self._step = step
-        self._work.start(lambda: self._write(step, snapshot, score, metric), f"checkpoint of step {step}")
+        self._work.start(lambda: self._write(step, snapshot, score, metric, sync), f"checkpoint of step {step}")
         if isinstance(stage, HostCopy) and stage.is_short:
             self.in_background = False
             found = free_memory()
@@ -249,9 +259,18 @@ class CheckpointSaver:
                 size = found
                 self.phase(f"writing the checkpoint of step {self._step}, {size / GIB:.1f} GiB are on disk")
 
-    def _write(self, step: int, snapshot: Snapshot, score: float | None, metric: str | None) -> SavedCheckpoint:
+    def _write(
+        self,
+        step: int,
+        snapshot: Snapshot,
+        score: float | None,
+        metric: str | None,
+        sync: Callable[[], None] | None,
+    ) -> SavedCheckpoint:
         started = time.perf_counter()
         try:
+            if sync is not None:
+                sync()
             path = self.checkpoints.write(step, snapshot, score, metric)
         except OSError as error:
             where = self.checkpoints.folder if error.filename is None else error.filename
