@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from burnish.models.architecture import (
     why_not_native,
 )
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.kernels.cpu.c_library import prepare_c_kernels
 from burnish.models.lora.adapters import add_lora, merged_tensors, wrap_with_lora
 from burnish.models.lora.peft_files import (
     adapter_contents,
@@ -197,11 +199,7 @@ def outline_policy(
     config: Model, path: Path | None, alphabet: str | None, adapter: Path | None = None
 ) -> PolicyOutline:
     """The outline of a config's policy; raise if it cannot be loaded. The arguments are those of `load_policy`."""
-    if adapter is None and path is not None and is_adapter(path):
-        adapter = path
-        path = base_model_of(path)
-    if adapter is not None and path is None:
-        path = base_model_of(adapter)
+    path, adapter = _base_and_adapter(path, adapter)
     if path is None:
         return _outline_new(config, alphabet)
     hf_config = read_config(path)
@@ -220,6 +218,15 @@ def outline_policy(
     return PolicyOutline(tokenizer, arch.max_positions, arch, path, adapter)
 
 
+def _base_and_adapter(path: Path | None, adapter: Path | None) -> tuple[Path | None, Path | None]:
+    """The directory of a policy's weights and that of its adapters."""
+    if adapter is None and path is not None and is_adapter(path):
+        return base_model_of(path), path
+    if adapter is not None and path is None:
+        return base_model_of(adapter), adapter
+    return path, adapter
+
+
 def load_policy(
     config: Model,
     path: Path | None,
@@ -234,7 +241,11 @@ def load_policy(
     a native decoder are read after it has been divided over processes (`weight_files.load_deferred`).
     """
     dtype, device = getattr(torch, config.dtype), resolve_device(config.device)
-    outline = outline_policy(config, path, alphabet, adapter)
+    with ThreadPoolExecutor(2, "load") as threads:
+        kernels = threads.submit(prepare_c_kernels, dtype) if device.type == "cpu" else None
+        outline, module = _read_model(config, path, alphabet, adapter, may_defer, threads)
+        if kernels is not None:
+            kernels.result()
     tokenizer, source = outline.tokenizer, outline.source
     if source is None:
         assert outline.arch is not None, "a new model is a native decoder"
@@ -244,19 +255,43 @@ def load_policy(
         choose_trained_vision(module, config.vision or "trained")
         note = f"new {outline.arch.family} decoder, {outline.arch.num_parameters:,} parameters"
         return PolicyModel(module, tokenizer, None, note)
-    if outline.arch is None:
+    if module is None:
         note = f"forward by transformers, slower than the native decoder ({outline.reason})"
         other = TransformersPolicy.load(source, dtype, device)
         _check_embeddings(tokenizer, other.inner.get_input_embeddings().num_embeddings, source)
         return PolicyModel(other, tokenizer, source, note)
     lora = config.lora if outline.adapter is None else read_lora_config(outline.adapter)
-    quantised = "dtype" if lora is None else lora.base
-    module = defer_decoder(source, dtype, quantised) if may_defer else load_decoder(source, dtype, device, quantised)
     note = (
         f"native decoder, {module.arch.num_parameters:,} parameters{_add_adapters(module, lora, outline.adapter, seed)}"
     )
     choose_trained_vision(module, config.vision or "frozen")
     return PolicyModel(module, tokenizer, source, note)
+
+
+def _read_model(
+    config: Model,
+    path: Path | None,
+    alphabet: str | None,
+    adapter: Path | None,
+    may_defer: bool,
+    threads: ThreadPoolExecutor,
+) -> tuple[PolicyOutline, Decoder | None]:
+    """The outline of a policy, and its native decoder if it has one in a directory.
+
+    A thread reads the weights, and makes the context of a GPU for them, while this one imports the tokenizer's library and reads its
+    files. Errors of config and tokenizer are raised before those of the weights.
+    """
+    source, adapter = _base_and_adapter(path, adapter)
+    if source is None or config.backend == "transformers" or why_not_native(read_config(source)):
+        return outline_policy(config, source, alphabet, adapter), None
+    dtype, device = getattr(torch, config.dtype), resolve_device(config.device)
+    lora = config.lora if adapter is None else read_lora_config(adapter)
+    quantised = "dtype" if lora is None else lora.base
+    if may_defer:
+        return outline_policy(config, source, alphabet, adapter), defer_decoder(source, dtype, quantised)
+    weights = threads.submit(load_decoder, source, dtype, device, quantised)
+    outline = outline_policy(config, source, alphabet, adapter)
+    return outline, weights.result()
 
 
 def _add_adapters(module: Decoder, lora: Lora | None, adapter: Path | None, seed: int) -> str:

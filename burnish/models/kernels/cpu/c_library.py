@@ -64,6 +64,12 @@ def c_kernels(x: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     return _library(x.dtype == torch.float64)
 
 
+def prepare_c_kernels(dtype: torch.dtype) -> None:
+    """Compile or load the library for models of this dtype, in a thread beside other work of a start. It does nothing for other dtypes."""
+    if dtype in (torch.float32, torch.float64):
+        _library(dtype == torch.float64)
+
+
 def c_kernels_expected() -> bool:
     """Whether the kernels will be available, for the memory planner. Nothing is compiled to find out."""
     if _has_failed:
