@@ -16,7 +16,7 @@ import pickle
 import queue
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -286,6 +286,10 @@ class Rewards:
             )
         return self._local_scorers[index]
 
+    def _waiting_besides(self, tickets: Container[int]) -> bool:
+        """Whether requests other than these wait for an attached model."""
+        return any(ticket not in tickets for rows in self._waiting.values() for ticket, _ in rows)
+
     def _run_local_scorers(self) -> None:
         """Score all requests that wait for an attached model, in one call per model."""
         for index in [index for index, rows in self._waiting.items() if rows]:
@@ -442,6 +446,8 @@ class _QueueApart:
         return len(self._tickets)
 
     def submit(self, requests: Sequence[ScoreRequest]) -> None:
+        if self._rewards._waiting_besides(self._tickets):
+            self._rewards._run_local_scorers()  # a model scores those of others in a batch of their own, as without this queue
         tickets = self._rewards._submit(requests)
         self._tickets.update(tickets)
         self._rewards._apart.update(tickets)

@@ -8,6 +8,7 @@
     after_step(...)                           load the new weights into the engine, advance controllers
     commit_step(...)                          metrics, journal, samples, validation, checkpoint
 
+With slow rewards, some of this happens while they are computed (`trainers/while_scoring.py`).
 `trainers/pipeline.py` holds the steps of an algorithm, `trainers/step_commit.py` what happens around a step.
 `examples/one_file_grpo.py` is the same loop in one plain file.
 """

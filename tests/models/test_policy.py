@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from burnish.algorithms.losses.policy_loss import NllLoss
 from burnish.config.errors import UserError
 from burnish.config.model import Lora, Model, NewModel, Optimizer, Vision
 from burnish.core.batch import Batch
+from burnish.models import policy as policy_module
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import adapter_weights, add_lora
 from burnish.models.policy import (
@@ -47,6 +49,33 @@ def directory(tiny_model: TinyModel, tmp_path: Path) -> Path:
     path = Path(shutil.copytree(tiny_model("qwen2")[1], tmp_path / "qwen2"))
     Tokenizer.from_characters("0123456789>").save(path)
     return path
+
+
+def test_weights_and_tokenizer_are_read_at_the_same_time(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two waits for the other one to begin."""
+    both = threading.Barrier(2, timeout=60)
+
+    def waiting(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            both.wait()
+            return inner(*args)
+
+        return read
+
+    for name in ("load_decoder", "_load_tokenizer"):
+        monkeypatch.setattr(policy_module, name, waiting(getattr(policy_module, name)))
+    loaded = load_policy(Model(device="cpu", dtype="float32"), directory, None, 0)
+    assert isinstance(loaded.module, Decoder)
+    expected = load_decoder(directory, torch.float32, torch.device("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.module.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_tokenizer_that_is_missing_is_reported_before_weights_that_are(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+    for file in directory.glob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="no tokenizer in"):
+        load_policy(Model(device="cpu", dtype="float32"), directory, None, 0)
 
 
 @pytest.fixture

@@ -235,6 +235,25 @@ def test_a_queue_apart_and_poll_get_their_own_scores(folder):
         assert not rewards.may_be_slow
 
 
+def test_a_model_scores_the_requests_of_each_queue_in_a_batch_of_their_own():
+    batches = []
+
+    def scorer(requests):
+        batches.append([one.id for one in requests])
+        return [PartResult(0.25) for _ in requests]
+
+    with Rewards(Reward(parts=[{"name": "model", "options": {"path": "scorer"}}])) as rewards:
+        rewards.attach_scorers({0: scorer})
+        apart = rewards.apart()
+        rewards.submit([request("a")])
+        rewards.submit([request("b")])
+        apart.submit([request("c")])
+        apart.submit([request("d")])
+        assert {s.id for s in apart.poll(None)} == {"c", "d"}
+        assert {s.id for s in rewards.poll(None)} == {"a", "b"}
+    assert batches == [["a", "b"], ["c", "d"]]
+
+
 def test_the_same_function_twice_gets_two_labels():
     parts = [{"name": "format", "options": {"pattern": p}} for p in (r"\d+", r"\w+")]
     with Rewards(Reward(parts=parts, workers=1)) as rewards:
