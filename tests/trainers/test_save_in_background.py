@@ -43,6 +43,7 @@ def hold_up(patch: pytest.MonkeyPatch, at_later_step: Any) -> None:
             assert reached.wait(PATIENCE_S)
             at_later_step(self)
             opened.set()
+            assert self.saver._work.wait(PATIENCE_S), "step 6 reports the time of this write"
 
     patch.setattr(TensorFile, "write", held)
     patch.setattr(Run, "commit", committed)
