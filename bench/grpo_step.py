@@ -1,11 +1,11 @@
 """A whole GRPO step of a 1.5B model on one GPU: rollouts of R1 in groups of 8, then one update of all weights.
 
-python bench/grpo_step.py [--steps 4] [--budget 16384] [--trl-python /path/to/python [--trl-vllm]]
+python bench/grpo_step.py [--steps 4] [--budget 16384] [--layers fp8] [--trl-python /path/to/python [--trl-vllm]]
 
 Random weights in bfloat16 with float32 master weights and moments, 32 prompts of 128 tokens x 8 samples x 256 new tokens,
 no reference model, one update a batch and therefore no pass for old log-probs. The engine samples from the learner's own
 tensors, and its cache is released while the learner works. The samples of a group share the forward and backward of their
-prompt.
+prompt. `--layers fp8` is `training.layers`; its row is saved beside that of bfloat16, and its share of the peak is of bfloat16's.
 
 TRL runs the same work afterwards in a separate process (`bench/peers/trl_grpo_step_gpu.py`), if this interpreter or the
 one named has it. With `--trl-vllm` it generates with vLLM.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import on_this_gpu, save, table
+from common import on_this_gpu, save_beside, table
 from rollout import FLOPS, SHAPES, Work, random_model, requests_of
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
@@ -36,6 +36,7 @@ from burnish.core.batch import Batch
 from burnish.core.engine import Completion, Request
 from burnish.core.segments import offsets_from_lengths
 from burnish.inference.native.paged_engine import PagedEngine
+from burnish.models.fp8_layers import set_fp8
 from burnish.training.learner import Learner
 from burnish.training.meter import MeterReading
 
@@ -88,9 +89,10 @@ def one_step(k: int, engine: PagedEngine, learner: Learner, vocab: int, is_profi
     return Step(ended - started, sampled - started, ended - sampled, learner.meter.read()), batch
 
 
-def burnish_row(num_steps: int, budget: int, is_profiled: bool) -> dict[str, Any]:
+def burnish_row(num_steps: int, budget: int, is_profiled: bool, layers: str) -> dict[str, Any]:
     """The median step after the first."""
     model = random_model(WORK.shape)
+    set_fp8(model, layers == "fp8")
     engine = PagedEngine(model, max_rows=WORK.requests)
     learner = Learner(model, Optimizer(lr=1e-6), 100, token_budget=budget)
     steps: list[Step] = []
@@ -109,7 +111,7 @@ def burnish_row(num_steps: int, budget: int, is_profiled: bool) -> dict[str, Any
     assert step.reading.needed is not None
     return {
         "work": NAME,
-        "system": "burnish",
+        "system": "burnish" if layers == "plain" else f"burnish, layers={layers}",
         "step_s": step.step_s,
         "rollout_s": step.rollout_s,
         "learn_s": step.learn_s,
@@ -146,11 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--layers", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl; this one where it has it")
     parser.add_argument("--trl-vllm", action="store_true", help="let TRL generate with vLLM")
     args = parser.parse_args()
-    rows = [burnish_row(args.steps, args.budget, args.profile)]
+    rows = [burnish_row(args.steps, args.budget, args.profile, args.layers)]
     gc.collect()
     torch.cuda.empty_cache()
     python = args.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)
@@ -161,7 +164,7 @@ def main() -> None:
         rows[0]["share_of_peer"] = rows[0]["step_s"] / rows[1]["step_s"]
     columns = ["system", "step_s", "rollout_s", "learn_s", "forward_s", "backward_s", "optimizer_s", "other_s"]
     print(table(rows, [*columns, "flops_share", "needed_flops_share", "peak_gib", "share_of_peer"]))
-    print(f"saved {save(on_this_gpu('grpo_step'), rows)}")
+    print(f"saved {save_beside(on_this_gpu('grpo_step'), rows, lambda row: row['system'])}")
 
 
 if __name__ == "__main__":

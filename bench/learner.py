@@ -1,11 +1,12 @@
 """The learner on one GPU: share of the peak throughput, cost of log-probs, long sequences, shared prompts.
 
-python bench/learner.py [--only a b c d e f] [--repeats 3]
+python bench/learner.py [--only a b c d e f] [--layers fp8] [--repeats 3]
 
 Random weights of the named shapes in bfloat16, prompts of 64 to 192 tokens and completions of 64 to 448 (384 together on
 average), packed. Every update gives the log-prob and the entropy of each completion token. Shares are executed operations
 (`burnish/models/flops.py`) over 790 TFLOP/s, the throughput of an H200 in a large product. There is one of the whole
-update, and one of its forward and backward passes. `needed` leaves out what is computed twice to save memory.
+update, and one of its forward and backward passes. `needed` leaves out what is computed twice to save memory. With `--layers fp8`
+(`training.layers`) the works a, b, d and e have rows of their own, whose shares are of the same 790 TFLOP/s.
 
   a  1.5B, all weights trained, only logits recomputed; 8 x 1024 tokens like transformers, which runs for comparison
   b  7B with LoRA of rank 32
@@ -33,6 +34,7 @@ from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.flops import backward_flops, forward_flops, packed_counts
+from burnish.models.fp8_layers import set_fp8
 from burnish.models.kernels.logprob import head_logprob
 from burnish.models.lora.adapters import add_lora
 from burnish.training.learner import Learner
@@ -88,6 +90,17 @@ def updates(learner: Learner, batch: Batch, repeats: int, loss: Any = None) -> R
     }
 
 
+def model_of(shape: str, layers: str) -> Any:
+    """A model with random weights whose layers compute so (`training.layers`)."""
+    model = random_model(shape)
+    set_fp8(model, layers == "fp8")
+    return model
+
+
+def system_of(layers: str) -> str:
+    return "burnish" if layers == "plain" else f"burnish, layers={layers}"
+
+
 def learner_of(model: Any, budget: int, **options: Any) -> Learner:
     return Learner(model, Optimizer(lr=1e-6), 1000, budget, **options)
 
@@ -95,20 +108,18 @@ def learner_of(model: Any, budget: int, **options: Any) -> Learner:
 # --- the works -----------------------------------------------------------------------------------------------------------
 
 
-def full_training(repeats: int) -> list[Row]:
+def full_training(repeats: int, layers: str) -> list[Row]:
     """a"""
-    model = random_model("1.5B")
+    model, system = model_of("1.5B", layers), system_of(layers)
     vocab = model.arch.vocab_size
     learner = learner_of(model, 16384, share_prefixes=False)
-    rows = [
-        {"work": "a: 1.5B, 256 ragged samples", "system": "burnish"} | updates(learner, ragged(256, vocab), repeats)
-    ]
+    rows = [{"work": "a: 1.5B, 256 ragged samples", "system": system} | updates(learner, ragged(256, vocab), repeats)]
     rows += [
-        {"work": "a: 1.5B, 8 x 1024", "system": "burnish"} | updates(learner, equal(8, 1024, vocab), repeats, NllLoss())
+        {"work": "a: 1.5B, 8 x 1024", "system": system} | updates(learner, equal(8, 1024, vocab), repeats, NllLoss())
     ]
     del model, learner
     clear()
-    return [*rows, transformers_row(repeats)]
+    return rows if layers == "fp8" else [*rows, transformers_row(repeats)]
 
 
 def transformers_row(repeats: int) -> Row:
@@ -143,16 +154,17 @@ def transformers_row(repeats: int) -> Row:
     }  # fmt: skip
 
 
-def lora(repeats: int) -> list[Row]:
+def lora(repeats: int, layers: str) -> list[Row]:
     """b"""
     model = random_model("7B")
     add_lora(model, Lora(rank=32, alpha=64), seed=0)
+    set_fp8(model, layers == "fp8")
     learner = learner_of(model, 8192, share_prefixes=False)
     measured = updates(learner, ragged(128, model.arch.vocab_size), repeats)
-    return [{"work": "b: 7B, LoRA of rank 32, 128 ragged samples", "system": "burnish"} | measured]
+    return [{"work": "b: 7B, LoRA of rank 32, 128 ragged samples", "system": system_of(layers)} | measured]
 
 
-def head(repeats: int) -> list[Row]:
+def head(repeats: int, _: str) -> list[Row]:
     """c"""
     num, hidden_size, vocab = 131_072, 1536, 151_936
     with torch.device("cuda"):
@@ -220,16 +232,16 @@ def largest_chunk(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
     raise RuntimeError("not even one row of logits fits")
 
 
-def long_sequences(repeats: int) -> list[Row]:
+def long_sequences(repeats: int, layers: str) -> list[Row]:
     """d"""
     rows: list[Row] = []
-    model = random_model("1.5B")
+    model = model_of("1.5B", layers)
     batch = equal(1, 32768, model.arch.vocab_size)
     for policy in ("keep", "recompute"):
         set_activations(model, policy)
         learner = learner_of(model, 32768)
         rows.append(
-            {"work": f"d: 1 x 32,768, activations={policy}", "system": "burnish"}
+            {"work": f"d: 1 x 32,768, activations={policy}", "system": system_of(layers)}
             | updates(learner, batch, repeats, NllLoss())
         )
         del learner
@@ -237,22 +249,22 @@ def long_sequences(repeats: int) -> list[Row]:
     return rows
 
 
-def shared_prompts(repeats: int) -> list[Row]:
+def shared_prompts(repeats: int, layers: str) -> list[Row]:
     """e"""
     rows: list[Row] = []
-    model = random_model("1.5B")
+    model = model_of("1.5B", layers)
     batch = ragged(256, model.arch.vocab_size, group=8)
     for shares in (True, False):
         learner = learner_of(model, 16384, share_prefixes=shares)
         work = f"e: 32 groups of 8, share_prefixes={str(shares).lower()}"
-        rows.append({"work": work, "system": "burnish"} | updates(learner, batch, repeats))
+        rows.append({"work": work, "system": system_of(layers)} | updates(learner, batch, repeats))
         del learner
         clear()
     rows[0]["speed_up"] = rows[1]["update_s"] / rows[0]["update_s"]
     return rows
 
 
-def experts(repeats: int) -> list[Row]:
+def experts(repeats: int, _: str) -> list[Row]:
     """f"""
     model = random_model("30B-A3B")
     add_lora(model, Lora(rank=16), seed=0)
@@ -261,7 +273,7 @@ def experts(repeats: int) -> list[Row]:
     return [{"work": "f: 30B-A3B, LoRA of rank 16, 4 x 8,192", "system": "burnish"} | measured]
 
 
-WORKS: dict[str, Callable[[int], list[Row]]] = {
+WORKS: dict[str, Callable[[int, str], list[Row]]] = {
     "a": full_training,
     "b": lora,
     "c": head,
@@ -274,6 +286,7 @@ WORKS: dict[str, Callable[[int], list[Row]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*WORKS], default=[*WORKS])
+    parser.add_argument("--layers", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     columns = ["work", "system", "update_s", "tokens_per_s", "flops_share", "needed_flops_share"]
@@ -290,11 +303,11 @@ def main() -> None:
     for name in args.only:
         started = time.perf_counter()
         clear()
-        found = WORKS[name](args.repeats)
+        found = WORKS[name](args.repeats, args.layers)
         rows += found
         print(table(found, columns), f"\n{name} took {time.perf_counter() - started:.0f} s\n", flush=True)
     print(table(rows, columns))
-    print(f"saved {save_beside(on_this_gpu('learner'), rows, lambda row: row['work'][0])}")
+    print(f"saved {save_beside(on_this_gpu('learner'), rows, lambda row: (row['work'][0], 'fp8' in row['system']))}")
 
 
 if __name__ == "__main__":

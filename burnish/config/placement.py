@@ -349,8 +349,10 @@ def check_placement_fits(config: TrainConfig) -> None:
     if config.model.device.startswith("cuda:"):
         raise ValueError(f"model.device={config.model.device}: Ray gives each process its GPU; write cuda")
     most_processes = max(placement.size(role) for role in trained)
-    if most_processes > 1 and config.training.compile:
-        raise ValueError("training.compile needs placement.workers=1, or one place in the pools of actor and critic")
+    if most_processes > 1 and config.training.layers == "compiled":
+        raise ValueError(
+            "training.layers=compiled needs placement.workers=1, or one place in the pools of actor and critic"
+        )
 
 
 def _check_engine_ranks(config: TrainConfig, placement: RayPlacement) -> None:

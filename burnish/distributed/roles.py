@@ -20,7 +20,7 @@ from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
 from burnish.config.records import slot_options
 from burnish.config.rollout import Opponents, Rollout, Vllm
-from burnish.config.schema import TrainConfig
+from burnish.config.schema import Layers, TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
 from burnish.distributed.judge_process import EngineJudge
@@ -44,6 +44,7 @@ from burnish.models.architecture import read_config, why_not_native
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.compiled_layers import compile_layers
 from burnish.models.decoder import Decoder
+from burnish.models.fp8_layers import set_fp8
 from burnish.models.heads import ValueModel
 from burnish.models.kernels.aligned_groups import GroupComparison
 from burnish.models.kernels.logprob import Divergence
@@ -346,12 +347,18 @@ def learning_temperature(config: TrainConfig) -> float:
     return config.rollout.temperature if own is None else own
 
 
+def set_layers(model: nn.Module, layers: Layers) -> None:
+    """Set how the decoder layers of a model that is trained compute. Call it before the model is divided."""
+    set_fp8(model, layers == "fp8")
+    if layers == "compiled":
+        compile_layers(model)
+
+
 def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) -> Learner:
     """The learner of the actor; its schedule ends with the last step. With several ranks the policy is divided among them."""
     training, total = config.training, policy_updates(config)
     set_activations(policy.module, training.activations)
-    if training.compile:
-        compile_layers(policy.module)
+    set_layers(policy.module, training.layers)
     parallelize_model(policy.module, ranks, config.parallel.offload)
     return Learner(
         policy.module,
@@ -417,6 +424,9 @@ def build_reference(
     slot = config.algorithm.kl.reference
     if not slot.has_weights:
         return None
+    set_fp8(
+        policy.module, config.training.layers == "fp8"
+    )  # a copy rounds as the policy does, and starts with a KL of 0
     if isinstance(slot, TeacherReference) and slot.url is not None:
         return ServerTeacher(slot.url, slot.served_model)
     options = slot.model_dump(exclude={"name", "url", "served_model"})
@@ -456,8 +466,7 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
     total = training.steps * training.mini_batches * training.epochs * critic.updates
     model = ValueModel(policy.module)
     set_activations(model, training.activations)
-    if training.compile:
-        compile_layers(model)
+    set_layers(model, training.layers)
     parallelize_model(model, ranks, config.parallel.offload)
     return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prefixes, ranks)
 
@@ -566,8 +575,7 @@ def build_process_reward_model(
     model = _process_reward_module(config, process.path, policy, base)
     start = Reference(model, training.token_budget, 1.0, ranks)
     set_activations(model, training.activations)
-    if training.compile:
-        compile_layers(model)
+    set_layers(model, training.layers)
     parallelize_model(model, ranks, config.parallel.offload)
     total, budget = training.steps * process.mini_batches, training.token_budget
     return ProcessRewardModel(model, start, process.optimizer, total, budget, training.share_prefixes, ranks)

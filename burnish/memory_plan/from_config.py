@@ -290,6 +290,7 @@ def _rl_setup(
         longest,
         -(-math.ceil(sequences * back) // training.mini_batches) * longest,
         activations=training.activations,
+        in_fp8=training.layers == "fp8",
         lora=lora,
         tokens_per_row=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prefixes else 1.0,
         reference=_reference_kind(config, lora),

@@ -37,6 +37,8 @@ LOGIT_COPIES, KL_COPIES = 3, 6
 GATE_WIDTHS = {(False, True): 2, (True, True): 3, (False, False): 3, (True, False): 5}
 """Temporary tensors of MLP width in the gate's backward pass, by (result recomputed, on a GPU). There are the gradients of both
 sides, less the result if it was kept, since it is freed by then. Without a kernel (CPU) there are a product and the gate as well."""
+FP8_COPIES = {True: 2, False: 14}
+"""Bytes of a number of a gradient that is multiplied in 8 bits, by whether it is on a GPU: rows and columns; elsewhere in float32 too."""
 UPDATE_COPIES = 5
 """float32 copies of a part during an update with state that is not float32."""
 
@@ -75,6 +77,8 @@ class LearnerPasses:
     """Most tokens of a sequence."""
     full_kl: bool = False
     """Whether the loss has a KL over the whole vocabulary."""
+    in_fp8: bool = False
+    """Whether the linear layers multiply in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ def _pass_bytes(model: nn.Module, decoder: Decoder, passes: LearnerPasses, on_gp
     """Stored activations, and the temporary memory at the three places."""
     arch, weight = decoder.arch, decoder.embedding.weight
     element, rows, tokens = weight.itemsize, passes.rows, passes.tokens
-    forward = ActivationEstimate(arch, element, on_gpu, decoder.lora, tokens > rows, passes.longest)
+    forward = ActivationEstimate(arch, element, on_gpu, decoder.lora, tokens > rows, passes.longest, passes.in_fp8)
     policy = passes.activations
     states = rows * arch.hidden_size * element  # one tensor of hidden states
     activations = forward.layers(policy).of(rows, tokens) + forward.outside_layers().of(rows, tokens) + states
@@ -171,6 +175,9 @@ def _pass_bytes(model: nn.Module, decoder: Decoder, passes: LearnerPasses, on_gp
         sorted_rows = 2 * arch.experts.experts_per_token * arch.hidden_size
     gate = GATE_WIDTHS[policy == "selective", on_gpu or forward.in_c] * mlp_size
     layer = again + rows * (max(gate, 2 * mlp_size + sorted_rows) + arch.hidden_size) * element
+    if passes.in_fp8:  # the gradient of gate and up and its 8-bit forms, and those of the matrix
+        small = 2 * mlp_size * FP8_COPIES[on_gpu] * (rows + arch.hidden_size)
+        layer = max(layer, again + rows * (2 * mlp_size + arch.hidden_size) * element + small)
     # A 4-bit matrix is dequantised for a moment, when the gate's gradients are freed.
     freed = rows * (mlp_size + sorted_rows + arch.hidden_size) * element
     layer = max(layer, again + freed + dequantise_bytes(decoder, on_gpu))

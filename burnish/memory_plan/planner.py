@@ -45,6 +45,8 @@ class RunSetup:
     update_tokens: int
     """Most tokens of an update."""
     activations: str = "keep"
+    in_fp8: bool = False
+    """Whether the linear layers multiply in 8 bits."""
     lora: Lora | None = None
     tower: Vision = "frozen"
     """What of a vision tower is trained."""
@@ -95,7 +97,15 @@ class RunSetup:
         """The forward and backward passes of an update."""
         tokens = int(self.rows * self.tokens_per_row)
         num_micro_batches = -(-self.update_tokens // self.token_budget)
-        return LearnerPasses(self.activations, self.rows, tokens, num_micro_batches, self.longest, self.full_kl)
+        return LearnerPasses(
+            self.activations,
+            self.rows,
+            tokens,
+            num_micro_batches,
+            self.longest,
+            self.full_kl,
+            self.in_fp8,
+        )
 
 
 @dataclass(frozen=True)

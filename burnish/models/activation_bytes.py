@@ -54,6 +54,8 @@ class ActivationEstimate:
     """Whether sequences share prefixes."""
     length: int = 1
     """Sequence length; explicit scores grow with it."""
+    in_fp8: bool = False
+    """Whether the linear layers multiply in 8 bits (`kernels/fp8_linear.py`)."""
 
     @property
     def is_half(self) -> bool:
@@ -108,6 +110,8 @@ class ActivationEstimate:
             m = shape.experts_per_token * shape.expert_size + shape.shared_size
             mlp += shape.experts_per_token * self._wide  # the weights, in the order of the slots
         rows = (2 * h + q + 2 * k + 2 * m) * self.element + mlp + attention.row + self._adapters(index)
+        if self._saves_quantised:
+            rows += self._quantised(h, h, m)
         if self.arch.latent is not None:
             rows += self._latent(index, is_input_recomputed=True)
         return ActivationBytes(rows + (2 * self._norm(h, 1) if self.arch.out_norms else 0), attention.token, fixed)
@@ -157,7 +161,16 @@ class ActivationEstimate:
     def _input(self, module: str, width: int, index: int) -> int:
         """A linear layer saves its input for the gradient of its weight or of its adapter."""
         trained = self.lora is None or module in self._adapted(index)
-        return width * self.element if trained else 0
+        return (self._quantised(width) if self._saves_quantised else width * self.element) if trained else 0
+
+    @property
+    def _saves_quantised(self) -> bool:
+        """Whether linear layers save their inputs in 8 bits; adapters read theirs unrounded."""
+        return self.in_fp8 and self.lora is None
+
+    def _quantised(self, *widths: int) -> int:
+        """Inputs in 8 bits with a float32 scale each."""
+        return sum(width + 4 for width in widths)
 
     def _adapted(self, index: int) -> set[str]:
         return set() if self.lora is None else {target.module for target in lora_targets(self.arch, self.lora, index)}
@@ -208,7 +221,7 @@ class ActivationEstimate:
         """Bytes that attention saves besides views of rotated queries and keys and of the projection."""
         _, q, k, _ = self.widths
         heads, element = self.arch.num_heads, self.element
-        out = q * element
+        out = q * element + (self._quantised(q) if self._saves_quantised else 0)
         if self._saves_own_rows:
             return ActivationBytes(out + heads * element)
         if self._by_kernel:

@@ -132,8 +132,8 @@ def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
             yield f"{where}.activations=selective", "use recompute, offload or keep"
     if not isinstance(config, TrainConfig):
         return
-    if config.training.compile:
-        yield "training.compile", "set it to false"
+    if config.training.layers != "plain":
+        yield f"training.layers={config.training.layers}", "set it to plain"
     if config.algorithm.kl.loss.estimator == "full":
         yield "algorithm.kl.loss.estimator=full", "use k3+ or k2, whose gradients are unbiased"
     elif config.algorithm.compares_vocabulary:

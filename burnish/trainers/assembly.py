@@ -43,6 +43,7 @@ from burnish.environments.worker_output import WorkerLog
 from burnish.inference.opponent_engine import OpponentEngine
 from burnish.models.activation_checkpointing import check_activations, set_activations
 from burnish.models.compiled_layers import check_compile
+from burnish.models.fp8_layers import check_fp8
 from burnish.models.policy import AnyPolicy, PolicyModel
 from burnish.rewards.scoring import Rewards
 from burnish.rollout.ahead_source import AheadSource
@@ -213,7 +214,9 @@ def build_parts(
     for stage in (config.training, config.warm_start):
         if stage is not None:
             check_activations(policy.module, stage.activations)
-    if config.training.compile:
+    if config.training.layers == "fp8":
+        check_fp8(policy.module)
+    if config.training.layers == "compiled":
         check_compile(policy.module)
     inputs = build_inputs(config, base, policy, rewards, read)
     roles.set_expert_recording(config, policy)

@@ -192,7 +192,7 @@ def test_one_process_needs_no_cluster() -> None:
         (["placement=ray", "rollout.mismatch=stale"], "rollout.mismatch needs placement=local"),
         (["placement=ray", "rollout.exact=true"], "rollout.exact needs placement=local"),
         (["placement=ray", "model.device=cuda:1"], "Ray gives each process its GPU"),
-        (["placement=ray", "placement.workers=2", "training.compile=true"], "training.compile needs placement.workers=1"),
+        (["placement=ray", "placement.workers=2", "training.layers=compiled"], "training.layers=compiled needs placement.workers=1"),
         (["placement=ray", "placement.layout=spilt"], "did you mean 'split'"),
         (["placement=ray", "placement.roles={actor: a}"], "roles.actor=a: there is no such pool"),
         (["placement=ray", "placement.pools={train: {}}", "placement.roles={actor: trian}"], "did you mean 'train'"),

@@ -12,11 +12,12 @@ import torch
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load
+from burnish.config.model import Optimizer
 from burnish.config.schema import RewardModelConfig, SftConfig, TrainConfig
 from burnish.distributed.roles import build_critic, build_learner, build_policy
 from burnish.memory_plan import from_config
 from burnish.memory_plan.from_config import PlannedRun, plan_run
-from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, SAMPLING
+from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, SAMPLING, RunSetup, plan_memory
 from burnish.models.compiled_layers import compiled_forward
 from burnish.models.decoder import Decoder, Layer
 from burnish.trainers.performance import MemoryPlanCheck
@@ -307,12 +308,38 @@ def test_a_supervised_stage_has_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen == ["selective"]
 
 
-def test_training_compile_reaches_the_layers_and_goes_with_what_it_can() -> None:
-    overrides = ["model.new.num_layers=2", "data.train.task=sort_digits", "training.compile=true"]
+def test_compiled_layers_reach_the_layers_and_go_with_what_they_can() -> None:
+    overrides = ["model.new.num_layers=2", "data.train.task=sort_digits", "training.layers=compiled"]
     config = load(TrainConfig, None, overrides).config
     policy = build_policy(config.model, config.data.train, 0, None)
     learner = build_learner(config, policy)
     assert isinstance(learner.model, Decoder)
     assert all(layer.forward_override is compiled_forward for layer in learner.model.layers)
-    with pytest.raises(UserError, match=r"training\.compile selects itself"):
+    with pytest.raises(UserError, match=r"training\.layers=compiled selects itself"):
         load(TrainConfig, None, [*overrides, "training.activations=selective"])
+
+
+def test_8_bit_layers_reach_the_model_and_the_plan_and_go_with_what_they_can() -> None:
+    overrides = ["model.new.num_layers=2", "data.train.task=sort_digits", "training.layers=fp8"]
+    config = load(TrainConfig, None, overrides).config
+    policy = build_policy(config.model, config.data.train, 0, None)
+    learner = build_learner(config, policy)
+    assert isinstance(learner.model, Decoder)
+    assert all("forward" in vars(layer.down) for layer in learner.model.layers)
+    arch = learner.model.arch
+    setups = [RunSetup(arch, "bfloat16", True, Optimizer(), 65536, 512, 65536, in_fp8=f) for f in (False, True)]
+    plans = [plan_memory(setup) for setup in setups]
+    sizes = [next(part.bytes for part in plan.phases[plan.phase] if part.name == "activations") for plan in plans]
+    h, q, m = arch.hidden_size, arch.num_heads * arch.head_dim, arch.mlp_size
+    assert sizes[0] - sizes[1] == 65536 * 2 * (
+        2 * h + m - q - 4 * 4
+    )  # attention also keeps the input of the output projection
+    for more, words in (
+        ("rollout.exact=true", "computes every token as the engine does"),
+        ("model.backend=transformers", "needs the native decoder"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load(TrainConfig, None, [*overrides, more])
+    across = ["placement=ray", "placement.workers=2", "parallel.tensor=2"]
+    with pytest.raises(UserError, match=r"parallel\.tensor splits"):
+        load(TrainConfig, None, [*overrides, *across])

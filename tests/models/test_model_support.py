@@ -47,10 +47,10 @@ def test_a_family_without_a_native_decoder_has_no_reward_model_adapters_or_exact
     assert scorer.startswith(f"model.path={tmp_path}: `burnish reward-model` needs the native decoder")
     assert "'gpt_neox' is not one of llama" in scorer
     assert "a smaller one" in scorer
-    asked = {**RL, "model": {**other, "lora": {"rank": 4}}, "training": {"compile": True}}
+    asked = {**RL, "model": {**other, "lora": {"rank": 4}}, "training": {"layers": "compiled"}}
     asked["rollout"] = {"max_tokens": 16, "exact": True}
     found = problems(TrainConfig, asked)
-    assert [text.split(" ")[1] for text in found] == ["model.lora", "training.compile", "rollout.exact"]
+    assert [text.split(" ")[1] for text in found] == ["model.lora", "training.layers=compiled", "rollout.exact"]
     assert problems(TrainConfig, {**RL, "model": other}) == []
     taught = {"preset": "sdft", "kl": {"context": {"column": "answer"}}}
     (text,) = problems(TrainConfig, {**RL, "model": other, "algorithm": taught})

@@ -325,7 +325,7 @@ VERL_PATTERNS: list[tuple[str, Literal["same", "differs", "none"], str]] = [
     (
         "*.use_torch_compile",
         "differs",
-        "training.compile=true compiles the layers; the results are the same without it",
+        "training.layers=compiled compiles the layers; the results are the same without it",
     ),
     ("*.rollout_n", "same", "rollout.n is the only place of this number"),
     (

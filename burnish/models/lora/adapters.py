@@ -32,6 +32,7 @@ from burnish.models import adapted_experts
 from burnish.models.adapted_experts import FrozenExperts
 from burnish.models.decoder import Decoder, drop_features
 from burnish.models.experts import Dispatch, ExpertLinear
+from burnish.models.kernels import fp8_linear
 from burnish.models.nf4 import Nf4, Nf4ExpertLinear, Nf4Weight, dense_weight, nf4_linear, quantise_layers
 from burnish.models.vision.tensor_names import TOWER
 from burnish.models.weight_blocks import weight_blocks
@@ -63,14 +64,16 @@ class _LoraFunction(torch.autograd.Function):
         b: Tensor,
         spans: Sequence[Span],
         scale: float,
+        in_fp8: bool,
     ) -> Tensor:
         plain = [weight] if isinstance(weight, Tensor) else []
         if any(frozen is not None and frozen.requires_grad for frozen in (*plain, bias)):
             raise RuntimeError("the base weight of an adapter must be frozen: its gradient is never computed")
         z = functional.linear(x, a)  # [N, blocks * rank]
         ctx.save_for_backward(x, z, a, b, *plain)
-        ctx.spans, ctx.scale, ctx.matrix = spans, scale, None if plain else weight
-        return add_low_rank_(functional.linear(x, dense_weight(weight, x.dtype), bias), z, b, spans, scale)
+        ctx.spans, ctx.scale, ctx.matrix, ctx.in_fp8 = spans, scale, None if plain else weight, in_fp8
+        multiply = fp8_linear.product if in_fp8 else functional.linear
+        return add_low_rank_(multiply(x, dense_weight(weight, x.dtype), bias), z, b, spans, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -82,8 +85,10 @@ class _LoraFunction(torch.autograd.Function):
         grad_z = torch.cat([p @ b_i for p, b_i in zip(parts, rows, strict=True)], 1).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ dense_weight(plain[0] if plain else ctx.matrix, grad.dtype)).addmm_(grad_z, a)
-        return grad_x, None, None, grad_z.t() @ x, grad_b, None, None
+            weight = dense_weight(plain[0] if plain else ctx.matrix, grad.dtype)
+            grad_x = fp8_linear.input_gradient_of(grad, weight) if ctx.in_fp8 else grad @ weight
+            grad_x.addmm_(grad_z, a)
+        return grad_x, None, None, grad_z.t() @ x, grad_b, None, None, None
 
 
 class LoraLinear(nn.Linear):
@@ -96,6 +101,8 @@ class LoraLinear(nn.Linear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     weight: Tensor | Nf4Weight  # type: ignore[assignment]  # torch's Linear declares a tensor; in 4 bits it is a module
+    in_fp8 = False
+    """Whether the learner multiplies by the frozen weight in 8 bits (`fp8_layers.py`)."""
 
     def __init__(
         self, base: nn.Linear, spans: Sequence[Span], rank: int, scale: float, dtype: torch.dtype | None = None
@@ -122,8 +129,11 @@ class LoraLinear(nn.Linear):
     def product(self, x: Tensor, weight: Tensor | Nf4, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         """The forward pass with the given tensors, for tensor-parallel layers."""
         if self.is_on and torch.is_grad_enabled():
-            return _LoraFunction.apply(x, weight, bias, a, b, self.spans, self.scale)
-        y = nf4_linear(x, weight, bias)
+            return _LoraFunction.apply(x, weight, bias, a, b, self.spans, self.scale, self.in_fp8)
+        if self.in_fp8 and isinstance(weight, Tensor) and not torch.is_inference_mode_enabled():
+            y = fp8_linear.fp8_linear(x, weight, bias)
+        else:
+            y = nf4_linear(x, weight, bias)
         return add_low_rank_(y, functional.linear(x, a), b, self.spans, self.scale) if self.is_on else y
 
     def blocks(self) -> list[tuple[Span, Tensor, Tensor]]:
