@@ -1,6 +1,6 @@
 """The learner on one GPU: share of the peak throughput, cost of log-probs, long sequences, shared prompts.
 
-python bench/learner.py [--only a b c d e f] [--layers fp8] [--repeats 3]
+python bench/learner.py [--only a b c d e f 32k 128k] [--layers fp8] [--repeats 3]
 
 Random weights of the named shapes in bfloat16, prompts of 64 to 192 tokens and completions of 64 to 448 (384 together on
 average), packed. Every update gives the log-prob and the entropy of each completion token. Shares are executed operations
@@ -13,6 +13,7 @@ update, and one of its forward and backward passes. `needed` leaves out what is 
   c  log-prob and entropy of 131,072 tokens over 152k words, forward and backward, compared with materialised logits
   d  one sequence of 32,768 tokens, 1.5B, activations kept and recomputed
   e  32 groups of 8 samples, 1.5B, with the prompt computed once and eight times
+  32k, 128k  one sequence of so many tokens, 1.5B, activations recomputed and in host memory, with the memory plan beside the peak
   f  Qwen3-30B-A3B's shape with LoRA of rank 16 on all projections and experts, four sequences of 8,192 tokens
 """
 
@@ -22,6 +23,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ from rollout import FLOPS, architecture_of, random_model
 from burnish.algorithms.losses.policy_loss import NllLoss, PolicyLoss
 from burnish.config.model import Lora, Optimizer
 from burnish.core.batch import Batch
+from burnish.memory_plan.planner import RunSetup, plan_memory
+from burnish.memory_plan.suggestions import plan_text
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.flops import backward_flops, forward_flops, packed_counts
 from burnish.models.fp8_layers import set_fp8
@@ -249,6 +253,27 @@ def long_sequences(repeats: int, layers: str) -> list[Row]:
     return rows
 
 
+def one_long_sequence(length: int, repeats: int, layers: str) -> list[Row]:
+    """32k, 128k"""
+    rows: list[Row] = []
+    model = model_of("1.5B", layers)
+    batch = equal(1, length, model.arch.vocab_size)
+    for policy in ("recompute", "offload"):
+        set_activations(model, policy)
+        learner = learner_of(model, length)
+        setup = RunSetup(
+            model.arch, "bfloat16", True, Optimizer(), length, length, length, policy, in_fp8=layers == "fp8"
+        )
+        plan = plan_memory(setup)
+        print(plan_text(plan, None), flush=True)
+        row = {"work": f"{length // 1024}k: 1 x {length:,}, activations={policy}", "system": system_of(layers)}
+        measured = updates(learner, batch, repeats, NllLoss())
+        rows.append(row | measured | {"planned_gib": plan.learners_peak(2) / GIB})
+        del learner
+        clear()
+    return rows
+
+
 def shared_prompts(repeats: int, layers: str) -> list[Row]:
     """e"""
     rows: list[Row] = []
@@ -280,6 +305,8 @@ WORKS: dict[str, Callable[[int, str], list[Row]]] = {
     "d": long_sequences,
     "e": shared_prompts,
     "f": experts,
+    "32k": partial(one_long_sequence, 32768),
+    "128k": partial(one_long_sequence, 131072),
 }
 
 
@@ -296,6 +323,7 @@ def main() -> None:
         "passes_flops_share",
         "optimizer_s",
         "peak_gib",
+        "planned_gib",
         "extra_gib",
         "speed_up",
     ]
@@ -307,7 +335,9 @@ def main() -> None:
         rows += found
         print(table(found, columns), f"\n{name} took {time.perf_counter() - started:.0f} s\n", flush=True)
     print(table(rows, columns))
-    print(f"saved {save_beside(on_this_gpu('learner'), rows, lambda row: (row['work'][0], 'fp8' in row['system']))}")
+    print(
+        f"saved {save_beside(on_this_gpu('learner'), rows, lambda row: (row['work'].split(':')[0], 'fp8' in row['system']))}"
+    )
 
 
 if __name__ == "__main__":

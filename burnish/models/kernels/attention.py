@@ -43,6 +43,8 @@ from burnish.models.kernels.tree_attention import (
 
 EXPLICIT_SCORES_LENGTH = 256
 """On a CPU, sequences up to this length compute explicit scores."""
+MIN_WINDOW_BLOCK = 512
+"""Fewest queries of a block of windowed attention without a kernel for it."""
 MAX_LENGTH_RATIO = 1.25
 """Longest sequence of a bucket over its shortest."""
 
@@ -180,7 +182,7 @@ class PackedAttention:
             if True not in self._pieces:  # for its rounded shape: torch's own call would plan every new length
                 self._pieces[True] = [dense_piece(slice(0, len(q)), slice(0, len(q)), q.device, is_causal=True)]
             return tree_attention(q, k, v, self._pieces[True], CUDNN_KERNEL)
-        if self.uniform:
+        if self.uniform and (window is None or window >= self.uniform or not has_varlen_kernel(q)):
             shape = (-1, self.uniform)
             q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
             return _causal_attention(q, k, v, window).flatten(0, 1)
@@ -205,10 +207,29 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     if length <= EXPLICIT_SCORES_LENGTH and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
         return _explicit_attention(q, k, v, window)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = causal_mask(length, window, q.device) if window is not None and length > window else None
     gqa = q.shape[1] != k.shape[1]
-    out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
+    if window is None or length <= window:
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    else:
+        out = _windowed_attention(q, k, v, window, gqa)
     return out.transpose(1, 2)
+
+
+def _windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, gqa: bool) -> Tensor:
+    """Causal attention within a window, [b, H, L, D]: blocks of queries over the keys that they see, so that no mask is [L, L]."""
+    length = q.shape[2]
+    size = max(window, MIN_WINDOW_BLOCK)
+    if length <= size + window:
+        mask = causal_mask(length, window, q.device)
+        return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa)
+    whole = causal_mask(size + window, window, q.device)[window:]  # the keys begin `window` before the first query
+    parts = []
+    for start in range(0, length, size):
+        stop, first = min(start + size, length), max(0, start - window)
+        mask = whole[: stop - start, window - (start - first) : window + stop - start]
+        keys, values = k[:, :, first:stop], v[:, :, first:stop]
+        parts.append(functional.scaled_dot_product_attention(q[:, :, start:stop], keys, values, mask, enable_gqa=gqa))
+    return torch.cat(parts, 2)
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from burnish.models.kernels import attention
 from burnish.models.kernels.attention import PackedAttention
+from burnish.models.kernels.softcap_attention import causal_mask
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -58,7 +59,21 @@ def test_output_and_gradients_equal_a_naive_softmax(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "EXPLICIT_SCORES_LENGTH", short)
+        patch.setattr(attention, "MIN_WINDOW_BLOCK", 2)
         check(lengths, 4, kv_heads, window)
+
+
+def test_no_mask_of_a_long_sequence_with_a_window_has_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def recorded(length: int, window: int | None, device: torch.device) -> Tensor:
+        sizes.append(length)
+        return causal_mask(length, window, device)
+
+    monkeypatch.setattr(attention, "causal_mask", recorded)
+    monkeypatch.setattr(attention, "MAX_C_ATTENTION_LENGTH", 0)
+    check([3000], 2, 1, 100)
+    assert sizes == [attention.MIN_WINDOW_BLOCK + 100]
 
 
 @pytest.mark.parametrize("window", [None, 4])
