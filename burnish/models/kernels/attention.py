@@ -222,7 +222,9 @@ def _windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int, gqa: bool)
     if length <= size + window:
         mask = causal_mask(length, window, q.device)
         return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa)
-    whole = causal_mask(size + window, window, q.device)[window:]  # the keys begin `window` before the first query
+    seen = causal_mask(size + window, window, q.device)[window:]  # the keys begin `window` before the first query
+    # Added to scores: torch would turn a mask of booleans into one for every block, and save it.
+    whole = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
     parts = []
     for start in range(0, length, size):
         stop, first = min(start + size, length), max(0, start - window)
