@@ -60,7 +60,7 @@ CASES = {
 }
 
 
-def batch_of(sequences: list[tuple[tuple[int, ...], list[int]]], group: int) -> Batch:
+def batch_of(sequences: list[tuple[tuple[int, ...], list[int]]], group: int, device: str = "cuda") -> Batch:
     """(prompt, completion) pairs, packed, with advantages of both signs."""
     tokens = torch.tensor([t for prompt, written in sequences for t in (*prompt, *written)])
     offsets = offsets_from_lengths(torch.tensor([len(a) + len(b) for a, b in sequences]))
@@ -68,7 +68,7 @@ def batch_of(sequences: list[tuple[tuple[int, ...], list[int]]], group: int) -> 
     number = torch.arange(len(sequences))
     columns = {"advantages": torch.where(number % 2 == 0, -1.0, 1.0), "group_ids": number // group}
     batch = Batch(tokens, offsets, {"action_mask": mask, "loss_mask": mask}, columns)
-    return batch.with_token(weight=aggregation_weights(batch, "token-mean")).to("cuda")
+    return batch.with_token(weight=aggregation_weights(batch, "token-mean")).to(device)
 
 
 def run(name: str, case: Case, num_steps: int) -> dict[str, Any]:
