@@ -3,8 +3,9 @@
 - `paged_forward`: over a paged cache on any device. Residual and norm are fused, as are rotation and cache write.
 - `DecodeStep`: one new token per row on a CPU in torch. For a hundred rows of a small model the calls cost as much as the
   arithmetic, so views of the weights are created once for many steps, and the residual is updated in place.
-- `CDecodeStep`: the whole step of a small model in one call of a C kernel (`kernels/cpu/decode.c`). Threads synchronise
-  once per step. The kernel reads its own packed copy of the weights, which is renewed when weights were written.
+- `CDecodeStep`: the whole step in one call of a C kernel (`kernels/cpu/decode.c`). Threads synchronise once per step. The
+  kernel reads its own packed copy of the weights, which is renewed when weights were written. The weights, keys and values of
+  a bfloat16 model stay in bfloat16; the arithmetic is in float32, and so are the logits.
 - `exact_logprobs`: log-probs by the batch-invariant operations of an exact engine, bit for bit.
 
 All have the arithmetic of `Decoder.forward`; tests compare them for every family.
@@ -36,12 +37,14 @@ PagedAttend = Callable[[int, Any, HeadNorms | None, Any, Any], Tensor]
 It also writes the new keys and values to the pages. Over a cache of latents it takes `LatentHeads` and pages of latents and of rotated
 keys, and returns [N, heads * value dimensions]."""
 ProjectRows = Callable[[Tensor], Tensor]
-MAX_C_PARAMETERS = 1 << 24
-"""Largest model of the C decode step. Larger models spend their time in the products, and the packed copy would cost memory."""
+MAX_C_BYTES = 1 << 30
+"""Largest weights of the C decode step, whose packed copy takes as much memory again."""
 PAGE = 16
 """Page size of `exact_logprobs`, the same as the engine's: attention sums page by page."""
 MAX_LOGITS = 1 << 25
 """Logits held at once."""
+STORED_TYPES = (torch.float32, torch.float64, torch.bfloat16)
+"""Types of the weights of the C decode step."""
 Pointer, Long = ctypes.c_void_p, ctypes.c_long
 
 
@@ -194,9 +197,11 @@ def c_decode_step(model: Decoder) -> CDecodeStep | None:
         and all(type(linear) is nn.Linear for linear in _linears(model))
     )
     parameters = list(model.parameters())
-    is_small = sum(p.numel() for p in parameters) <= MAX_C_PARAMETERS
+    is_small = sum(p.nbytes for p in parameters) <= MAX_C_BYTES
     has_versions = not any(p.is_inference() for p in parameters)  # inference tensors have no version counter
-    library = c_kernels(*parameters) if is_plain and is_small and has_versions else None
+    if not (is_plain and is_small and has_versions):
+        return None
+    library = c_kernels(*parameters, stored_in=STORED_TYPES)
     return None if library is None else CDecodeStep(model, library)
 
 
@@ -204,16 +209,24 @@ class CDecodeStep:
     """One token per row in one C call. Valid while the model's modules are the same; weights may be written in place."""
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
-        self.model, self.library = model, library
-        library.decode_workspace_size.restype = library.panel_width.restype = Long
-        self.panel = library.panel_width()
+        self.model, self.dtype = model, model.embedding.weight.dtype
+        suffix = "_bfloat16" if self.dtype == torch.bfloat16 else ""
+        self.decode, self.pack = library["decode" + suffix], library["pack" + suffix]
+        self.workspace_size, panel_width = (
+            library["decode_workspace_size" + suffix],
+            library["panel_width" + suffix],
+        )
+        self.workspace_size.restype = panel_width.restype = Long
+        self.panel = panel_width()
         self.packed: dict[int, Tensor] = {}
+        self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
+        """Norms, biases and rotation tables in the type of the arithmetic: (what was converted, the result)."""
         self.parameters = list(model.parameters())
         self.addresses = _parameter_addresses(model)
         self.packed_versions = self._versions()
         self.layers = (_CLayer * model.arch.num_layers)()
         self.decoder = self._describe()
-        self.workspace = torch.empty(0, dtype=model.embedding.weight.dtype)
+        self.workspace = torch.empty(0, dtype=_arithmetic(self.dtype))
 
     def __call__(
         self,
@@ -232,14 +245,14 @@ class CDecodeStep:
         self.refresh()
         for index, layer in enumerate(self.layers):
             cos, sin = self.model.rotations(longest + 1, index)
-            layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
+            layer.cos, layer.sin = self._vector(cos), self._vector(sin)
             layer.keys, layer.values = keys[index].data_ptr(), values[index].data_ptr()
         threads = num_threads()
-        workspace_size = self.library.decode_workspace_size(ctypes.byref(self.decoder), Long(longest))
+        workspace_size = self.workspace_size(ctypes.byref(self.decoder), Long(longest))
         if self.workspace.numel() < threads * workspace_size:
             self.workspace = self.workspace.new_empty(threads * workspace_size)
         logits = self.workspace.new_empty(tokens.shape[0], self.decoder.vocab)
-        self.library.decode(
+        self.decode(
             ctypes.byref(self.decoder), Long(tokens.shape[0]), Pointer(tokens.data_ptr()), Pointer(positions.data_ptr()),
             Pointer((positions if rotation is None else rotation).data_ptr()), Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.workspace.data_ptr()), Long(workspace_size), Long(threads),
         )  # fmt: skip
@@ -258,6 +271,9 @@ class CDecodeStep:
         for linear in _linears(self.model):
             self._pack(linear.weight)
         self._pack(self.model.head_weight)
+        for source, converted in self.vectors.values():
+            if isinstance(source, nn.Parameter) and converted.dtype != source.dtype:
+                converted.copy_(source.detach())
         self.packed_versions = versions
 
     def _versions(self) -> list[int]:
@@ -269,11 +285,17 @@ class CDecodeStep:
         into = self.packed.get(id(weight))
         if into is None:
             self.packed[id(weight)] = into = weight.new_empty(-(-outputs // self.panel) * self.panel * inputs).detach()
-        self.library.pack(Pointer(weight.data_ptr()), Pointer(into.data_ptr()), Long(outputs), Long(inputs))
+        self.pack(Pointer(weight.data_ptr()), Pointer(into.data_ptr()), Long(outputs), Long(inputs))
         return into.data_ptr()
 
+    def _vector(self, source: Tensor) -> int:
+        """The address of a small tensor in the type of the arithmetic."""
+        if id(source) not in self.vectors:
+            self.vectors[id(source)] = source, source.detach().to(_arithmetic(self.dtype))
+        return self.vectors[id(source)][1].data_ptr()
+
     def _linear(self, linear: nn.Linear) -> _CLinear:
-        return _CLinear(self._pack(linear.weight), None if linear.bias is None else linear.bias.data_ptr())
+        return _CLinear(self._pack(linear.weight), None if linear.bias is None else self._vector(linear.bias))
 
     def _describe(self) -> _CDecoder:
         model, arch = self.model, self.model.arch
@@ -283,14 +305,19 @@ class CDecodeStep:
                 setattr(entry, name, self._linear(getattr(layer, name)))
             for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm"):
                 norm = getattr(layer, name, None)
-                setattr(entry, name, None if norm is None else norm.weight.data_ptr())
+                setattr(entry, name, None if norm is None else self._vector(norm.weight))
             entry.window = window_of(arch.windows, index) or 0
-        scale = arch.hidden_size**0.5 if arch.scaled_embedding else 1.0
+        scale = torch.tensor(arch.hidden_size**0.5, dtype=self.dtype).item() if arch.scaled_embedding else 1.0
         return _CDecoder(
             arch.num_layers, arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.mlp_size, arch.vocab_size,
             arch.activation == "gelu_tanh", arch.norm_eps, arch.norm_shift, arch.query_scale, scale,
-            model.embedding.weight.data_ptr(), model.norm.weight.data_ptr(), _CLinear(self._pack(model.head_weight), None), self.layers,
+            model.embedding.weight.data_ptr(), self._vector(model.norm.weight), _CLinear(self._pack(model.head_weight), None), self.layers,
         )  # fmt: skip
+
+
+def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The type that the C decode step computes in, given that of the weights."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _parameter_addresses(model: Decoder) -> list[tuple[int, int]]:

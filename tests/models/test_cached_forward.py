@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from burnish.models.cached_forward import CDecodeStep, DecodeStep, c_decode_step
 from burnish.models.decoder import Decoder
 from burnish.models.lora.adapters import add_lora
 from burnish.models.weight_files import load_decoder
-from tests.kernels import without_c
+from tests.kernels import error, without_c
 
 VARIANTS = ["llama-bias", "qwen2", "qwen3", "mistral-window", "deepseek", "gemma2", "gemma3", "qwen3-moe", "olmoe"]
 TinyModel = Callable[..., tuple[Any, Path]]
@@ -102,15 +103,53 @@ def logits_of_both(model: Decoder, steps: CDecodeStep, start: list[int], dtype: 
     return worst
 
 
-@pytest.mark.parametrize(
-    "variant", [*(v for v in VARIANTS if v not in ("deepseek", "gemma2")), "qwen3-bias", "llama3", "gemma3-linear"]
-)
+NOT_IN_C = ("deepseek", "gemma2", "qwen3-moe", "olmoe")
+C_VARIANTS = [*(v for v in VARIANTS if v not in NOT_IN_C), "qwen3-bias", "llama3", "gemma3-linear"]
+
+
+@pytest.mark.parametrize("variant", C_VARIANTS)
 def test_a_step_in_c_is_the_forward_and_head_of_every_family(variant: str, tiny_model: TinyModel) -> None:
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-3)):
         model = load_decoder(tiny_model(variant)[1], dtype, torch.device("cpu"))
         assert logits_of_both(model, fused(model), [0, 0, 0], dtype) < tolerance
         assert logits_of_both(model, fused(model), [(7 * k) % 60 for k in range(150)], dtype) < tolerance
         assert logits_of_both(model, fused(model), [9, 2], dtype, delta=-5) < tolerance
+
+
+@pytest.mark.parametrize("variant", C_VARIANTS)
+def test_a_step_in_c_of_a_bfloat16_model_is_closer_to_float64_than_torchs(variant: str, tiny_model: TinyModel) -> None:
+    model = load_decoder(tiny_model(variant)[1], torch.bfloat16, torch.device("cpu"))
+    truth = copy.deepcopy(model).double()
+    steps = fused(model)
+    for start in ([0, 0, 0], [(7 * k) % 60 for k in range(37)], [300, 11]):
+        found = bfloat16_errors(model, truth, steps, torch.tensor(start))
+        assert found[0] < 0.02
+        assert found[0] < found[1]
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *truth.parameters()):
+            parameter *= 0.5
+    assert bfloat16_errors(model, truth, steps, torch.tensor([0, 6]))[0] < 0.02
+
+
+def bfloat16_errors(model: Decoder, truth: Decoder, steps: CDecodeStep, positions: torch.Tensor) -> tuple[float, float]:
+    """Relative errors of the logits of the C step and of `DecodeStep`, after some tokens over a cache of random numbers."""
+    generator, cpu, shape = torch.Generator().manual_seed(0), torch.device("cpu"), positions.shape
+    caches = [DenseKVCache(model.arch, dtype, cpu) for dtype in (torch.float64, torch.bfloat16, torch.bfloat16)]
+    for cache in caches:
+        cache.reserve(shape[0], int(positions.max()) + 4)
+        for store in (cache.keys, cache.values):
+            store.copy_(torch.randn(store.shape, generator=generator.manual_seed(1)).bfloat16())
+    with torch.inference_mode():
+        for _ in range(4):
+            tokens = torch.randint(model.arch.vocab_size, shape, generator=generator)
+            longest, shortest = int(positions.max()), int(positions.min())
+            found = [
+                decoder.logits(step(tokens, positions, DenseDecodeAttention(cache, positions, longest, shortest), longest + 1))
+                for decoder, step, cache in ((truth, truth, caches[0]), (model, DecodeStep(model), caches[1]))
+            ]  # fmt: skip
+            found.append(steps(tokens, positions, caches[2].keys, caches[2].values, longest))
+            positions = positions + 1
+    return error(found[2], found[0]), error(found[1], found[0])
 
 
 def test_a_step_in_c_sees_weights_that_change_in_place(tiny_model: TinyModel) -> None:
@@ -178,14 +217,14 @@ def test_models_that_are_large_or_not_plain_take_torchs_steps(
 ) -> None:
     model = load_decoder(tiny_model("qwen2")[1], torch.float32, torch.device("cpu"))
     fused(model)
-    assert c_decode_step(model.to(torch.bfloat16)) is None
+    assert c_decode_step(model.to(torch.float16)) is None
     model.to(torch.float32)
-    monkeypatch.setattr("burnish.models.cached_forward.MAX_C_PARAMETERS", 1000)
+    monkeypatch.setattr("burnish.models.cached_forward.MAX_C_BYTES", 1000)
     assert c_decode_step(model) is None
     monkeypatch.undo()
     add_lora(model, Lora(rank=2), seed=0)
     assert c_decode_step(model) is None
-    for variant in ("gemma2", "deepseek"):
+    for variant in NOT_IN_C:
         assert c_decode_step(load_decoder(tiny_model(variant)[1], torch.float32, torch.device("cpu"))) is None
 
 

@@ -1,6 +1,7 @@
 """The C kernel library: compiled by the machine's C compiler on first use and cached on disk.
 
-It is compiled for this processor, so the cache key has the sources, the compiler, its flags and the processor. Without a
+The sources use the compiler's vector extension, so one source gives SSE, AVX2, AVX-512 and NEON code. The library is compiled
+for this processor, so the cache key has the sources, the compiler, its flags and the processor. Without a
 compiler, or with BURNISH_CPU_KERNELS=0, the equivalent torch operations run.
 """
 
@@ -48,12 +49,15 @@ class CKernelsUnavailable(Exception):
     """The C kernels cannot be used; the message says why."""
 
 
-def c_kernels(x: Tensor, *others: Tensor) -> ctypes.CDLL | None:
+ARITHMETIC_TYPES = (torch.float32, torch.float64)
+
+
+def c_kernels(x: Tensor, *others: Tensor, stored_in: tuple[torch.dtype, ...] = ARITHMETIC_TYPES) -> ctypes.CDLL | None:
     """The kernel library for an operation on these tensors; None if torch must compute it.
 
-    All tensors must be plain CPU tensors of the same dtype, float32 or float64.
+    All tensors must be plain CPU tensors of the same dtype, float32 or float64 or what the operation can read (`stored_in`).
     """
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or type(x) not in (Tensor, Parameter):
+    if x.device.type != "cpu" or x.dtype not in stored_in or type(x) not in (Tensor, Parameter):
         return None
     if torch.compiler.is_compiling():  # torch.compile fuses the torch implementation
         return None
@@ -123,8 +127,7 @@ class _KernelLibrary(ctypes.CDLL):
 @cache
 def _load(is_double: bool) -> _KernelLibrary:
     compiler = _compiler()
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = (*FLAGS, native, *(["-DWIDE"] if is_double else []))
+    flags = (*FLAGS, target_flag(), *(["-DWIDE"] if is_double else []))
     name = f"kernels-{_digest(compiler, flags)}.so"
     folder = kernel_cache_dir()
     try:
@@ -138,6 +141,11 @@ def _load(is_double: bool) -> _KernelLibrary:
         return _open_library(_compile(compiler, flags, path))
     except OSError as error:
         raise CKernelsUnavailable(f"the compiled C library cannot be written: {error}") from error
+
+
+def target_flag() -> str:
+    """The compiler's flag for this processor, with all of its vector instructions."""
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _compiler() -> list[str]:

@@ -1,13 +1,26 @@
 /* One decode step: one new token per row through all layers of a decoder, over a dense KV cache.
 
    Rows are independent, so a thread takes a block of rows from the embedding to the logits. Threads synchronise once per
-   step, and a block's activations stay in the core's cache. Weights are transposed and stored in panels (`pack`). */
+   step, and a block's activations stay in the core's cache. Weights are transposed and stored in panels (`pack`).
+
+   Matrices, keys and values are stored in the type of the arithmetic, or in bfloat16 (`decode_bfloat16.c`). */
 
 #include "product.h"
 #include "rows.h"
 
+#ifdef BFLOAT16
+typedef bfloat16 stored;
+#define NAMED(name) name##_bfloat16
+#define AT_ONCE 256L /* positions whose keys or values are widened at once: they stay in the core's cache */
+#else
+typedef real stored;
+#define NAMED(name) name
+#define AT_ONCE ((long)1 << 40)
+#endif
+
 struct linear {
-    const real *weight, *bias; /* the weight is packed; the bias may be NULL */
+    const stored *weight; /* packed */
+    const real *bias;     /* may be NULL */
 };
 
 struct layer {
@@ -15,15 +28,16 @@ struct layer {
     const real *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm; /* NULL if the family has none */
     struct linear qkv, out, gate_up, down;
     const real *cos, *sin; /* [positions, head_dim] */
-    real *keys;            /* [rows, kv_heads, head_dim, capacity] */
-    real *values;          /* [rows, kv_heads, capacity, head_dim] */
+    stored *keys;          /* [rows, kv_heads, head_dim, capacity] */
+    stored *values;        /* [rows, kv_heads, capacity, head_dim] */
     long window;           /* attention window; 0 is no limit */
 };
 
 struct decoder {
     long num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab, is_gelu;
     double eps, shift, query_scale, embedding_scale;
-    const real *embedding, *norm;
+    const stored *embedding;
+    const real *norm;
     struct linear head;
     const struct layer *layers;
 };
@@ -37,39 +51,53 @@ struct step {
 
 #define BLOCK 64 /* rows of a task */
 
-/* Packs W [outputs, inputs] into panels [inputs, PANEL] of PANEL outputs each; missing outputs are 0. */
-EXPORT void pack(const real *weight, real *packed, long outputs, long inputs) {
+/* Packs W [outputs, inputs] into panels [inputs, PANEL] of PANEL outputs each; missing outputs are 0. In bfloat16 outputs j and
+   LANES + j of a panel are side by side. */
+EXPORT void NAMED(pack)(const stored *weight, stored *packed, long outputs, long inputs) {
     for (long first = 0; first < outputs; first += PANEL)
         for (long p = 0; p < inputs; p++)
-            for (long j = 0; j < PANEL; j++)
-                *packed++ = first + j < outputs ? weight[(first + j) * inputs + p] : 0;
+            for (long j = 0; j < PANEL; j++) {
+#ifdef BFLOAT16
+                long output = first + j / 2 + j % 2 * LANES;
+#else
+                long output = first + j;
+#endif
+                *packed++ = output < outputs ? weight[output * inputs + p] : 0;
+            }
 }
 
-EXPORT long panel_width(void) { return PANEL; }
+EXPORT long NAMED(panel_width)(void) { return PANEL; }
+
+/* y [rows, columns] = x [rows, inputs] times one panel of up to PANEL columns; with `adds` it is added to y. */
+static void project_panel(int adds, const real *x, const stored *panel, real *y, long y_row, long rows, long inputs, long columns) {
+#ifdef BFLOAT16
+    product_bfloat16(adds, rows, columns, inputs, x, inputs, panel, y, y_row);
+#else
+    long full = columns / LANES * LANES;
+    product(adds, rows, full, inputs, x, inputs, 1, panel, PANEL, y, y_row);
+    if (full < columns) /* the last, incomplete vector */
+        for (long i = 0; i < rows; i++) {
+            real some[WIDTH / sizeof(real)];
+            product(0, 1, LANES, inputs, x + i * inputs, inputs, 1, panel + full, PANEL, some, LANES);
+            for (long c = 0; c < columns - full; c++) {
+                real *into = y + i * y_row + full + c;
+                *into = some[c] + (adds ? *into : 0);
+            }
+        }
+#endif
+}
 
 /* y [rows, outputs] = x [rows, inputs] W^T + bias; with `adds` it is added to y. */
 static void project(struct linear by, int adds, const real *x, real *y, long rows, long inputs, long outputs) {
     for (long j = 0; j < outputs; j += PANEL) {
         long columns = min_long(PANEL, outputs - j);
-        const real *panel = by.weight + j * inputs;
         if (by.bias)
             for (long i = 0; i < rows; i++)
                 for (long c = 0; c < columns; c++) {
                     real *into = y + i * outputs + j + c;
                     *into = by.bias[j + c] + (adds ? *into : 0);
                 }
-        int onto = adds || by.bias;
-        long full = columns / LANES * LANES;
-        product(onto, rows, full, inputs, x, inputs, 1, panel, PANEL, y + j, outputs);
-        if (full < columns) /* the last, incomplete vector */
-            for (long i = 0; i < rows; i++) {
-                real some[WIDTH / sizeof(real)];
-                product(0, 1, LANES, inputs, x + i * inputs, inputs, 1, panel + full, PANEL, some, LANES);
-                for (long c = 0; c < columns - full; c++) {
-                    real *into = y + i * outputs + j + full + c;
-                    *into = some[c] + (onto ? *into : 0);
-                }
-            }
+        project_panel(adds || by.bias, x, by.weight + j * inputs, y + j, outputs, rows, inputs, columns);
     }
 }
 
@@ -88,6 +116,26 @@ static void add_to_residual(const struct decoder *m, struct linear by, const rea
     }
 }
 
+INLINE stored to_stored(real x) {
+#ifdef BFLOAT16
+    return narrow(x);
+#else
+    return x;
+#endif
+}
+
+/* `rows` rows of `columns` stored numbers in the type of the arithmetic, and the distance of their rows. */
+INLINE const real *as_real(const stored *x, long rows, long columns, long *row, real *wide) {
+#ifdef BFLOAT16
+    for (long i = 0; i < rows; i++) widen(x + i * *row, wide + i * columns, columns);
+    *row = columns;
+    return wide;
+#else
+    (void)rows, (void)columns, (void)row, (void)wide;
+    return x;
+#endif
+}
+
 /* Norms (if the family does so) and rotates the heads of one row, and writes its key and value to the cache. */
 static void place(const struct decoder *m, const struct layer *l, real *qkv, long row, long at, long turn,
                   long capacity) {
@@ -103,8 +151,8 @@ static void place(const struct decoder *m, const struct layer *l, real *qkv, lon
     for (long h = 0; h < m->kv_heads; h++) {
         const real *k = qkv + (m->heads + h) * dim, *v = k + m->kv_heads * dim;
         long head = (row * m->kv_heads + h) * dim * capacity;
-        for (long d = 0; d < dim; d++) l->keys[head + d * capacity + at] = k[d];
-        memcpy(l->values + head + at * dim, v, dim * sizeof(real));
+        for (long d = 0; d < dim; d++) l->keys[head + d * capacity + at] = to_stored(k[d]);
+        for (long d = 0; d < dim; d++) l->values[head + at * dim + d] = to_stored(v[d]);
     }
 }
 
@@ -112,27 +160,32 @@ static void place(const struct decoder *m, const struct layer *l, real *qkv, lon
 static void attend(const struct decoder *m, const struct layer *l, const real *qkv, real *mixed, real *scores,
                    long row, long at, long capacity) {
     long dim = m->head_dim, shared = m->heads / m->kv_heads, first = l->window ? max_long(0, at - l->window + 1) : 0;
-    long begin = first / LANES * LANES, width = padded(at + 1 - begin);
+    long begin = first / LANES * LANES, width = padded(at + 1 - begin), full = dim / LANES * LANES;
     real scale = (real)(1 / sqrt((double)dim));
     for (long h = 0; h < m->kv_heads; h++) {
         long head = (row * m->kv_heads + h) * dim * capacity;
         const real *q = qkv + h * shared * dim;
-        real *out = mixed + h * shared * dim;
-        product(0, shared, width, dim, q, dim, 1, l->keys + head + begin, capacity, scores, width);
-        real best, *inverse = scores + shared * width;
+        real *out = mixed + h * shared * dim, best, *inverse = scores + shared * width, *wide = inverse + padded(shared);
+        for (long j = 0; j < width; j += AT_ONCE) {
+            long some = min_long(AT_ONCE, width - j), key_row = capacity;
+            const real *keys = as_real(l->keys + head + begin + j, dim, some, &key_row, wide);
+            product(0, shared, some, dim, q, dim, 1, keys, key_row, scores + j, width);
+        }
         for (long s = 0; s < shared; s++)
             inverse[s] = 1 / exponentials(scores + s * width, width, first - begin, at + 1 - begin, scale, &best);
-        const real *values = l->values + head + begin * dim;
-        long full = dim / LANES * LANES;
-        product(0, shared, full, at + 1 - begin, scores, width, 1, values, dim, out, dim);
-        for (long s = 0; s < shared; s++) {
-            for (long d = 0; d < full; d++) out[s * dim + d] *= inverse[s];
-            for (long d = full; d < dim; d++) {
-                real sum = 0;
-                for (long j = 0; j < at + 1 - begin; j++) sum += scores[s * width + j] * values[j * dim + d];
-                out[s * dim + d] = sum * inverse[s];
-            }
+        for (long j = 0; j < at + 1 - begin; j += AT_ONCE) {
+            long some = min_long(AT_ONCE, at + 1 - begin - j), value_row = dim;
+            const real *values = as_real(l->values + head + (begin + j) * dim, some, dim, &value_row, wide);
+            product(j > 0, shared, full, some, scores + j, width, 1, values, dim, out, dim);
+            for (long s = 0; s < shared; s++)
+                for (long d = full; d < dim; d++) {
+                    real sum = j > 0 ? out[s * dim + d] : 0;
+                    for (long k = 0; k < some; k++) sum += scores[s * width + j + k] * values[k * dim + d];
+                    out[s * dim + d] = sum;
+                }
         }
+        for (long s = 0; s < shared; s++)
+            for (long d = 0; d < dim; d++) out[s * dim + d] *= inverse[s];
     }
 }
 
@@ -144,7 +197,8 @@ static void some_rows(void *arguments, long task, long thread) {
     real *x = s->workspace + thread * s->workspace_size, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
     real *mixed = wide + s->block * max_long(all_heads, 2 * m->mlp), *scores = mixed + s->block * max_long(heads, m->mlp);
     for (long i = 0; i < rows; i++) {
-        const real *from = m->embedding + s->tokens[first + i] * m->hidden;
+        long row = m->hidden;
+        const real *from = as_real(m->embedding + s->tokens[first + i] * m->hidden, 1, m->hidden, &row, normed);
         for (long c = 0; c < m->hidden; c++) x[i * m->hidden + c] = from[c] * (real)m->embedding_scale;
     }
     for (const struct layer *l = m->layers; l < m->layers + m->num_layers; l++) {
@@ -169,14 +223,15 @@ static void some_rows(void *arguments, long task, long thread) {
 }
 
 /* Elements of working memory per thread for a step over positions up to `longest`. */
-EXPORT long decode_workspace_size(const struct decoder *m, long longest) {
+EXPORT long NAMED(decode_workspace_size)(const struct decoder *m, long longest) {
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
     long a_row = 2 * m->hidden + max_long(all_heads, 2 * m->mlp) + max_long(heads, m->mlp);
-    return padded(BLOCK * a_row + m->heads / m->kv_heads * (padded(longest + 1) + LANES));
+    long shared = m->heads / m->kv_heads, wide = sizeof(stored) < sizeof(real) ? m->head_dim * AT_ONCE : 0;
+    return padded(BLOCK * a_row + shared * padded(longest + 1) + padded(shared) + wide);
 }
 
 /* Logits [rows, vocab] of the token after each row's last token, which is at `positions` and turns by `rotations`. */
-EXPORT void decode(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
+EXPORT void NAMED(decode)(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
                    const int64_t *rotations, long capacity, real *logits, real *workspace, long workspace_size, long threads) {
     long block = min_long(BLOCK, (rows + threads - 1) / threads);
     struct step step = {model, rows, max_long(1, block), capacity, workspace_size, tokens, positions, rotations, logits, workspace};

@@ -18,4 +18,11 @@
 void product(int adds, long rows, long columns, long depth, const real *a, long a_row, long a_column, const real *b, long b_row,
              real *c, long c_row);
 
+#ifndef WIDE
+/* C [rows, columns] = A [rows, depth] B [depth, PANEL] with rows of A and C contiguous and columns <= PANEL; with `adds` it is
+   added to C. A row of B is in pairs (`load_pairs`). Sums are in float. */
+void product_bfloat16(int adds, long rows, long columns, long depth, const real *a, long a_row, const bfloat16 *b, real *c,
+                      long c_row);
+#endif
+
 #endif

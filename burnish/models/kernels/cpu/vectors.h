@@ -35,6 +35,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 typedef REAL real;
+typedef uint16_t bfloat16; /* the upper half of a float; only for storage */
 typedef real vec __attribute__((vector_size(WIDTH)));
 typedef real loose __attribute__((vector_size(WIDTH), aligned(sizeof(real)), may_alias));
 #ifdef WIDE
@@ -105,6 +106,32 @@ INLINE void store_upto(real *p, vec x, long n) {
     else
         store_some(p, x, n);
 }
+
+#ifndef WIDE
+typedef uint32_t pairs __attribute__((vector_size(WIDTH)));
+typedef uint32_t loose_pairs __attribute__((vector_size(WIDTH), aligned(sizeof(bfloat16)), may_alias));
+
+/* 2 LANES numbers stored in pairs (x[0], x[LANES]), (x[1], x[LANES + 1]), ...: one shift and one mask widen them. */
+INLINE void load_pairs(const bfloat16 *p, vec *first, vec *second) {
+    pairs both = *(const loose_pairs *)p;
+    *first = (vec)(both << 16);
+    *second = (vec)(both & 0xffff0000u);
+}
+
+INLINE void widen(const bfloat16 *x, float *y, long n) {
+    for (long i = 0; i < n; i++) {
+        uint32_t wide = (uint32_t)x[i] << 16;
+        memcpy(y + i, &wide, sizeof wide);
+    }
+}
+
+/* Rounds to nearest, ties to even; NaN stays NaN. */
+INLINE bfloat16 narrow(float x) {
+    uint32_t wide;
+    memcpy(&wide, &x, sizeof wide);
+    return (bfloat16)(x != x ? 0x7fc0 : (wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+}
+#endif
 
 /* e^x = 2^n e^r with |r| <= ln 2 / 2, accurate to one or two units in the last place: a polynomial gives e^r, and n is
    added to the exponent bits. Below the smallest normal number the result is 0; NaN stays NaN. */

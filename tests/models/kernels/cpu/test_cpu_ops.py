@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache
 from burnish.inference.native.sampler import sample
+from burnish.models.architecture import Architecture
+from burnish.models.cached_forward import c_decode_step
+from burnish.models.decoder import Decoder, initialise
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu import c_library
 from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.elementwise import RMSNorm, geglu, rms_norm, rotate, swiglu
 from burnish.models.kernels.shared_prefix import computed_rows
-from tests.kernels import without_c
+from tests.kernels import error, without_c
 
 TYPES = st.sampled_from([torch.float32, torch.float64])
 ROWS, SIZES = st.integers(0, 150), st.integers(1, 70)
@@ -167,19 +174,21 @@ def test_far_out_numbers_neither_overflow_nor_become_nan(dtype: torch.dtype) -> 
 
 
 def all_kernels() -> list[Tensor]:
-    """Outputs of every kernel for enough rows that two threads are used."""
+    """Outputs of every kernel, or of torch without kernels, for enough rows that two threads are used."""
     rows, heads, dim = 700, 6, 32
     offsets = torch.tensor([0, 90, 190, 300, 500, 700])
-    x, weight, table = (
-        normal(k, *shape, dtype=torch.float32) for k, shape in enumerate([(rows, 96), (96,), (rows, 1, dim)])
+    x, weight, half = (
+        normal(k, *shape, dtype=torch.float32) for k, shape in enumerate([(rows, 96), (96,), (rows, 1, dim // 2)])
     )
+    table = torch.cat([half, half], -1), torch.cat([-half, half], -1)
     qk, v = (normal(k, rows, heads * k, dim, dtype=torch.float32) for k in (1, 2))
     norm = RMSNorm(96, 1e-6)
     norm.weight.data.copy_(weight)
-    found = results(norm, x) + results(swiglu, x) + results(geglu, x) + results(lambda x: rotate(x, table, table), qk)
+    found = results(norm, x) + results(swiglu, x) + results(geglu, x) + results(lambda x: rotate(x, *table), qk)
     found += results(lambda qk, v: PackedAttention(offsets)(0, qk, qk, v[:, :heads]), qk, v)
     uniform = torch.linspace(0.01, 0.99, rows, dtype=torch.float64)
-    return [*found, *draw(library(torch.float32), x, uniform, None)]
+    in_c = c_library.c_kernels(x)
+    return [*found, *(sample(x, uniform, None) if in_c is None else draw(in_c, x, uniform, None))]
 
 
 def test_two_threads_give_the_same_bits_as_one() -> None:
@@ -192,3 +201,53 @@ def test_two_threads_give_the_same_bits_as_one() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+LEVELS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
+"""Levels of x86-64 with 16, 32 and 64 bytes in a vector, and the feature in /proc/cpuinfo that each needs."""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kernels_for_every_level_of_x86_agree_with_torch(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = Path("/proc/cpuinfo")
+    features = information.read_text().split() if information.is_file() else []
+    if platform.machine() != "x86_64" or LEVELS[level] not in features:
+        pytest.skip(f"this processor has no {LEVELS[level]}")
+    library(torch.float32)
+    # Level 1 of optimisation compiles in half the time.
+    flags = (*(flag for flag in c_library.FLAGS if flag != "-O3"), "-O1", f"-march={level}")
+    compiled = c_library._open_library(c_library._compile(c_library._compiler(), flags, tmp_path / f"{level}.so"))
+    monkeypatch.setattr(c_library, "_library", lambda is_double: None if is_double else compiled)
+    found = all_kernels()
+    with without_c():
+        expected = all_kernels()
+    for a, b in zip(found, expected, strict=True):
+        assert error(a, b.double()) < 1e-5
+    assert decode_error(torch.float32) < 1e-5
+    assert decode_error(torch.bfloat16) < 0.01  # keys and values are rounded
+
+
+def decode_error(dtype: torch.dtype) -> float:
+    """Relative error of the logits of C decode steps, beside float64 arithmetic on the same weights.
+
+    No size of the model is a multiple of a vector.
+    """
+    model = Decoder(Architecture("qwen2", 61, 36, 2, 6, 2, 22, 50, 64, qkv_bias=True))
+    initialise(model, seed=0, std=0.2)
+    truth = copy.deepcopy(model.to(dtype)).double()
+    steps = c_decode_step(model)
+    assert steps is not None
+    caches = [DenseKVCache(model.arch, kind, torch.device("cpu")) for kind in (dtype, torch.float64)]
+    positions = torch.arange(19) % 5
+    with torch.inference_mode():
+        for cache in caches:
+            cache.reserve(19, 30)
+        for step in range(12):
+            tokens, at = (torch.arange(19) * 7 + step) % 61, positions + step
+            longest, shortest = int(at.max()), int(at.min())
+            found = steps(tokens, at, caches[0].keys, caches[0].values, longest)
+            attend = DenseDecodeAttention(caches[1], at, longest, shortest)
+            expected = truth.logits(truth(tokens, at, attend, longest + 1))
+    return error(found, expected)
