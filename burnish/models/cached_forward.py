@@ -24,6 +24,7 @@ from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.attention import window_of
 from burnish.models.kernels.cpu.c_library import c_kernels, num_threads
 from burnish.models.kernels.exact import exact_attention, exact_logits, token_logp
+from burnish.models.kernels.half_products import PLAIN_LINEARS, is_slow_half
 from burnish.models.kernels.inference_ops import add_norm, rotate_store
 from burnish.models.kernels.paged_cache import HeadNorms, KVCache, LatentCache, Placement
 from burnish.models.kernels.picture_attention import packed_blocks, tokens_ahead
@@ -154,7 +155,7 @@ class _LayerDecodeStep:
 
 def _project(module: nn.Linear | LatentProjection) -> ProjectRows:
     """A function that applies a linear layer to rows [N, in]; a plain `nn.Linear` through views of its tensors."""
-    if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear) or type(module) not in PLAIN_LINEARS or is_slow_half(module.weight):
         return module
     weight = module.weight.detach().t()
     if module.bias is None:
@@ -194,7 +195,7 @@ def c_decode_step(model: Decoder) -> CDecodeStep | None:
         and not arch.wide_qk_norm
         and arch.score_softcap is None
         and arch.logit_softcap is None
-        and all(type(linear) is nn.Linear for linear in _linears(model))
+        and all(type(linear) in PLAIN_LINEARS for linear in _linears(model))
     )
     parameters = list(model.parameters())
     is_small = sum(p.nbytes for p in parameters) <= MAX_C_BYTES

@@ -32,6 +32,7 @@ from burnish.models.kernels.elementwise import (
     rotation_table,
     swiglu,
 )
+from burnish.models.kernels.half_products import Linear
 from burnish.models.kernels.logprob import Distribution, Distributions, head_logprob, head_statistics, softcapped
 from burnish.models.kernels.picture_attention import both_ways, packed_blocks
 from burnish.models.kernels.shared_prefix import (
@@ -68,11 +69,11 @@ class Layer(nn.Module):
         self.gated_activation = GATED_ACTIVATIONS[arch.activation]
         self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.qkv: nn.Linear | LatentProjection = (
-            nn.Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
+            Linear(arch.hidden_size, heads * arch.head_dim, bias=arch.qkv_bias)
             if arch.latent is None
             else LatentProjection(arch, arch.latent)
         )
-        self.out = nn.Linear(arch.num_heads * arch.value_dim, arch.hidden_size, bias=arch.out_bias)
+        self.out = Linear(arch.num_heads * arch.value_dim, arch.hidden_size, bias=arch.out_bias)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps, arch.norm_shift)
         self.experts: ExpertMlp | None = None
         """Experts in place of `gate_up` and `down`."""
@@ -82,8 +83,8 @@ class Layer(nn.Module):
         self.has_dense_mlp = arch.dense_size(index) > 0
         """Whether the layer has `gate_up` and `down`: without experts, or beside them (shared experts)."""
         if self.has_dense_mlp:
-            self.gate_up = nn.Linear(arch.hidden_size, 2 * arch.dense_size(index), bias=arch.mlp_bias)
-            self.down = nn.Linear(arch.dense_size(index), arch.hidden_size, bias=arch.mlp_bias)
+            self.gate_up = Linear(arch.hidden_size, 2 * arch.dense_size(index), bias=arch.mlp_bias)
+            self.down = Linear(arch.dense_size(index), arch.hidden_size, bias=arch.mlp_bias)
         if arch.wide_qk_norm:
             self.q_norm = RMSNorm(arch.num_heads * arch.head_dim, arch.norm_eps, arch.norm_shift)
             self.k_norm = RMSNorm(arch.num_kv_heads * arch.head_dim, arch.norm_eps, arch.norm_shift)

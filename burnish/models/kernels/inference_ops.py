@@ -20,6 +20,7 @@ from burnish.models.kernels.cuda.products import gated_product, has_gated_produc
 from burnish.models.kernels.device import to_device, use_triton
 from burnish.models.kernels.elementwise import rms_norm, rotate
 from burnish.models.kernels.fp8 import Fp8Rows, empty_rows, quantise_rows
+from burnish.models.kernels.half_products import PLAIN_LINEARS
 from burnish.models.kernels.logprob import softcapped
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
 from burnish.models.kernels.picture_attention import PictureAttention
@@ -260,7 +261,7 @@ def partial_linear(module: nn.Linear, x: Tensor) -> Tensor:
     parts = (
         num_split_k(x.shape[0], inputs, outputs) if use_triton(x) and x.dtype in (torch.bfloat16, torch.float16) else 1
     )
-    if parts == 1 or type(module) is not nn.Linear or module.bias is not None:
+    if parts == 1 or type(module) not in PLAIN_LINEARS or module.bias is not None:
         return module(x)
     return partial_products(x, module.weight, parts)
 
@@ -284,5 +285,5 @@ def gated_linear(module: nn.Linear, x: Tensor, activation: str, activate: Callab
 
 def has_gated_kernel(module: nn.Linear, x: Tensor, activation: str) -> bool:
     """Whether the fused kernel can run: a plain linear layer without bias, and no gradient."""
-    is_plain = type(module) is nn.Linear and module.bias is None and not torch.is_grad_enabled()
+    is_plain = type(module) in PLAIN_LINEARS and module.bias is None and not torch.is_grad_enabled()
     return is_plain and has_gated_product(x, module.weight, activation)

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.elementwise import rotate
+from burnish.models.kernels.half_products import PLAIN_LINEARS
 from burnish.models.kernels.inference_ops import PrefillAttention, gather_pages
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, read_pages, write_pages
 from burnish.models.latent_shape import LatentShape
@@ -172,7 +173,7 @@ def _attended(
 def up_matrices(heads: LatentHeads) -> tuple[Tensor, Tensor]:
     """The matrices of keys [heads, nope_dim, rank] and of values [heads, value_dim, rank] in `kv_up`."""
     shape, module = heads.shape, heads.kv_up
-    if type(module) is nn.Linear:
+    if type(module) in PLAIN_LINEARS:
         weight = module.weight
     else:  # adapters, or 4 bits: the product with the identity is the matrix, whatever the layer does
         weight = module(torch.eye(shape.rank, dtype=heads.q.dtype, device=heads.q.device)).t().contiguous()

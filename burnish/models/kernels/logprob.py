@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from burnish.models.kernels.device import use_triton
+from burnish.models.kernels.half_products import widened
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits of one chunk. On a CPU 32 MiB of float32, which fits in a cache; a GPU needs more rows to be busy (256 MiB of bfloat16)."""
@@ -33,6 +34,7 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
 
 def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None = None) -> Tensor:
     """hidden @ weight.T, soft-capped if the model does so, / temperature, in float32 at least."""
+    hidden, weight = widened(hidden, weight)
     logits = hidden @ weight.t()
     if softcap is not None:
         logits = softcapped(logits, softcap)
@@ -65,8 +67,9 @@ class _HeadLogprob(torch.autograd.Function):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = hidden.new_zeros(hidden.shape[0] if with_entropy else 0, dtype=dtype)
+        states, head = widened(hidden, weight)
         for i, j in row_chunks(hidden, weight):
-            log_p = scaled_logits(hidden[i:j], weight, temperature, softcap).log_softmax(-1)
+            log_p = scaled_logits(states[i:j], head, temperature, softcap).log_softmax(-1)
             logp[i:j] = log_p.gather(1, targets[i:j, None])[:, 0]
             if with_entropy:
                 entropy[i:j] = -(log_p.exp() * log_p).sum(-1)
@@ -79,6 +82,8 @@ class _HeadLogprob(torch.autograd.Function):
         if len(ctx.saved_tensors) > 3:
             return *_kernel_backward(ctx, grad_logp, grad_entropy), None, None, None, None
         hidden, weight, targets = ctx.saved_tensors
+        dtype = hidden.dtype
+        hidden, weight = widened(hidden, weight)
         grad_hidden = torch.empty_like(hidden)
         # Sum the chunks in float32: in a half type the sum would be rounded once per chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -102,7 +107,7 @@ class _HeadLogprob(torch.autograd.Function):
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[i:j]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden.to(dtype), None if grad_weight is None else grad_weight.to(dtype), None, None, None, None
 
 
 def _kernel_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
@@ -178,6 +183,7 @@ def head_statistics(
     """log p(target), the entropy and sum_v p_v^2 of p = softmax(`scaled_logits`); [M] each, no gradient."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logp, entropy, sum_p2 = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
+    hidden, weight = widened(hidden, weight)
     for i, j in row_chunks(hidden, weight):
         log_p = scaled_logits(hidden[i:j], weight, temperature, softcap).log_softmax(-1)
         p = log_p.exp()
