@@ -35,6 +35,7 @@ from burnish.models.kernels.fp8 import (
     quantise_rows,
     scaled_product,
 )
+from burnish.models.kernels.half_products import PLAIN_LINEARS
 from burnish.models.kernels.inference_ops import add_norm, add_norm_rows, gated_linear, partial_linear
 from burnish.models.kernels.latent_ops import LatentHeads
 from burnish.models.latent_attention import LatentProjection
@@ -170,7 +171,7 @@ class Fp8Products(ModelProducts):
         if matrix is None:
             return super().mlp(layer, x, delta)
         norm = layer.mlp_norm.weight, layer.arch.norm_eps, layer.arch.norm_shift
-        if type(module) is nn.Linear and module.bias is None:
+        if type(module) in PLAIN_LINEARS and module.bias is None:
             rows = add_norm_rows(x, delta, *norm)
             if has_gated_product(rows, matrix, layer.arch.activation):
                 return self.into_residual(layer.down, gated_product(rows, matrix, layer.arch.activation))
@@ -247,7 +248,7 @@ def _linear_layers(model: Decoder) -> Iterator[tuple[str, nn.Linear]]:
 def _can_quantise(module: nn.Linear) -> bool:
     outputs, inputs = module.weight.shape
     is_divisible = outputs % SCALED_PRODUCT_MULTIPLE == inputs % SCALED_PRODUCT_MULTIPLE == 0
-    return type(module) in (nn.Linear, LoraLinear) and is_divisible
+    return type(module) in (*PLAIN_LINEARS, LoraLinear) and is_divisible
 
 
 def products_of(model: Decoder, exact: bool, weights: str) -> LayerProducts:
