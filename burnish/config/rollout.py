@@ -90,7 +90,7 @@ def check_repeatable(config: TrainConfig) -> None:
             f"training.deterministic with rollout.engine={rollout.engine}: its batches depend on time, and rounding on its batches; "
             "use the native engine"
         )
-    if rollout.speculation is not None and rollout.speculation.source != "context" and not rollout.exact:
+    if isinstance(rollout.speculation, Speculation) and rollout.speculation.source != "context" and not rollout.exact:
         raise ValueError(
             f"training.deterministic with rollout.speculation.source={rollout.speculation.source}: earlier answers are not in a checkpoint, so a "
             "resumed run would verify other drafts and round differently; use source=context, or rollout.exact"
@@ -388,15 +388,25 @@ class Sampling(Record):
     """Strings that end a completion, in addition to the model's end tokens."""
 
 
-class Speculation(Record):
-    """Speculative decoding of the native engine. Tokens are guessed from earlier text and verified several at a time."""
+class NoSpeculation(Slot):
+    """Every step draws one token of each row."""
 
+    name: Literal["none"] = "none"
+
+
+class Speculation(Slot):
+    """Tokens are guessed from earlier text (prompt lookup) and verified several at a time."""
+
+    name: Literal["lookup"] = "lookup"
     draft: int = Field(7, ge=1, le=15)
     """Tokens that are guessed for each row in a step. One more than those can be drawn."""
     rows: int = Field(16, ge=1)
     """Steps with at most so many running sequences verify drafts. With more, the additional products cost more than the saved steps."""
     source: Literal["context", "answers", "both"] = "both"
     """Where the guess comes from: the sequence itself, earlier answers to the same prompt in this run, or both."""
+
+
+SpeculationSlot: Any = choice(NoSpeculation, Speculation, plugin=False)
 
 
 class NoOpponents(Slot):
@@ -514,9 +524,9 @@ class Rollout(Sampling):
     exact: bool = False
     """Sample and score with operations whose results do not depend on the rest of the batch. The learner's log-prob of every sampled token
     then equals the engine's, bit for bit. `bench/exact.py` measures the cost in speed."""
-    speculation: Speculation | None = None
+    speculation: SpeculationSlot = NoSpeculation()
     """Speculative decoding while few sequences run, such as the last ones of a step. Samples have the same distribution, and the same
-    tokens up to rounding; in exact mode they are the same bit for bit. null: off. On a CPU it selects the paged cache, like cache_gib."""
+    tokens up to rounding; in exact mode they are the same bit for bit. On a CPU it selects the paged cache, like cache_gib."""
     mismatch: MismatchSlot | None = None
     """A fault injected between the policy that samples and the policy that is trained, to study corrections. Validation has it too."""
     stages: list[RolloutStage] = Field(default_factory=list)
@@ -549,7 +559,7 @@ class Rollout(Sampling):
             _check_fp8_weights(self)
         if self.exact and self.mismatch is not None:
             raise ValueError("rollout.exact and rollout.mismatch contradict each other")
-        if self.speculation is not None and not is_native:
+        if isinstance(self.speculation, Speculation) and not is_native:
             raise ValueError(
                 f"rollout.speculation applies to the native engine, but rollout.engine={self.engine}, which has settings of its own"
             )

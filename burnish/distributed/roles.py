@@ -19,7 +19,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Model
 from burnish.config.placement import RayPlacement
 from burnish.config.records import slot_options
-from burnish.config.rollout import Opponents, Rollout, Vllm
+from burnish.config.rollout import Opponents, Rollout, Speculation, Vllm
 from burnish.config.schema import Layers, TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
@@ -190,7 +190,7 @@ def engine_kind(rollout: Rollout, is_native: bool) -> str:
         )
     if kind == "transformers" and rollout.weights.name != "model":
         raise UserError("rollout.weights=fp8 needs the native decoder; this model runs through transformers")
-    if kind == "transformers" and rollout.speculation is not None:
+    if kind == "transformers" and isinstance(rollout.speculation, Speculation):
         raise UserError("rollout.speculation needs the native decoder; this model runs through transformers")
     if kind == "transformers" and is_native:
         raise UserError(
@@ -212,7 +212,7 @@ def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str
             policy.module.exact = partial(exact_logprobs, policy.module)
         is_8_bits = "fp8" in (rollout.cache_dtype, rollout.weights.name)
         is_sized = rollout.cache_gib is not None or is_8_bits
-        is_paged = rollout.exact or is_sized or rollout.speculation is not None
+        is_paged = rollout.exact or is_sized or isinstance(rollout.speculation, Speculation)
         if weight.is_cuda or is_paged or policy.module.records_experts:
             return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention does not gather pages.
@@ -269,7 +269,7 @@ def _build_paged(
         cache_bytes=size,
         quantised=quantised,
         weights=rollout.weights.name,
-        speculation=rollout.speculation,
+        speculation=rollout.speculation if isinstance(rollout.speculation, Speculation) else None,
     )
 
 
@@ -301,7 +301,7 @@ def build_parallel_engine(
         decode,
         cache_bytes=_cache_bytes(rollout),
         quantised=rollout.cache_dtype == "fp8",
-        speculation=rollout.speculation,
+        speculation=rollout.speculation if isinstance(rollout.speculation, Speculation) else None,
     )
 
 

@@ -147,7 +147,7 @@ def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.cache_gib or cache_dtype", "remove it"
     if rollout.engine == "auto" and rollout.weights.name != "model":
         yield "rollout.weights=fp8", "set it to model"
-    if rollout.speculation is not None:
+    if rollout.speculation.name != "none":
         yield "rollout.speculation", "remove it"
 
 

@@ -188,7 +188,9 @@ class ChunkRows:
 
         own = self.rows
         biases = [(state.bias_token, own.bias_token), (state.bias_value, own.bias_value)] if flags.biased else []
-        has_deltas = state.rotation_delta is not None and own.rotation_delta is not None
+        deltas = None
+        if state.rotation_delta is not None and own.rotation_delta is not None:
+            deltas = state.rotation_delta, own.rotation_delta
         return chunk_rows.expand(
             state.ints,
             own.ints,
@@ -199,7 +201,7 @@ class ChunkRows:
             (state.stop, own.stop),
             (state.block_table, own.block_table),
             biases,
-            (state.rotation_delta, own.rotation_delta) if has_deltas else None,
+            deltas,
         )
 
     def _accept_with_triton(self, state: DeviceRows, draft: Tensor, is_fed: Tensor, flags: SamplerFlags) -> None:

@@ -25,6 +25,7 @@ from burnish.models.kernels.draft_lookup import MAX_MATCH, longest_match
 from burnish.models.latent_shape import LatentShape
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
+from burnish.trainers.performance import draft_metrics
 from tests.kernels import DEVICE, kernel
 
 EXPERTS = {"family": "qwen3_moe", "experts": ExpertShape(8, 2, 20, (True, False))}
@@ -197,16 +198,23 @@ def test_the_keys_build_the_engine_and_change_its_work(tools: Any) -> None:
     wanted = tools.requests([(0, 1)], 2, max_tokens=60)
     work = []
     for given_keys in ({}, {"draft": 2}, {"rows": 1}, {"source": "answers"}):
-        rollout = Rollout(max_rows=4, speculation=given_keys)  # type: ignore[arg-type]
+        rollout = Rollout(max_rows=4, speculation={"name": "lookup"} | given_keys)  # type: ignore[arg-type]
         engine = find_paged_engine(build_engine(policy, rollout))
         assert engine is not None
         tools.run(engine, wanted)
         tools.run(engine, wanted)
-        work.append((engine.stats.decode_steps, engine.stats.drafted_tokens))
+        drafted, accepted = engine.stats.drafted_tokens, engine.stats.accepted_tokens
+        work.append((engine.stats.decode_steps, drafted))
+        found = draft_metrics(engine)
+        assert found["performance/drafted_tokens"] == drafted
+        assert found["performance/accepted_tokens"] == accepted
+        assert found.get("performance/draft_acceptance") == (accepted / drafted if drafted else None)
+        assert draft_metrics(engine) == {"performance/drafted_tokens": 0, "performance/accepted_tokens": 0}
     assert len(set(work)) == 4
+    assert draft_metrics(build_engine(policy, Rollout(cache_gib=0.1))) == {}
     for engine_name in ("transformers", "vllm", "sglang"):
         with pytest.raises(ValueError, match=f"rollout.speculation applies to the native engine, but rollout.engine={engine_name}"):  # fmt: skip
-            Rollout(engine=engine_name, speculation={}, sglang={"urls": ["http://a:1"]} if engine_name == "sglang" else None)  # type: ignore[arg-type] # fmt: skip
+            Rollout(engine=engine_name, speculation={"name": "lookup"}, sglang={"urls": ["http://a:1"]} if engine_name == "sglang" else None)  # type: ignore[arg-type] # fmt: skip
 
 
 # --- life cycle -------------------------------------------------------------------------------------------------------------
