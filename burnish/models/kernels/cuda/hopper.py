@@ -20,8 +20,8 @@ from burnish.models.kernels.fp8 import FP8, Fp8Rows
 from burnish.models.kernels.paged_cache import HeadNorms, Pages, Placement, decode_buffers
 
 PAGE = 16
-DIMS = (64, 128)
-FP8_DIMS = (128,)
+DIMS: tuple[int, ...] = (64, 128)
+FP8_DIMS: tuple[int, ...] = (128,)
 """Head sizes of an 8-bit cache that the kernel supports: lines of 128 bytes."""
 BLOCK = 32
 """A split has a multiple of this many keys; the CUDA kernel and `combine_splits` assume the same."""
@@ -35,11 +35,9 @@ def has_decode_attention(
     qkv: Tensor, cos: Tensor, placement: Placement, norms: HeadNorms | None, keys: object, values: object
 ) -> bool:
     """Whether the decode attention kernel supports these tensors."""
-    is_quantised = isinstance(keys, Fp8Rows) and isinstance(values, Fp8Rows)
-    if is_quantised:
+    stored, dims = torch.bfloat16, DIMS
+    if isinstance(keys, Fp8Rows) and isinstance(values, Fp8Rows):
         keys, values, stored, dims = keys.data, values.data, FP8, FP8_DIMS
-    else:
-        stored, dims = torch.bfloat16, DIMS
     if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.is_cuda and qkv.shape[0] > 0):
         return False
     _, kv_heads, page, dim = keys.shape
