@@ -6,8 +6,7 @@
 // Both factors are in bfloat16, or with EIGHT in e4m3 with a float32 scale for each row of x and each row of the matrix.
 //
 // A persistent thread block computes tiles of ROWS x WIDTH outputs. Its first warp (the producer) loads slices of 128 bytes of the rows and
-// of the matrix by TMA into a ring of STAGES; GROUPS warp groups (the consumers) multiply them, BLOCKS x 64 rows each. Two blocks are a
-// cluster and compute neighbouring tiles of the same rows: each loads half of the rows for both, because the L2 cache is what they wait for.
+// of the matrix by TMA into a ring of STAGES; GROUPS warp groups (the consumers) multiply them, BLOCKS x 64 rows each.
 // Gate and up of an output are in the same registers of the same thread, so that the epilogue multiplies them without exchange.
 //
 // The host defines ROWS, WIDTH (an odd multiple of 8, so that stored rows have no bank conflicts), STAGES, GROUPS, BLOCKS, MOST
@@ -47,27 +46,6 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int column, i
         : "memory");
 }
 
-// The same copy into both blocks of the cluster, at the same place, with a signal to the barrier of each.
-__device__ __forceinline__ void load_both(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 hint) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3), "l"(hint)
-        : "memory");
-}
-
-// Arrive at a barrier of this block and at that of the other one.
-__device__ __forceinline__ void release(u32 barrier) {
-#pragma unroll
-    for (int block = 0; block < 2; block++)
-        asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-                     "r"(block)
-                     : "memory");
-}
-
-__device__ __forceinline__ void join_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 __device__ __forceinline__ u64 describe(u32 address) {  // wgmma descriptor: 128 bytes per row, 128-byte swizzle, eight rows in 1024 bytes
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -104,12 +82,11 @@ struct Tile {
     int row, column, part, start, stop;  // slices start to stop of the inputs
 };
 
-// The tile of block `rank` among a pair of neighbouring tiles. The last pair may have one tile only; the other is outside of the output.
-__device__ __forceinline__ Tile tile(int index, int rank, int row_tiles, int column_pairs, int slices, int parts) {
-    int pairs = row_tiles * column_pairs, part = index / pairs;
-    index -= part * pairs;
-    int band = index / (BAND * column_pairs), high = min(BAND, row_tiles - band * BAND), inside = index - band * BAND * column_pairs;
-    return {(band * BAND + inside % high) * ROWS, (inside / high * 2 + rank) * WIDTH, part, part * slices / parts, (part + 1) * slices / parts};
+__device__ __forceinline__ Tile tile(int index, int row_tiles, int column_tiles, int slices, int parts) {
+    int tiles = row_tiles * column_tiles, part = index / tiles;
+    index -= part * tiles;
+    int band = index / (BAND * column_tiles), high = min(BAND, row_tiles - band * BAND), inside = index - band * BAND * column_tiles;
+    return {(band * BAND + inside % high) * ROWS, inside / high * WIDTH, part, part * slices / parts, (part + 1) * slices / parts};
 }
 
 // Scales of this thread's columns: two neighbours of each piece of eight.
@@ -117,24 +94,22 @@ __device__ __forceinline__ float2 column_scales(const float* scales, int column,
     return column < outputs ? *(const float2*)(scales + column) : make_float2(0, 0);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     product(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap weight_map,
             const __grid_constant__ TensorMap out_map, const float* row_scales, const float* weight_scales, int rows, int outputs, int slices,
-            int row_tiles, int column_pairs, int parts) {
+            int row_tiles, int column_tiles, int parts) {
     extern __shared__ char memory[];
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
     u32 ring = (shared(memory) + 1023) & ~1023u;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = row_tiles * column_pairs * parts;
-    int rank = blockIdx.x % 2;  // in the cluster
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = row_tiles * column_tiles * parts;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&full[s])));
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(&empty[s])), "n"(2 * 4 * GROUPS));  // the warps of both blocks
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(&empty[s])), "n"(4 * GROUPS));
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    join_cluster();
 
     if (warp < 4) {  // the producer
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
@@ -142,14 +117,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
         const u64 once = 0x12F0000000000000, again = 0x14F0000000000000;  // L2 hints: evict weights first, rows last
         int stage = 0;
         u32 phase = 1;
-        for (int index = blockIdx.x / 2; index < pairs; index += gridDim.x / 2) {
-            Tile t = tile(index, rank, row_tiles, column_pairs, slices, parts);
+        for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+            Tile t = tile(index, row_tiles, column_tiles, slices, parts);
 #pragma unroll 1
             for (int k = t.start; k < t.stop; k++) {
                 u32 barrier = shared(&full[stage]), to = ring + stage * STAGE;
                 wait(shared(&empty[stage]), phase);
                 asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(STAGE) : "memory");
-                load_both(to + rank * (ROW_BYTES / 2), &rows_map, k * INPUTS, t.row + rank * (ROWS / 2), barrier, again);
+                load(to, &rows_map, k * INPUTS, t.row, barrier, again);
                 load(to + ROW_BYTES, &weight_map, k * INPUTS, t.column, barrier, once);
 #if GATED
                 load(to + ROW_BYTES + WEIGHT_BYTES / 2, &weight_map, k * INPUTS, outputs + t.column, barrier, once);
@@ -165,8 +140,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
     u32 phase = 0;
     u32 strip = ring + STAGES * STAGE + (warp - 4) * STRIP;
     u32 corner = strip + (lane % 16) * WIDTH * 2 + (lane / 16) * 16;  // this lane's row of four 8 x 8 pieces
-    for (int index = blockIdx.x / 2; index < pairs; index += gridDim.x / 2) {
-        Tile t = tile(index, rank, row_tiles, column_pairs, slices, parts);
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        Tile t = tile(index, row_tiles, column_tiles, slices, parts);
         float sums[BLOCKS][SUMS] = {};  // without the zeros CUDA 12 serialises the wgmma instructions
         int before = -1;
         for (int k = t.start; k < t.stop; k++) {
@@ -182,7 +157,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             if (before >= 0) {  // the previous slice is finished
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (lane == 0) release(shared(&empty[before]));
+                if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(&empty[before])) : "memory");
             }
             before = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -192,7 +167,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
         for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[block][i])::"memory");  // keep the reads of the sums behind the wait
-        if (lane == 0) release(shared(&empty[before]));
+        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(&empty[before])) : "memory");
 
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
@@ -235,5 +210,4 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
         }
     }
     if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    join_cluster();  // the other block still arrives at barriers of this one
 }

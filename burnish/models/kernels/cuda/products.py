@@ -5,8 +5,7 @@ with the activation its outputs are never written to memory. The partial product
 outputs into ranges, so that all processors have work; the next norm sums the parts.
 
 Triton's tiles are powers of two while layer sizes are not: with 140 tiles, 132 processors would wait for the last eight.
-Here tile width and number of parts are chosen so that all processors finish together. Two blocks load the rows for each other: at
-256 rows the kernels wait for the L2 cache, not for memory or tensor cores.
+Here tile width and number of parts are chosen so that all processors finish together.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ GATED_WIDTHS = (72, 56, 40)
 """Outputs of a tile of the gated projection: odd multiples of eight, limited by the accumulator registers."""
 PARTIAL_WIDTHS = (136, 120, 104, 88, 72, 56, 40)
 """The same of the partial product, which has half as many columns."""
-CLUSTER = 2
-"""Thread blocks that share the rows they multiply; `products.cu` assumes two."""
 MAX_PARTS = 8
 """Most ranges of the inputs: the next norm reads as many partial sums."""
 WARP_GROUPS = {64: (1, 1), 128: (2, 1), 192: (3, 1), 256: (2, 2)}
@@ -106,7 +103,8 @@ def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
     height = tile_height(rows)
 
     def cost(width: int) -> int:
-        return _waves(rows, outputs, Tile(height, width), 1, processors) * (2 * width + TILE_OVERHEAD)
+        tiles = -(-rows // height) * -(-outputs // width)
+        return -(-tiles // processors) * (2 * width + TILE_OVERHEAD)
 
     return Tile(height, min(GATED_WIDTHS, key=cost))
 
@@ -118,26 +116,15 @@ def choose_parts(rows: int, inputs: int, outputs: int, processors: int) -> tuple
 
     def cost(choice: tuple[Tile, int]) -> float:
         tile, parts = choice
+        tiles = -(-rows // tile.rows) * -(-outputs // tile.width) * parts
         products = tile.rows * tile.width * LINE / PRODUCTS_PER_CLOCK
-        loaded = (tile.rows / CLUSTER + tile.columns) * LINE
-        slice_clocks = max(products, loaded / LOADED_PER_CLOCK)
+        slice_clocks = max(products, tile.stage_bytes / LOADED_PER_CLOCK)
         summing = parts * rows * outputs * 2 * 2 / SUMMED_PER_CLOCK
-        waves = _waves(rows, outputs, tile, parts, processors)
-        return waves * (-(-slices // parts) * slice_clocks + PART_CLOCKS) + summing
+        return -(-tiles // processors) * (-(-slices // parts) * slice_clocks + PART_CLOCKS) + summing
 
     heights = [tile_height(rows), *([128] if rows > 128 else [])]
     tiles = [Tile(height, width, is_gated=False) for height in heights for width in PARTIAL_WIDTHS]
     return min(((tile, parts) for tile in tiles for parts in range(1, min(MAX_PARTS, slices) + 1)), key=cost)
-
-
-def _waves(rows: int, outputs: int, tile: Tile, parts: int, processors: int) -> int:
-    """Tiles that the busiest processor computes."""
-    return -(-_num_pairs(rows, outputs, tile, parts) // (processors // CLUSTER))
-
-
-def _num_pairs(rows: int, outputs: int, tile: Tile, parts: int) -> int:
-    """Pairs of neighbouring tiles, each computed by a cluster."""
-    return -(-rows // tile.rows) * -(-outputs // (CLUSTER * tile.width)) * parts
 
 
 # --- where the kernels run -----------------------------------------------------------------------------------------------
@@ -217,8 +204,8 @@ def _launch(kernel: Kernel, tile: Tile, x: Tensor | Fp8Rows, weight: Tensor | Fp
     parts, rows, outputs = out.shape
     factors = [one.data if isinstance(one, Fp8Rows) else one for one in (x, weight)]
     inputs, size = factors[0].shape[1], factors[0].element_size()
-    row_tiles, column_pairs = -(-rows // tile.rows), -(-outputs // (CLUSTER * tile.width))
-    boxes = (LINE // size, tile.rows // CLUSTER), (LINE // size, tile.width)
+    row_tiles, column_tiles = -(-rows // tile.rows), -(-outputs // tile.width)
+    boxes = (LINE // size, tile.rows), (LINE // size, tile.width)
     maps = [
         tensor_map(one.data_ptr(), (inputs, one.shape[0]), (inputs * size,), box, True, one.dtype)
         for one, box in zip(factors, boxes, strict=True)
@@ -235,9 +222,9 @@ def _launch(kernel: Kernel, tile: Tile, x: Tensor | Fp8Rows, weight: Tensor | Fp
     )
     scales = [one.scale if isinstance(one, Fp8Rows) else out for one in (x, weight)]  # not read in bfloat16
     pointers = (ctypes.c_void_p(scale.data_ptr()) for scale in scales)
-    sizes = map(ctypes.c_int, (rows, outputs, -(-inputs * size // LINE), row_tiles, column_pairs, parts))
-    clusters = min(_num_pairs(rows, outputs, tile, parts), num_processors(out.device) // CLUSTER)
-    kernel.launch((CLUSTER * clusters, 1), tile.threads, [*maps, *pointers, *sizes])
+    sizes = map(ctypes.c_int, (rows, outputs, -(-inputs * size // LINE), row_tiles, column_tiles, parts))
+    processors = num_processors(out.device)
+    kernel.launch((min(row_tiles * column_tiles * parts, processors), 1), tile.threads, [*maps, *pointers, *sizes])
 
 
 # --- compilation ---------------------------------------------------------------------------------------------------------

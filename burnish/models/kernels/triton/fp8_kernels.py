@@ -6,22 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 16384
-"""Most numbers of a row that a program reads at once. A shorter row stays in registers between its two uses."""
+BLOCK = 2048
+"""Numbers of a row that a program reads at once."""
 
 
 @triton.jit
 def _quantise_rows(x_ptr, data_ptr, scale_ptr, size, LARGEST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    if CHUNKS == 1:
-        inside = column < size
-        x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        top = tl.max(tl.abs(x), 0)
-        scale = tl.where(top > 0, top * (1 / LARGEST), 1.0)
-        tl.store(scale_ptr + row, scale)
-        tl.store(data_ptr + row * size + column, tl.div_rn(x, scale).to(tl.float8e4nv), mask=inside)
-        return
     largest = tl.zeros([BLOCK], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         inside = chunk * BLOCK + column < size
@@ -43,5 +35,4 @@ def quantise_rows(x: Tensor, data: Tensor, scale: Tensor, largest: float) -> Non
     if rows:
         block = min(BLOCK, triton.next_power_of_2(size))
         chunks = triton.cdiv(size, block)
-        warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
-        _quantise_rows[(rows,)](x, data, scale, size, LARGEST=largest, BLOCK=block, CHUNKS=chunks, num_warps=warps)
+        _quantise_rows[(rows,)](x, data, scale, size, LARGEST=largest, BLOCK=block, CHUNKS=chunks, num_warps=4)
