@@ -25,7 +25,8 @@ Answers = list[tuple[dict[int, list[int]], dict[int, Completion]]]
 
 
 def loader(path: Path, **changed: object) -> partial[LoadedEngine]:
-    options = {"device": "cpu", "dtype": "float64", "max_rows": 4, "cache_gib": None, "cache_dtype": "auto"}
+    options = {"device": "cpu", "dtype": "float64", "max_rows": 4}
+    options |= {"cache_gib": None, "cache_dtype": "auto", "weights": "model"}
     names = {"name": None, "model": path, "max_tokens": None, "call_format": None, "image_folder": None}
     return partial(load_engine, argparse.Namespace(**(options | names | changed)), find_model(path))
 

@@ -243,6 +243,7 @@ def job_of(algorithm: Algorithm, trace: Trace) -> Any:
         imitation=functools.partial(imitated, algorithm.auxiliary.sft or 1.0) if algorithm.auxiliary.imitates else None,
         source=SimpleNamespace(after_step=lambda *step: None, load=lambda version: None, pending_draws=list),
         stream=SimpleNamespace(observe=lambda trajectories: None, state=dict),
+        while_scoring=None,
     )
 
 
