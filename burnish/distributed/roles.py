@@ -294,6 +294,11 @@ def build_parallel_engine(
         raise UserError(
             "rollout.weights=fp8 is for engines of one process: set placement.engine_tensor=1 or rollout.weights=model"
         )
+    if rollout.cache_dtype == "fp8" and model.arch.qkv_bias:
+        raise UserError(
+            "rollout.cache_dtype=fp8: keys of this model have a bias, which may be too large for 8 bits, and an engine of several ranks has all "
+            "layers in 8 bits: set placement.engine_tensor=1 or rollout.cache_dtype=auto"
+        )
     _check_cache_dtype(rollout, model.embedding.weight)
     return ParallelEngine(
         model,

@@ -113,6 +113,8 @@ class CachePlan:
     """Free memory at the time of planning; None if unknown."""
     kv_heads: int | None
     """Key heads of the model if decode steps split long rows; None if rows stay whole."""
+    wide_layers: tuple[int, ...] = ()
+    """Layers of an 8-bit cache that are not in 8 bits."""
 
     @property
     def blocks_per_row(self) -> int:
@@ -151,8 +153,15 @@ class CachePlan:
         return (
             f"KV cache: {self.bytes / GIB:.2f} GiB{free}, {self.num_blocks - 1:,} blocks of {self.block_size} tokens ({self.token_bytes:,} bytes "
             f"a token) = {self.tokens:,} tokens: {self.rows:,} of {self.max_rows:,} rows at the longest request ({self.longest:,} tokens); "
-            f"up to {self.graphs} graphs"
+            f"up to {self.graphs} graphs{self._wide_text}"
         )
+
+    @property
+    def _wide_text(self) -> str:
+        if not self.wide_layers:
+            return ""
+        names = ", ".join(map(str, self.wide_layers))
+        return f"; layers {names} are not in 8 bits, which would change their attention (docs/engine.md)"
 
     def require_one(self, where: str) -> None:
         """Raise unless the longest request fits. `where` names what set the size."""
@@ -174,6 +183,7 @@ def plan_cache(
     block_size: int = BLOCK_SIZE,
     kv_heads: int | None = None,
     num_contexts: int = 0,
+    wide_layers: tuple[int, ...] = (),
 ) -> CachePlan:
     """Plan the cache for `max_rows` rows of up to `longest` tokens.
 
@@ -187,4 +197,4 @@ def plan_cache(
         num_blocks = cache_bytes // block_bytes
     elif free_bytes is not None:
         num_blocks = min(num_blocks, int(free_bytes * MAX_FREE_SHARE) // block_bytes)
-    return CachePlan(token_bytes, block_size, num_blocks, max_rows, longest, free_bytes, kv_heads)
+    return CachePlan(token_bytes, block_size, num_blocks, max_rows, longest, free_bytes, kv_heads, wide_layers)

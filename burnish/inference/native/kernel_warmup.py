@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -53,7 +54,9 @@ def warm_up_kernels(
     from triton.runtime import driver
 
     arch, layer = model.arch, cast(Layer, model.layers[0])
-    keys, values = cache[0]
+    kinds = {
+        isinstance(cache[k][0], Tensor): cache[k] for k in range(arch.num_layers)
+    }  # in 8 bits and in the model's dtype
     weight, rows = model.embedding.weight, place.position.shape[0]
     windows = set(arch.windows) if isinstance(arch.windows, tuple) else {arch.windows}
 
@@ -71,7 +74,8 @@ def warm_up_kernels(
         return zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
 
     def rotate(in_place: bool) -> None:
-        rotate_store(projection(), *rotations, place, head_norms(layer), keys, values, in_place)
+        for keys, values in kinds.values():
+            rotate_store(projection(), *rotations, place, head_norms(layer), keys, values, in_place)
 
     def attend_exact() -> None:
         assert isinstance(cache, Tensor), "exact mode has no 8-bit cache"
@@ -80,7 +84,7 @@ def warm_up_kernels(
             exact_attention(q, cache[0, 0], cache[0, 1], place, window, arch.score_softcap)
 
     def attend(splits: int) -> None:
-        for window in windows:
+        for window, (keys, values) in product(windows, kinds.values()):
             norms, softcap = head_norms(layer), arch.score_softcap
             decode_attention(projection(), *rotations, place, norms, keys, values, window, splits, softcap=softcap)
 
@@ -92,7 +96,8 @@ def warm_up_kernels(
         _, latent, k_rope = zeros(rows, shape.latent_size).split([shape.query_rank or 0, shape.rank, shape.rope_dim], 1)
         q = zeros(rows, arch.num_heads, arch.head_dim)
         heads = LatentHeads(q, latent.contiguous(), k_rope, project.kv_up, shape, arch.query_scale)
-        latent_decode(heads, *rotations, place, keys, values, splits)
+        latents, shared_keys = cache[0]
+        latent_decode(heads, *rotations, place, latents, shared_keys, splits)
 
     def draw() -> None:
         state.draw(zeros(rows, arch.vocab_size), place.owner, place.owner, flags)

@@ -83,10 +83,12 @@ def row_options(model: Decoder) -> tuple[frozenset[int], bool]:
     return (frozenset(), False) if shape is None else (shape.placeholder_tokens, shape.rotation is not None)
 
 
-def token_bytes_of(model: Decoder, quantised: bool, exact: bool) -> int:
-    """Bytes of a token in an engine's cache."""
-    each = (1, FP8_SCALE_BYTES) if quantised else (model.embedding.weight.element_size(), 0)
-    return cache_token_bytes(model.arch, *each, is_expanded=exact)
+def token_bytes_of(model: Decoder, in_8_bits: Sequence[bool], exact: bool) -> int:
+    """Bytes of a token in an engine's cache, of whose layers some are in 8 bits."""
+    num, num_small = model.arch.num_layers, sum(in_8_bits)
+    wide = cache_token_bytes(model.arch, model.embedding.weight.element_size(), is_expanded=exact)
+    small = cache_token_bytes(model.arch, 1, FP8_SCALE_BYTES, is_expanded=exact)
+    return (wide * (num - num_small) + small * num_small) // num
 
 
 class ModelRunner:
@@ -104,7 +106,7 @@ class ModelRunner:
         stats: EngineStats,
         products: LayerProducts,
         exact: bool = False,
-        quantised: bool = False,
+        in_8_bits: Sequence[bool] = (),
         speculation: Speculation | None = None,
     ) -> None:
         weight = model.embedding.weight
@@ -115,9 +117,9 @@ class ModelRunner:
             plan.num_blocks if self.cache_ranks is None else num_own_pages(plan.num_blocks, self.cache_ranks)
         )
         self.row_programs = num_row_programs(model.arch, 1 if self.cache_ranks is None else self.cache_ranks.num)
-        size = self.num_pages * plan.block_size * token_bytes_of(model, quantised, exact)
+        size = self.num_pages * plan.block_size * token_bytes_of(model, in_8_bits, exact)
         self.arena = VmmArena(size, weight.device) if weight.is_cuda else None
-        self.cache = self._make_cache(plan, weight.dtype, quantised)
+        self.cache = self._make_cache(plan, weight.dtype, in_8_bits)
         self.has_kernels = use_triton(weight)
         self._clear()
         self.rows = self._make_rows(plan.max_rows, plan.blocks_per_row)
@@ -149,28 +151,31 @@ class ModelRunner:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _make_cache(self, plan: CachePlan, dtype: torch.dtype, quantised: bool) -> KVCache:
-        arch = self.model.arch
+    def _make_cache(self, plan: CachePlan, dtype: torch.dtype, in_8_bits: Sequence[bool]) -> KVCache:
+        arch, num_small = self.model.arch, sum(in_8_bits)
         start = 0
 
         def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             """The next part of the cache's memory."""
             nonlocal start
             begin, start = start, start + math.prod(shape) * dtype.itemsize
-            return torch.empty(shape, dtype=dtype) if self.arena is None else self.arena.tensor(shape, dtype, begin)
+            if self.arena is None or 0 in shape:
+                return torch.empty(shape, dtype=dtype, device=self.device)
+            return self.arena.tensor(shape, dtype, begin)
 
         if arch.latent is not None and not self.exact:
             vectors = (arch.num_layers, 1, self.num_pages, 1, plan.block_size)
-            kept = FP8 if quantised else dtype
+            kept = FP8 if num_small else dtype
             latents, keys = (memory((*vectors, width), kept) for width in (arch.latent.rank, arch.latent.rope_dim))
-            if not quantised:
+            if not num_small:
                 return LatentCache(latents, keys)
             return LatentCache(latents, keys, (memory(vectors, torch.float32), memory(vectors, torch.float32)))
-        vectors = (arch.num_layers, 2, self.num_pages, arch.num_kv_heads, plan.block_size)
-        shape = (*vectors, arch.head_dim)
-        if not quantised:
-            return memory(shape, dtype)
-        return Fp8Cache(memory(shape, FP8), memory(vectors, torch.float32))
+        pages = (2, self.num_pages, arch.num_kv_heads, plan.block_size)
+        wide = memory((arch.num_layers - num_small, *pages, arch.head_dim), dtype)
+        if not num_small:
+            return wide
+        small = memory((num_small, *pages, arch.head_dim), FP8)
+        return Fp8Cache(small, memory((num_small, *pages), torch.float32), wide, in_8_bits)
 
     @property
     def held_bytes(self) -> int:
@@ -205,7 +210,7 @@ class ModelRunner:
                 *(data if cache.scales is None else data.view(torch.uint8) for data in cache.data),
                 *(cache.scales or ()),
             ]
-        return [cache.data.view(torch.uint8), cache.scale]
+        return [cache.data.view(torch.uint8), cache.scale, cache.wide]
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from burnish.inference.picture_requests import drop_stale_features, longest_posi
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, num_row_programs, plan_cache
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.device import use_triton
+from burnish.models.key_rounding import eight_bit_layers
 from burnish.models.layer_products import Fp8Products, products_of
 
 STEPS_PER_LAUNCH = 8
@@ -46,7 +47,7 @@ class PagedEngine:
     """Samples from a decoder.
 
     `listener(request_id, token)` is called with every token, one launch late, and `on_cache` with the plan of every new cache.
-    `cache_bytes` fixes the size of the cache; `quantised` keeps it in 8 bits. With `weights` fp8 the engine multiplies by 8-bit copies of the
+    `cache_bytes` fixes the size of the cache; `quantised` keeps it in 8 bits, but for layers that would suffer. With `weights` fp8 the engine multiplies by 8-bit copies of the
     model's matrices, which `load` writes again. With `speculation` steps of few rows verify drafts (`speculation.py`).
     """
 
@@ -71,7 +72,10 @@ class PagedEngine:
             )
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
         self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
-        self.quantised, self.speculation = quantised, speculation
+        self.in_8_bits = self._layers_in_8_bits() if quantised else (False,) * model.arch.num_layers
+        """For each layer, whether its keys and values are stored in 8 bits."""
+        self.wide_layers = tuple(k for k, is_small in enumerate(self.in_8_bits) if quantised and not is_small)
+        self.speculation = speculation
         self.products = products_of(model, exact, weights)
         self.answers = None if speculation is None or speculation.source == "context" else AnswerStore()
         """Earlier answers that drafts come from."""
@@ -186,11 +190,15 @@ class PagedEngine:
             block_size=BLOCK_SIZE,
             kv_heads=num_row_programs(self.model.arch) if has_splits else None,
             num_contexts=self.num_contexts,
+            wide_layers=self.wide_layers,
         )
 
     def _token_bytes(self) -> int:
         """Bytes of a token in the cache of this process."""
-        return token_bytes_of(self.model, self.quantised, self.exact)
+        return token_bytes_of(self.model, self.in_8_bits, self.exact)
+
+    def _layers_in_8_bits(self) -> tuple[bool, ...]:
+        return eight_bit_layers(self.model)
 
     def _free_bytes(self) -> int | None:
         """GPU memory that a new cache may take, with that of the present one; None on a CPU."""
@@ -258,7 +266,7 @@ class PagedEngine:
             self.on_cache(plan)
 
     def _make_runner(self, plan: CachePlan) -> ModelRunner:
-        return ModelRunner(self.model, plan, self.stats, self.products, self.exact, self.quantised, self.speculation)
+        return ModelRunner(self.model, plan, self.stats, self.products, self.exact, self.in_8_bits, self.speculation)
 
     @property
     def runner(self) -> ModelRunner:

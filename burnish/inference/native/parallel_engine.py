@@ -77,14 +77,14 @@ class ParallelRunner(ModelRunner):
         model: ParallelDecoder,
         plan: CachePlan,
         stats: EngineStats,
-        quantised: bool,
+        in_8_bits: Sequence[bool],
         speculation: Speculation | None,
         send: Send,
     ) -> None:
         self.ranks, self.send = model.ranks, send
         self.cache_ranks = cache_ranks_of(model)
         products = products_of(model, False, "model")
-        super().__init__(model, plan, stats, products, quantised=quantised, speculation=speculation)
+        super().__init__(model, plan, stats, products, in_8_bits=in_8_bits, speculation=speculation)
 
     def compile(self, rows: int, flags: SamplerFlags) -> None:
         self.send("compile", rows, flags)
@@ -166,6 +166,9 @@ class ParallelEngine(PagedEngine):
         ranks = cache_ranks_of(self.model)
         return -(-super()._token_bytes() // (1 if ranks is None else ranks.num))
 
+    def _layers_in_8_bits(self) -> tuple[bool, ...]:
+        return (True,) * self.model.arch.num_layers  # models whose layers differ are refused (`distributed/roles.py`)
+
     def _free_bytes(self) -> int | None:
         """The smallest free memory of all ranks: they have caches of the same size."""
         self._send("measure")
@@ -174,7 +177,7 @@ class ParallelEngine(PagedEngine):
         return None if own is None else found
 
     def _make_runner(self, plan: CachePlan) -> ParallelRunner:
-        options = self.quantised, self.speculation
+        options = self.in_8_bits, self.speculation
         self._send("make_runner", plan, *options)
         return ParallelRunner(self.model, plan, self.stats, *options, self._send)
 
@@ -215,8 +218,8 @@ class ParallelFollower:
             self.model.ranks.minimum(-1 if free is None else free)
         elif operation == "make_runner":
             self.runner = runner = None  # free its memory first
-            plan, quantised, speculation = arguments
-            self.runner = ParallelRunner(self.model, plan, EngineStats(), quantised, speculation, _send_nothing)
+            plan, in_8_bits, speculation = arguments
+            self.runner = ParallelRunner(self.model, plan, EngineStats(), in_8_bits, speculation, _send_nothing)
         elif operation == "sleep":
             if runner is not None and not runner.sleep():
                 self.runner = None

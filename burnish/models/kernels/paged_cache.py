@@ -4,10 +4,12 @@ Pages of one layer are [P, kv_heads, page, D] for keys and the same for values.
 
 In fp8 every head's vector is stored as e4m3 numbers and one float32 scale (`fp8.py`). This halves the cache's memory and
 what a decode step reads. Rounding changes the sampled distribution slightly; the mismatch metrics show the gap to the learner.
+Layers that cannot be rounded without harm (`models/key_rounding.py`) keep their dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,13 +69,19 @@ Pages = Tensor | Fp8Rows
 
 
 class Fp8Cache:
-    """The fp8 cache of all layers: `data` [layers, 2, P, kv_heads, page, D], `scale` [layers, 2, P, kv_heads, page]."""
+    """The fp8 cache: `data` [n, 2, P, kv_heads, page, D] and `scale` [n, 2, P, kv_heads, page] of the layers in 8 bits, `wide`
+    [m, 2, P, kv_heads, page, D] of the others. `in_8_bits` says for each layer where it is.
+    """
 
-    def __init__(self, data: Tensor, scale: Tensor) -> None:
-        self.data, self.scale = data, scale
+    def __init__(self, data: Tensor, scale: Tensor, wide: Tensor, in_8_bits: Sequence[bool]) -> None:
+        self.data, self.scale, self.wide, self.in_8_bits = data, scale, wide, tuple(in_8_bits)
+        self._place = [self.in_8_bits[:layer].count(own) for layer, own in enumerate(self.in_8_bits)]
 
-    def __getitem__(self, layer: int) -> tuple[Fp8Rows, Fp8Rows]:
-        keys, values = (Fp8Rows(self.data[layer, k], self.scale[layer, k]) for k in (0, 1))
+    def __getitem__(self, layer: int) -> tuple[Pages, Pages]:
+        place = self._place[layer]
+        if not self.in_8_bits[layer]:
+            return self.wide[place, 0], self.wide[place, 1]
+        keys, values = (Fp8Rows(self.data[place, k], self.scale[place, k]) for k in (0, 1))
         return keys, values
 
 

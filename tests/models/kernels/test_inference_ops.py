@@ -465,7 +465,8 @@ def test_a_forward_over_8_bits_is_near_the_decoders(tiny_model: TinyModel) -> No
     model = load_decoder(tiny_model("qwen2", False, torch.float32)[1], torch.float32, torch.device("cpu"))
     tokens = [torch.arange(30) * 7 % 61]
     run = Paged(model, rows=1, width=8)
-    run.cache = Fp8Cache(torch.zeros(run.cache.shape).to(FP8), torch.zeros(run.cache.shape[:-1]))  # type: ignore[assignment]
+    small, scale = torch.zeros(run.cache.shape).to(FP8), torch.zeros(run.cache.shape[:-1])
+    run.cache = Fp8Cache(small, scale, run.cache[:0], [True] * len(small))  # type: ignore[assignment]
     with torch.inference_mode():
         parts = [run.prefill(tokens, [(0, 0, 13)]), run.prefill(tokens, [(0, 13, 20)])]
         parts += [run.decode(tokens, [position]) for position in range(20, 30)]
