@@ -22,7 +22,7 @@ from common import save, table
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine, Request, SamplingOptions
-from burnish.distributed import roles
+from burnish.distributed import engine_builder, roles
 from burnish.distributed.ray_cluster import Cluster
 from burnish.distributed.ray_roles import start_roles
 from burnish.inference.remote_engine import RemoteEngine
@@ -60,7 +60,9 @@ def main() -> None:
     torch.set_num_threads(1)
     config = load(TrainConfig, None, OPTIONS).config
     policy = roles.build_policy(config.model, config.data.train, config.seed, None)
-    here = roles.build_engine(roles.build_policy(config.model, config.data.train, config.seed, None), config.rollout)
+    here = engine_builder.build_engine(
+        roles.build_policy(config.model, config.data.train, config.seed, None), config.rollout
+    )
     load_before = os.getloadavg()[0]
     found: dict[str, list[float]] = {"in this process": [], "one engine": [], "two engines": []}
     with TemporaryDirectory() as folder, Cluster(config.placement, False) as cluster:

@@ -117,7 +117,7 @@ def model_child(directory: Path, in_a_row: bool) -> dict[str, Any]:
     from burnish.config.model import Model
     from burnish.config.rollout import Rollout
     from burnish.core.engine import Request, SamplingOptions
-    from burnish.distributed.roles import build_engine
+    from burnish.distributed.engine_builder import build_engine
     from burnish.models import policy as policies
 
     marks.end("import_rest_s")

@@ -98,7 +98,7 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def _with_steps(make: Any, steps: int, listener: Any) -> Any:
-    from burnish.distributed.roles import find_paged_engine
+    from burnish.distributed.engine_builder import find_paged_engine
 
     engine = make(listener)
     paged = find_paged_engine(engine)

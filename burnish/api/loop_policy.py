@@ -44,7 +44,7 @@ from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row import Message, Row
 from burnish.data.row_formats import prompt_columns, prompt_row
 from burnish.data.template import render, template_kind
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.evaluation.evaluate import make_driver
 from burnish.evaluation.model_source import find_model, sampling_model
 from burnish.evaluation.settings import TASK_PREFIX

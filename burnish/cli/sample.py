@@ -225,7 +225,7 @@ def requests(args: argparse.Namespace, policy: PolicyModel, sampling: Sampling, 
 def stream(policy: PolicyModel, requests: list[Request]) -> None:
     """Sample all completions at once and print them in order, the first unfinished one token by token."""
     from burnish.config.rollout import Rollout
-    from burnish.distributed.roles import build_engine
+    from burnish.distributed.engine_builder import build_engine
     from burnish.models.decoder import Decoder
 
     printer = CompletionPrinter(policy.tokenizer, len(requests))

@@ -28,7 +28,8 @@ from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
 from burnish.data.row import Message, Row, TextOrMessages
 from burnish.data.template import render
-from burnish.distributed.roles import build_engine, build_environment_driver, build_scorers
+from burnish.distributed.engine_builder import build_engine
+from burnish.distributed.roles import build_environment_driver, build_scorers
 from burnish.environments.base import (
     AgentTask,
     Answer,

@@ -249,7 +249,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) -> ServedModel:
     """The model under its public name, with the longest sequence that its positions and the engine's cache allow."""
-    from burnish.distributed.roles import find_paged_engine
+    from burnish.distributed.engine_builder import find_paged_engine
     from burnish.models.decoder import Decoder
     from burnish.serve.request_to_engine import ServedModel
 
@@ -269,7 +269,7 @@ def served_model(args: argparse.Namespace, policy: PolicyModel, engine: Engine) 
 def make_engine(args: argparse.Namespace, policy: PolicyModel, listener: Listener) -> Engine:
     """The engine, with its cache allocated."""
     from burnish.config.rollout import Fp8Weights, ModelWeights, Rollout
-    from burnish.distributed.roles import build_engine, find_paged_engine
+    from burnish.distributed.engine_builder import build_engine, find_paged_engine
 
     rollout = Rollout(
         max_rows=args.max_rows,

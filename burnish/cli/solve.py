@@ -205,7 +205,7 @@ def search(
 def engine_of(args: argparse.Namespace, policy: PolicyModel, display: SearchDisplay) -> Engine:
     """The engine, which tells the display of every token if it is the native one."""
     from burnish.config.rollout import Rollout
-    from burnish.distributed.roles import build_engine
+    from burnish.distributed.engine_builder import build_engine
     from burnish.models.decoder import Decoder
 
     listener = display.on_token if isinstance(policy.module, Decoder) else None

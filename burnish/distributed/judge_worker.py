@@ -27,7 +27,7 @@ from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.data.row import Row
 from burnish.data.template import render
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
 from burnish.rewards.worker import FrameReader
 from burnish.sandbox.rpc import frame

@@ -26,7 +26,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.dispatch import CallHandle, WorkerLost, Workers, dispatch
 from burnish.core.engine import Engine
 from burnish.core.random_keys import MASK_64
-from burnish.distributed import roles
+from burnish.distributed import engine_builder, roles
 from burnish.distributed.role_workers import RolloutWorker
 from burnish.distributed.weight_link import LinkAddress, Member, WeightLink
 from burnish.inference import weight_sync
@@ -65,19 +65,21 @@ class ParallelRolloutWorker(RolloutWorker):
             use_deterministic_algorithms()
         self.ranks, self.timeout_s = join_engine_ranks(device.type == "cuda"), config.placement.timeout_s
         outline = roles.build_outline(config.model, [*config.data.train, *config.data.validation], config.seed, base)
-        roles.engine_kind(config.rollout, outline.arch is not None)
+        engine_builder.engine_kind(config.rollout, outline.arch is not None)
         assert outline.arch is not None, "checked by engine_kind"
         lora = config.model.lora if outline.adapter is None else read_lora_config(outline.adapter)
         model = ParallelDecoder(outline.arch, self.ranks, dtype, device, lora)
         self.policy = PolicyModel(model, outline.tokenizer, outline.source, "a part of the native decoder")
-        roles.set_expert_recording(config, self.policy)
+        engine_builder.set_expert_recording(config, self.policy)
         self.probe = probe_request(outline.tokenizer.vocab_size, outline.max_positions)
         self.version: int | None = None
         self._taken: list[str] = []
         self._sent_weights: queue.SimpleQueue[tuple[Publication | ReshardedWeights, Future[None]]] = queue.SimpleQueue()
         self._link: WeightLink | None = None
         if self.ranks.is_leader:
-            self.thread = EngineThread(roles.build_parallel_engine(model, config.rollout, outline.tokenizer.decode))
+            self.thread = EngineThread(
+                engine_builder.build_parallel_engine(model, config.rollout, outline.tokenizer.decode)
+            )
         else:
             follower = ParallelFollower(model, self._write_weights)
             threading.Thread(target=_run_or_exit, args=(follower,), name="follower", daemon=True).start()

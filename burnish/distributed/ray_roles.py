@@ -18,6 +18,7 @@ from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, 
 from burnish.config.schema import TrainConfig
 from burnish.core.dispatch import WorkerLost
 from burnish.core.engine import Engine, Request
+from burnish.distributed.engine_builder import is_foreign
 from burnish.distributed.parallel_rollout import ParallelEngines, ParallelRolloutWorker
 from burnish.distributed.remote_reward_pool import RemoteRewardPool, RewardWorker
 from burnish.distributed.role_proxies import (
@@ -30,7 +31,6 @@ from burnish.distributed.role_proxies import (
     RemoteReference,
 )
 from burnish.distributed.role_workers import PROCESS, TRAINING_ROLES, RolloutWorker, TrainingWorker
-from burnish.distributed.roles import is_foreign
 from burnish.distributed.weight_link import LinkAddress
 from burnish.distributed.worker_group import WorkerGroup
 from burnish.inference.engine_common import check_native_request, check_requests

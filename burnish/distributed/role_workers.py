@@ -27,7 +27,7 @@ from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.dispatch import InProcessStore, ObjectStore, dispatch
 from burnish.core.engine import Completion, Engine
-from burnish.distributed import roles
+from burnish.distributed import engine_builder, roles
 from burnish.distributed.roles import build_process_reward_model
 from burnish.distributed.server_process import ServerProcess, start_server
 from burnish.distributed.weight_link import LinkAddress, Member, WeightLink, host_store
@@ -329,15 +329,17 @@ class RolloutWorker:
             use_deterministic_algorithms()
         sources, rollout = [*config.data.train, *config.data.validation], config.rollout
         # vLLM and SGLang have weights of their own. The policy here is a copy in host memory, from which they are sent.
-        model = config.model.model_copy(update={"device": "cpu"}) if roles.is_foreign(rollout) else config.model
+        model = (
+            config.model.model_copy(update={"device": "cpu"}) if engine_builder.is_foreign(rollout) else config.model
+        )
         self.policy = roles.build_policy(model, sources, config.seed, base)
         self.policy.module.requires_grad_(False)
-        roles.set_expert_recording(config, self.policy)
+        engine_builder.set_expert_recording(config, self.policy)
         self.server: ServerProcess | None = None
         if config.placement.server is not None:
             timeout_s = config.placement.timeout_s
             self.server, rollout = start_server(config.placement.server, self.policy, rollout, timeout_s)
-        self.thread = EngineThread(roles.build_engine(self.policy, rollout))
+        self.thread = EngineThread(engine_builder.build_engine(self.policy, rollout))
         self.probe = probe_request(self.policy.tokenizer.vocab_size, self.policy.max_positions)
         self.version: int | None = None
         self._taken: list[str] = []

@@ -22,7 +22,8 @@ from burnish.core.trajectory import Trajectory
 from burnish.data.files import find_files
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample
-from burnish.distributed.roles import build_engine, build_environment_driver
+from burnish.distributed.engine_builder import build_engine
+from burnish.distributed.roles import build_environment_driver
 from burnish.evaluation.answers import verifier_of
 from burnish.evaluation.completions import completion_row, episode_row, token_columns
 from burnish.evaluation.result import Result, Row, summarise

@@ -24,7 +24,8 @@ from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import validation_prompts
 from burnish.data.row import Row as DataRow
 from burnish.data.row_formats import NO_TOOL_ENVIRONMENT, read_rows, reasons_text, refuse_tools
-from burnish.distributed.roles import build_engine, build_scorers, find_paged_engine
+from burnish.distributed.engine_builder import build_engine, find_paged_engine
+from burnish.distributed.roles import build_scorers
 from burnish.environments.registry import check_template_for_turns
 from burnish.evaluation.answers import has_comparable_answers, verifier_of
 from burnish.evaluation.completions import PartialCompletions, write_completions

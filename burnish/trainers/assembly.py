@@ -35,7 +35,7 @@ from burnish.data.row_formats import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
 from burnish.data.tasks.picture_task import image_as_url
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.distributed import roles
+from burnish.distributed import engine_builder, roles
 from burnish.distributed.ray_roles import Roles, start_roles
 from burnish.distributed.roles import build_process_reward_model, check_process_reward_model
 from burnish.environments.registry import check_template_for_turns, environment_of
@@ -167,7 +167,7 @@ def build_inputs(
             "algorithm.kl.loss.estimator=full (or loss divergence) needs the native decoder, which has both models' hidden states; this model runs "
             "through transformers: use k3+ or k2, whose gradients are unbiased, or loss.support=sampled"
         )
-    roles.engine_kind(config.rollout, policy.arch is not None)
+    engine_builder.engine_kind(config.rollout, policy.arch is not None)
     _, host = environment_of(config.environment, policy.tokenizer, base)
     players = () if host is None else host.kind.roles
     check_players(config, players)
@@ -219,11 +219,11 @@ def build_parts(
     if config.training.layers == "compiled":
         check_compile(policy.module)
     inputs = build_inputs(config, base, policy, rewards, read)
-    roles.set_expert_recording(config, policy)
-    engine = roles.build_engine(policy, roles.driver_rollout(config))
+    engine_builder.set_expert_recording(config, policy)
+    engine = engine_builder.build_engine(policy, engine_builder.driver_rollout(config))
     runner = roles.build_runner(config, policy, engine, base)
     runner.demonstrations = inputs.demonstrations
-    paged = roles.find_paged_engine(engine)
+    paged = engine_builder.find_paged_engine(engine)
     if paged is not None and paged.cache_bytes is not None:
         paged.plan(inputs.longest).require_one(f"rollout.cache_gib={config.rollout.cache_gib}")
     parts = RunParts(
@@ -327,14 +327,14 @@ def _build_roles(parts: RunParts, run: Run) -> Roles:
         logs, note = run.directory.path / "workers", run.display.note
         return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note, parts.rewards)
     if config.rollout.mismatch is not None:  # its engine copies the weights that RL starts from
-        engine = roles.build_engine(policy, config.rollout)
+        engine = engine_builder.build_engine(policy, config.rollout)
     elif config.rollout.source.name != "sync":
-        engine = roles.engine_with_own_weights(engine, policy, config.rollout)
-    paged = roles.find_paged_engine(engine)
+        engine = engine_builder.engine_with_own_weights(engine, policy, config.rollout)
+    paged = engine_builder.find_paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)
     if isinstance(config.rollout.opponents, Opponents):
-        engine = OpponentEngine(engine, roles.build_opponents(policy, config.rollout))
+        engine = OpponentEngine(engine, engine_builder.build_opponents(policy, config.rollout))
     learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy, parts.base)
     if reference is not None and "kl" in parts.pipeline.loss.needs:
         learner.reference = reference.distribution

@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 
 from burnish.core.engine import Engine
-from burnish.distributed.roles import find_paged_engine
+from burnish.distributed.engine_builder import find_paged_engine
 from burnish.environments.host import EnvironmentHost
 from burnish.memory_plan.from_config import PlannedRun
 from burnish.memory_plan.planner import GIB

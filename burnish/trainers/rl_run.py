@@ -19,7 +19,7 @@ from burnish.config.schema import Sft, TrainConfig
 from burnish.data.prompt_pool import ReadRows
 from burnish.data.supervised import load_examples
 from burnish.data.tasks.registry import make_demonstrations
-from burnish.distributed import roles
+from burnish.distributed import engine_builder, roles
 from burnish.distributed.judge_process import EngineJudge
 from burnish.distributed.placement import check_placement
 from burnish.distributed.ray_roles import open_cluster
@@ -216,7 +216,7 @@ def run_controls(
             learner = Learner(policy.module, longer.optimizer, longer.updates, longer.token_budget)
             run.display.start(f"control: {title}, {len(examples):,} examples", longer.updates)
             sft.train(learner, examples, longer, config.seed, run.display.step)
-            runner = roles.build_runner(config, policy, roles.build_engine(policy, config.rollout), base)
+            runner = roles.build_runner(config, policy, engine_builder.build_engine(policy, config.rollout), base)
             held_out = held_out_prompts(config, base, policy)
             results[title] = build_validation(config, run, policy, runner, rewards, held_out, f"control-{number}-")(0)
             runner.close()

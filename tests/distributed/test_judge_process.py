@@ -23,9 +23,10 @@ from burnish.config.model import Model, NewModel
 from burnish.config.rollout import Rollout
 from burnish.config.schema import TrainConfig
 from burnish.distributed import judge_process as judges
+from burnish.distributed.engine_builder import build_engine
 from burnish.distributed.judge_process import EngineJudge
 from burnish.distributed.judge_worker import request_of
-from burnish.distributed.roles import build_engine, build_scorers
+from burnish.distributed.roles import build_scorers
 from burnish.memory_plan.from_config import plan_run
 from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise

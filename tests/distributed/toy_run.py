@@ -10,7 +10,7 @@ import torch
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
-from burnish.distributed import roles
+from burnish.distributed import engine_builder
 from burnish.distributed.ray_roles import build_remote_engine
 from burnish.distributed.role_proxies import ControllerMetrics
 from burnish.distributed.role_workers import RolloutWorker, TrainingWorker
@@ -49,7 +49,7 @@ class Parts:
     @property
     def local(self) -> Engine:
         """An engine on the trainer's own tensors."""
-        return roles.build_engine(self.trainer.policy, self.config.rollout)
+        return engine_builder.build_engine(self.trainer.policy, self.config.rollout)
 
 
 def parts_of(folder: Path, *overrides: str, engines: int = 2, backend: type[HereBackend] = HereBackend) -> Parts:

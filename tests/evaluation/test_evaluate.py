@@ -14,7 +14,7 @@ from burnish.config.rollout import Rollout
 from burnish.core.engine import SamplingOptions
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import validation_prompts
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.evaluation.evaluate import evaluate, fingerprint, in_data_order, make_driver, sample_and_score
 from burnish.evaluation.result import Result, Row
 from burnish.evaluation.settings import load_settings

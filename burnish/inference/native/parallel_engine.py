@@ -167,7 +167,9 @@ class ParallelEngine(PagedEngine):
         return -(-super()._token_bytes() // (1 if ranks is None else ranks.num))
 
     def _layers_in_8_bits(self) -> tuple[bool, ...]:
-        return (True,) * self.model.arch.num_layers  # models whose layers differ are refused (`distributed/roles.py`)
+        return (
+            True,
+        ) * self.model.arch.num_layers  # models whose layers differ are refused (`distributed/engine_builder.py`)
 
     def _free_bytes(self) -> int | None:
         """The smallest free memory of all ranks: they have caches of the same size."""

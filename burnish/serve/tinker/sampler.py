@@ -19,7 +19,7 @@ from burnish.config.model import Lora
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Completion, Engine, Request, SamplingOptions
 from burnish.core.random_keys import fold
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.serve.request_to_engine import TokenScorer

@@ -16,7 +16,7 @@ from burnish.core.engine import SamplingOptions
 from burnish.core.random_keys import fold
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.evaluation.strategies import verifiers
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import strategy_record

@@ -11,7 +11,7 @@ from burnish.config.model import Model, NewModel
 from burnish.config.rollout import Rollout
 from burnish.core.engine import SamplingOptions
 from burnish.data.prompt_stream import validation_prompts
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.evaluation.evaluate import sample_and_score
 from burnish.evaluation.result import Row
 from burnish.evaluation.strategies.build import build_search_runner

@@ -12,7 +12,7 @@ from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import Trajectory
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import strategy_record
 from burnish.models.policy import PolicyModel, load_policy

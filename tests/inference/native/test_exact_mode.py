@@ -174,7 +174,7 @@ def test_what_exactness_cannot_go_with_is_refused(settings: dict[str, Any], word
 
 
 def test_float64_is_refused_since_log_probs_travel_in_float32(tools: Any) -> None:
-    from burnish.distributed.roles import build_engine
+    from burnish.distributed.engine_builder import build_engine
     from burnish.models.policy import PolicyModel
     from burnish.models.tokenizer import Tokenizer
 

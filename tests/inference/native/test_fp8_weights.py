@@ -17,7 +17,7 @@ from burnish.config.model import Lora
 from burnish.config.recipe_names import recipe_path
 from burnish.config.rollout import Fp8Weights, Rollout
 from burnish.config.schema import TrainConfig
-from burnish.distributed.roles import build_engine, find_paged_engine
+from burnish.distributed.engine_builder import build_engine, find_paged_engine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.fp8 import dequantised, quantise_rows

@@ -11,7 +11,7 @@ import torch
 from burnish.config.errors import UserError
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Request
-from burnish.distributed.roles import build_parallel_engine
+from burnish.distributed.engine_builder import build_parallel_engine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.fp8 import Fp8Rows, dequantised, quantise_rows

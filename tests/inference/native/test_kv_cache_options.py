@@ -12,7 +12,7 @@ import torch
 from burnish.config.errors import UserError
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Completion, Request
-from burnish.distributed.roles import build_engine, find_paged_engine
+from burnish.distributed.engine_builder import build_engine, find_paged_engine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.memory_plan.kv_cache import GIB, CachePlan

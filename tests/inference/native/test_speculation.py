@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from burnish.config.rollout import Rollout, Speculation
 from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold
-from burnish.distributed.roles import build_engine, find_paged_engine
+from burnish.distributed.engine_builder import build_engine, find_paged_engine
 from burnish.inference.native.device_state import LAST_TOKEN, LIMIT, LIVE, POSITION, PRODUCED, DeviceRows, SamplerFlags
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.inference.native.speculation import MAX_ANSWERS, AnswerStore, ChunkRows

@@ -23,7 +23,7 @@ from burnish.config.model import Model
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Request, SamplingOptions
 from burnish.core.random_keys import fold
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.inference.sglang.sglang_engine import SglangEngine
 from burnish.inference.sglang.sglang_servers import SPARE_POSITIONS
 from burnish.models.policy import PolicyModel, load_policy

@@ -18,7 +18,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Lora
 from burnish.config.rollout import Rollout, Vllm
 from burnish.core.engine import Request, SamplingOptions
-from burnish.distributed.roles import build_engine
+from burnish.distributed.engine_builder import build_engine
 from burnish.inference.engine_common import needs_scoring
 from burnish.inference.vllm import vllm_engine, vllm_requests
 from burnish.inference.vllm.vllm_engine import engine_arguments
