@@ -16,6 +16,7 @@ from burnish.config.consistency import check_algorithm_fits
 from burnish.config.data import Data, Reward, Sources, Template
 from burnish.config.environment import Environment, check_environment_fits
 from burnish.config.errors import did_you_mean
+from burnish.config.foreign_engines import check_servers_fit
 from burnish.config.model import Model, Optimizer, check_optimizer_fits, check_trainable
 from burnish.config.placement import LocalPlacement, Parallel, PlacementSlot, check_parallel_fits, check_placement_fits
 from burnish.config.records import Record, as_list, name_to_record
@@ -25,7 +26,6 @@ from burnish.config.rollout import (
     check_mismatch_fits,
     check_opponents_fit,
     check_repeatable,
-    check_servers_fit,
     check_source_fits,
 )
 from burnish.config.trackers import AnyTracker

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import Vllm
 from burnish.config.placement import RayPlacement
-from burnish.config.rollout import Opponents, Rollout, Speculation, Vllm
+from burnish.config.rollout import Opponents, Rollout, Speculation
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine

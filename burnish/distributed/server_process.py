@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from burnish.config.errors import UserError
-from burnish.config.rollout import Rollout, Sglang, Vllm
+from burnish.config.foreign_engines import Sglang, Vllm
+from burnish.config.rollout import Rollout
 from burnish.inference.server_client import ServerClient, ServerError
 from burnish.inference.sglang.sglang_servers import SGLANG
 from burnish.inference.vllm.vllm_requests import VLLM

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import Vllm
 from burnish.config.loading import load, load_shrunk
-from burnish.config.rollout import Vllm
 from burnish.config.schema import TrainConfig
 
 GAME = [

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.rollout import Vllm
+from burnish.config.foreign_engines import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.inference.engine_common import check_requests, needs_scoring
 from burnish.inference.picture_inputs import check_expansion, marked_tokens, pil_images

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from burnish.config.errors import UserError
-from burnish.config.rollout import Vllm
+from burnish.config.foreign_engines import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.inference.engine_common import check_requests, enqueue_by_priority, needs_scoring
 from burnish.inference.server_client import ServerError, write_weight_files

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import Vllm
 from burnish.config.model import Lora
-from burnish.config.rollout import Vllm
 from burnish.core.engine import Request, SamplingOptions
 from burnish.inference.vllm.vllm_engine import VllmEngine
 from burnish.models.lora.adapters import adapter_weights

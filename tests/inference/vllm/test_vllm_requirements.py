@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import Vllm
 from burnish.config.model import Lora
-from burnish.config.rollout import Rollout, Vllm
+from burnish.config.rollout import Rollout
 from burnish.core.engine import Request, SamplingOptions
 from burnish.distributed.engine_builder import build_engine
 from burnish.inference.engine_common import needs_scoring

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import Vllm
 from burnish.config.model import Lora
-from burnish.config.rollout import Vllm
 from burnish.core.engine import Request, SamplingOptions
 from burnish.inference.server_client import ServerError
 from burnish.inference.vllm.vllm_requests import VLLM

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import Vllm
 from burnish.config.model import Lora
-from burnish.config.rollout import Vllm
 from burnish.inference import server_client
 from burnish.inference.server_client import write_weight_files
 from burnish.inference.vllm.vllm_engine import engine_arguments
