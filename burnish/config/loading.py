@@ -234,7 +234,7 @@ def _own_tree(path: Path | None) -> Tree:
 
 
 def _correct_quantised_rollouts(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Switch on a correction where the sampler's weights are quantised and the algorithm has none, and a note that says so."""
+    """Switch on a correction where the sampler computes in 8 bits and the algorithm has none, and a note that says so."""
     rollout, algorithm = tree.get("rollout"), tree.get("algorithm")
     if (
         not isinstance(rollout, dict)
@@ -244,14 +244,16 @@ def _correct_quantised_rollouts(tree: dict[str, Any]) -> tuple[dict[str, Any], l
         return tree, []
     vllm = rollout.get("vllm")
     options = vllm.get("engine") if isinstance(vllm, dict) else None
-    quantised = "rollout.weights=fp8" if rollout.get("weights", {}).get("name") == "fp8" else None
+    quantised = "rollout.cache_dtype=fp8" if rollout.get("cache_dtype") == "fp8" else None
+    if rollout.get("weights", {}).get("name") == "fp8":
+        quantised = "rollout.weights=fp8"
     if isinstance(options, dict) and options.get("quantization"):
         quantised = f"rollout.vllm.engine.quantization={options['quantization']}"
     if quantised is None:
         return tree, []
     changed = {**tree, "algorithm": {**algorithm, "correction": {"name": QUANTISED_CORRECTION}}}
     return changed, [
-        f"{quantised} samples from rounded weights: algorithm.correction={QUANTISED_CORRECTION} corrects the gap to the learner (set "
+        f"{quantised} samples with rounded numbers: algorithm.correction={QUANTISED_CORRECTION} corrects the gap to the learner (set "
         "algorithm.correction=none to only measure it)"
     ]
 

@@ -393,8 +393,9 @@ class Rollout(Sampling):
     null: what all sequences need at full length, at most 40% of the free memory. On a CPU, a number selects the paged cache. Also the cache
     of vLLM in this process, where null means 4."""
     cache_dtype: Literal["auto", "fp8"] = "auto"
-    """fp8 stores keys and values in 8 bits (half the memory of bfloat16) with one scale per vector. The mismatch metrics show its effect on
-    the samples. On a CPU it selects the paged cache, like cache_gib."""
+    """fp8 stores keys and values in 8 bits (half the memory of bfloat16) with one scale per vector, but for layers whose keys would suffer. The
+    mismatch metrics show its effect on the samples. Unless algorithm.correction is set, it switches on decoupled_token_is. On a CPU it selects
+    the paged cache, like cache_gib."""
     weights: WeightsSlot = ModelWeights()
     """The weights that the native engine multiplies by. Unless algorithm.correction is set, fp8 switches on decoupled_token_is."""
     exact: bool = False

@@ -112,6 +112,7 @@ def test_a_run_samples_with_them_and_corrects_the_gap(tools: Any, caplog: pytest
     recipe = recipe_path("sort_digits")
     for settings in (
         ["rollout.weights=fp8"],
+        ["rollout.cache_dtype=fp8"],
         ["rollout.engine=vllm", "rollout.vllm.engine={quantization: fp8}"],
     ):
         caplog.clear()
