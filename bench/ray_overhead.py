@@ -31,10 +31,11 @@ from common import save, table
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.trainers import rl
-from burnish.trainers.assembly import build_context, warm_start
+from burnish.trainers.assembly import build_context
 from burnish.trainers.context import StepResult, TrainContext
 from burnish.trainers.performance import learner_metrics
 from burnish.trainers.rl_run import checked_run, warm_start_folder
+from burnish.trainers.warm_start import warm_start
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_digits.yaml"
 FEW = ["warm_start.updates=120", "validation.before=false", "run.save_every=100000", "run.samples_every=100000"]

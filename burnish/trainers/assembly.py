@@ -1,4 +1,4 @@
-"""Builds the parts of an RL run: models, engine, prompts, rewards, pipeline, source of rollouts, validation, warm start.
+"""Builds the parts of an RL run: models, engine, prompts, rewards, pipeline, source of rollouts.
 
 `build_parts` finds mistakes in the config's files, names and sizes before the run directory is created. `build_context` then binds
 the parts to the run.
@@ -6,42 +6,37 @@ the parts to the run.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
 from burnish.algorithms.shaping.spec import InformationGainShaper
 from burnish.algorithms.terms.loss_terms import aggregation_weights
-from burnish.config.data import Template
-from burnish.config.errors import UserError, did_you_mean
+from burnish.config.errors import UserError
 from burnish.config.explain import config_notes
 from burnish.config.records import Slot
 from burnish.config.rollout import Ahead, Async, Opponents
-from burnish.config.schema import Sft, TrainConfig
+from burnish.config.schema import TrainConfig
 from burnish.core.batch import Batch
 from burnish.core.engine import Engine
 from burnish.core.trajectory import Trajectory
 from burnish.data.demonstrations import PromptDemonstrations
 from burnish.data.prompt_pool import Prompt, ReadRows
-from burnish.data.prompt_stream import PromptSample, PromptStream, validation_prompts
+from burnish.data.prompt_stream import PromptSample, PromptStream
 from burnish.data.row_formats import read_rows
 from burnish.data.supervised import Example, example_order, load_examples
-from burnish.data.tasks.picture_task import image_as_url
-from burnish.data.tasks.registry import make_demonstrations
 from burnish.distributed import engine_builder, roles
 from burnish.distributed.ray_roles import Roles, start_roles
 from burnish.distributed.roles import build_process_reward_model, check_process_reward_model
 from burnish.environments.registry import check_template_for_turns, environment_of
 from burnish.environments.worker_output import WorkerLog
 from burnish.inference.opponent_engine import OpponentEngine
-from burnish.models.activation_checkpointing import check_activations, set_activations
+from burnish.models.activation_checkpointing import check_activations
 from burnish.models.compiled_layers import check_compile
 from burnish.models.fp8_layers import check_fp8
 from burnish.models.policy import AnyPolicy, PolicyModel
@@ -51,26 +46,17 @@ from burnish.rollout.async_source import AsyncSource
 from burnish.rollout.opponents import OpponentPool, OpponentSource, SnapshotFolder
 from burnish.rollout.replay import ReplaySource, ReplayStore
 from burnish.rollout.runner import Branching, RolloutRunner, max_trajectory_tokens, no_demonstrations
-from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch, refuse_silent_agents
+from burnish.rollout.scoring import GroupDemonstrations, RolloutBatch
 from burnish.rollout.segment_rollouts import ChainPlan, TreePlan
 from burnish.rollout.sync_source import RolloutPlan, RolloutSource, SyncSource
-from burnish.rollout.validation import held_out_rollouts, sampling_options, validation_metrics
-from burnish.run.checkpoint.saver import keep_in_place
-from burnish.run.checkpoint.snapshot import (
-    Checksums,
-    are_checksums,
-    first_damaged_file,
-    folder_checksums,
-    write_contents,
-)
-from burnish.run.durable_files import START_OVER_HINT, atomic_directory, atomic_write
+from burnish.rollout.validation import sampling_options
 from burnish.run.health.mismatch_causes import HealthContext
 from burnish.run.run import Run
-from burnish.trainers import sft, step_metrics
+from burnish.trainers import sft
 from burnish.trainers.aligned_answers import aligned_columns
 from burnish.trainers.answer_probability import AnswerProbability
-from burnish.trainers.context import ImitationBatch, StepResult, TrainContext, Validate
-from burnish.trainers.episode_rows import record_new_events
+from burnish.trainers.context import ImitationBatch, TrainContext
+from burnish.trainers.held_out_validation import build_validation, held_out_prompts
 from burnish.trainers.input_checks import (
     check_observations_are_told,
     check_opponents,
@@ -89,7 +75,6 @@ from burnish.trainers.scored_rollouts import ScoredRollouts
 from burnish.trainers.state import initial_state
 from burnish.trainers.teacher_columns import AddColumns, teacher_columns
 from burnish.trainers.while_scoring import EarlyPasses, WhileScoring
-from burnish.training.learner import Learner
 
 if TYPE_CHECKING:
     from burnish.distributed.ray_cluster import Cluster
@@ -470,127 +455,3 @@ def imitation_batches(parts: RunParts, device: torch.device) -> ImitationBatch |
         return batch.with_token(weight=scale * aggregation_weights(batch, "token-mean"))
 
     return examples
-
-
-# --- Validation -----------------------------------------------------------------------------------------------------------
-
-
-def held_out_prompts(
-    config: TrainConfig, base: Path | None, policy: AnyPolicy, read: ReadRows = read_rows
-) -> list[Prompt]:
-    """The validation prompts; empty without a source."""
-    if not config.data.validation:
-        return []
-    limit, by = config.validation.limit, config.validation.by
-    prompts = validation_prompts(config.data.validation, policy.tokenizer, config.data, config.seed, limit, base, read)
-    columns = {column for prompt in prompts for column in prompt.row.extra}
-    if by is not None and by not in columns:
-        known = ", ".join(sorted(columns)) or "none besides prompt and answer"
-        raise UserError(
-            f"validation.by={by}: no held-out row has that column{did_you_mean(by, columns)} (has: {known})"
-        )
-    return prompts
-
-
-def build_validation(
-    config: TrainConfig,
-    run: Run,
-    policy: PolicyModel,
-    runner: RolloutRunner,
-    rewards: Rewards,
-    prompts: list[Prompt],
-    kind: str = "validation-",
-    extra_metrics: Callable[[RolloutBatch], dict[str, float]] = lambda rollouts: {},
-) -> Validate:
-    """Return a function that measures every validation mode at a step and writes its samples to tables named `kind` + mode.
-
-    `extra_metrics` returns further metrics of a mode's samples.
-    """
-    if not prompts:
-        return lambda step: {}
-
-    def validate(step: int) -> dict[str, float]:
-        values: dict[str, float] = {}
-        when = "before step 1" if step == 0 else f"after step {step}"
-        for name, mode in config.validation.modes.items():
-            progress = partial(run.display.phase, of=f"validation {when}, {name}")
-            progress("starting")
-            options = sampling_options(mode, policy.tokenizer.eos_ids)
-            scores = rewards.apart()  # a step may wait for scores of its own
-            rollouts = held_out_rollouts(runner, scores, prompts, mode.n, options, progress, step + 1)
-            if rollouts.failed:
-                refuse_silent_agents(rollouts.trajectories, f"validation {when}")
-                text = f"{len(rollouts.failed)} of {len(rollouts.trajectories)} held-out samples could not be scored"
-                if step == 0 and len(rollouts.failed) == len(rollouts.trajectories):
-                    raise UserError(f"before the first step {text}; fix the reward. First: {rollouts.failed[0].error}")
-                run.display.note(f"step {step}: {text} and do not count; first: {rollouts.failed[0].error}")
-            record_new_events(run, step, rollouts.trajectories)
-            found = validation_metrics(rollouts, config.validation.by) | extra_metrics(rollouts)
-            if step == 0 and not values and (hint := step_metrics.binary_reward_hint(config, rollouts)):
-                run.display.note(hint)
-            values |= {f"validation/{name}/{k}": v for k, v in found.items()}
-            run.samples(step, f"{kind}{name}", step_metrics.sample_rows(rollouts, StepResult(), policy.tokenizer))
-        return values
-
-    return validate
-
-
-# --- Warm start -----------------------------------------------------------------------------------------------------------
-
-
-def load_warm_start_examples(
-    config: Sft, template: Template, seed: int, base: Path | None, policy: AnyPolicy
-) -> tuple[list[Example], str | None]:
-    """The examples of the warm start, and a note about those that were left out."""
-    longest = min(config.max_tokens, policy.max_positions or config.max_tokens)
-    examples, left_out = load_examples(config.data, policy.tokenizer, template, longest, config.overlong, base, seed)
-    note = f"{left_out} demonstrations are longer than {longest} tokens and were left out" if left_out else None
-    return examples, note
-
-
-def warm_start(parts: RunParts, config: Sft, run: Run, path: Path) -> None:
-    """Train the policy on demonstrations in place, and save it at `path`. A run does this once, unless the folder is damaged later."""
-    seed, policy = parts.config.seed, parts.policy
-    for k, source in enumerate(config.data):
-        if source.task is not None:  # write them where the user can look at them
-            rows = make_demonstrations(source.task, source.options, seed)[: source.limit]
-            lines = (json.dumps(row, default=image_as_url) + "\n" for row in rows)
-            atomic_write(run.directory.path / f"demonstrations-{k}.jsonl", "".join(lines))
-    run.display.start(f"warm start on {len(parts.examples):,} demonstrations: {policy.note}", config.updates)
-    set_activations(policy.module, config.activations)
-    learner = Learner(policy.module, config.optimizer, config.updates, config.token_budget)
-    sft.train(learner, parts.examples, config, seed, run.display.step)
-    run.display.stop()  # shows the last step before any later note
-    expected = (read_warm_checksums(path) or folder_checksums(path)) if run.journal.num_events else None
-    with atomic_directory(path, replace=True) as folder:
-        sums = write_contents(folder, policy.contents(keep_in_place))
-        if expected not in (None, {}, sums):
-            raise UserError(
-                f"{path} is damaged or missing, and training it again gives other weights than the run began with (another "
-                f"machine, library or number of threads?): restore the folder from a copy, {START_OVER_HINT}"
-            )
-        atomic_write(
-            warm_checksum_file(path), json.dumps(sums, indent=1) + "\n"
-        )  # before the folder appears: without checksums it could not be checked
-
-
-def warm_checksum_file(path: Path) -> Path:
-    """The checksum file of a warm-started model, next to its folder, which is a plain model directory."""
-    return path.with_name(f"{path.name}.json")
-
-
-def read_warm_checksums(path: Path) -> Checksums | None:
-    """The checksums of a warm-started model; None if their file is missing or damaged."""
-    try:
-        sums: Any = json.loads(warm_checksum_file(path).read_text())
-    except (OSError, ValueError):
-        return None
-    return sums if sums and are_checksums(sums) else None  # a model has files
-
-
-def warm_start_damage(path: Path) -> str | None:
-    """Why a warm-started model cannot be used, or None."""
-    sums = read_warm_checksums(path)
-    if sums is None:
-        return f"{warm_checksum_file(path).name}, which has its checksums, is missing or damaged"
-    return first_damaged_file(path, sums)

@@ -35,21 +35,13 @@ from burnish.run.run import Run
 from burnish.run.run_directory import RunDirectory, run_name
 from burnish.run.trackers.tracker_process import check_trackers
 from burnish.trainers import rl, sft
-from burnish.trainers.assembly import (
-    RunParts,
-    build_context,
-    build_inputs,
-    build_parts,
-    build_validation,
-    held_out_prompts,
-    load_warm_start_examples,
-    warm_start,
-    warm_start_damage,
-)
+from burnish.trainers.assembly import RunParts, build_context, build_inputs, build_parts
 from burnish.trainers.context import restore
+from burnish.trainers.held_out_validation import build_validation, held_out_prompts
 from burnish.trainers.input_checks import often_repeated_rows, read_checked_rows, record_inputs
 from burnish.trainers.performance import MemoryPlanCheck
 from burnish.trainers.prompt_values import prepare_prompt_values
+from burnish.trainers.warm_start import load_warm_start_examples, warm_start, warm_start_damage
 from burnish.training.learner import Learner
 from burnish.training.optimizers.update_rules import describe_lr
 from burnish.training.profiler import step_to_profile

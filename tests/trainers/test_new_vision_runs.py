@@ -13,8 +13,8 @@ from burnish.data.tasks.registry import make_task
 from burnish.models.policy import load_policy
 from burnish.run.metrics import read_metrics
 from burnish.trainers import sft
-from burnish.trainers.assembly import load_warm_start_examples
 from burnish.trainers.rl_run import checked_run, execute
+from burnish.trainers.warm_start import load_warm_start_examples
 from burnish.training.learner import Learner
 
 RECIPES = Path(__file__).parents[2] / "recipes"
