@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 
 from burnish.algorithms.presets import preset_slots
 from burnish.algorithms.spec import Algorithm
+from burnish.config.default_correction import chooses_correction, with_default_correction
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.foreign_keys import translate_verl_keys
 from burnish.config.plugins import is_plugin_file
@@ -31,8 +33,6 @@ from burnish.config.yaml_text import parse_yaml, render_yaml
 
 log = logging.getLogger(__name__)
 
-QUANTISED_CORRECTION = "decoupled_token_is"
-"""The correction of samples from quantised weights, unless the recipe chooses one: truncated importance weights of tokens."""
 ConfigType = TypeVar("ConfigType", bound=Record)
 Tree = Any
 """Dictionaries, lists and scalars, as YAML gives them."""
@@ -50,46 +50,67 @@ class Loaded(NamedTuple, Generic[ConfigType]):
 def load(config_type: type[ConfigType], path: Path | None, overrides: Sequence[str] = ()) -> Loaded[ConfigType]:
     """The configuration of a file (or the defaults) with overrides. All problems are reported in one UserError."""
     tree = with_defaults(config_type, {} if path is None else read_recipe(config_type, path))
-    return _load_with_overrides(config_type, tree, path, overrides, _own_tree(path))
+    return _load_with_overrides(config_type, tree, path, overrides, _written(config_type, path))
 
 
 def load_tree(
-    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str] = ()
+    config_type: type[ConfigType],
+    tree: dict[str, Any],
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    written: dict[str, Any] | None = None,
 ) -> Loaded[ConfigType]:
-    """The configuration of a tree that was made from the file `path`, or by a program."""
-    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides, tree)
+    """The configuration of a tree that was made from the file `path`, or by a program. `written` is the tree without defaults, if it has any."""
+    own = tree if written is None else written
+    return _load_with_overrides(config_type, with_defaults(config_type, tree), path, overrides, own)
 
 
 def load_shrunk(
     config_type: type[ConfigType], path: Path, overrides: Sequence[str] = ()
 ) -> tuple[Loaded[ConfigType], list[str]]:
     """The configuration of a file for `--shrink`, and the changes that no override sets again."""
-    tree, changes = shrink(load(config_type, path).resolved)
+    plain = _load_with_overrides(
+        config_type, with_defaults(config_type, read_recipe(config_type, path)), path, (), None
+    )
+    tree, changes = shrink(plain.resolved)
     given = tuple(f"{text.partition('=')[0].strip()}:" for text in overrides)
-    return _load_with_overrides(config_type, tree, path, overrides, _own_tree(path)), [
+    return _load_with_overrides(config_type, tree, path, overrides, _written(config_type, path)), [
         change for change in changes if not change.startswith(given)
     ]
 
 
 def _load_with_overrides(
-    config_type: type[ConfigType], tree: dict[str, Any], path: Path | None, overrides: Sequence[str], own: Tree
+    config_type: type[ConfigType],
+    tree: dict[str, Any],
+    path: Path | None,
+    overrides: Sequence[str],
+    written: dict[str, Any] | None,
 ) -> Loaded[ConfigType]:
-    """`own` is what the user wrote, without defaults and the recipes it extends."""
+    """`written` is what files and programs set, without defaults; None if the default correction is not to be set."""
     node = root_node(config_type)
     for key, value in sorted((_parse_override(node, text) for text in overrides), key=lambda o: len(o[0])):
         tree = set_key(node, tree, key, value)
+        written = None if written is None else set_key(node, written, key, value)
     tree, notes = translate_verl_keys(tree)
     tree = with_defaults(config_type, tree)
-    if not _chooses_correction(own, overrides):
-        tree, corrected = _correct_quantised_rollouts(tree)
-        notes = [*notes, *corrected]
-    for note in notes:
-        log.warning("note: %s", note)
+    corrected, note = (tree, None) if written is None or chooses_correction(written) else with_default_correction(tree)
+    config: ConfigType | None = None
+    if note is not None:
+        with suppress(ValidationError):  # an algorithm that takes no correction has none
+            config = config_type.model_validate(_inherit_max_tokens(corrected))
+            notes = [*notes, note]
+    for text in notes:
+        log.warning("note: %s", text)
     try:
-        config = config_type.model_validate(_inherit_max_tokens(tree))
+        config = config or config_type.model_validate(_inherit_max_tokens(tree))
     except ValidationError as error:
         raise to_user_error(error, config_type, str(path) if path else "configuration") from error
     return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
+
+
+def _written(config_type: type[Record], path: Path | None) -> dict[str, Any]:
+    """What a file and those that it extends set, without defaults."""
+    return {} if path is None else read_recipe(config_type, path, with_default_values=False)
 
 
 def algorithm_from_preset(name: str) -> Algorithm:
@@ -112,13 +133,25 @@ def add_missing_defaults(config_type: type[Record], tree: dict[str, Any]) -> dic
 
     If this version does not accept it, it is returned unchanged, so that the caller can name the keys that differ.
     """
+    tree = _renamed_keys(tree)
     try:
         return to_plain_values(config_type.model_validate(tree))
     except ValidationError:
         return tree
 
 
-def read_recipe(config_type: type[Record], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _renamed_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the present names of keys that had others."""
+    training = tree.get("training")
+    if not isinstance(training, dict) or "compile" not in training:
+        return tree
+    kept = {key: value for key, value in training.items() if key != "compile"}
+    return {**tree, "training": {**kept, "layers": "compiled" if training["compile"] else "plain"}}
+
+
+def read_recipe(
+    config_type: type[Record], path: Path, seen: tuple[Path, ...] = (), with_default_values: bool = True
+) -> dict[str, Any]:
     """The tree of a YAML file, merged over the file that it extends."""
     resolved = path.resolve()
     if resolved in seen:
@@ -136,7 +169,8 @@ def read_recipe(config_type: type[Record], path: Path, seen: tuple[Path, ...] = 
         raise UserError(f"{path}: extends: got {parent!r}, expected the path of one YAML file or the name of a recipe")
     parent_path = recipe_path(parent) if is_recipe_name(parent) else path.parent / parent
     # The extended file gets its defaults first: a slot without a name in it has the default choice, which this file may change.
-    extended = with_defaults(config_type, read_recipe(config_type, parent_path, (*seen, resolved)))
+    extended = read_recipe(config_type, parent_path, (*seen, resolved), with_default_values)
+    extended = with_defaults(config_type, extended) if with_default_values else extended
     extended = with_plugin_folder(extended, parent_path.resolve().parent, resolved.parent)
     return merge_trees(root_node(config_type), extended, tree)
 
@@ -220,42 +254,6 @@ def _inherit_max_tokens(tree: dict[str, Any]) -> dict[str, Any]:
     inherited = {"max_tokens": rollout["max_tokens"]}
     filled = {name: inherited | mode if isinstance(mode, dict) else mode for name, mode in modes.items()}
     return {**tree, "validation": {**validation, "modes": filled}}
-
-
-def _chooses_correction(own: Tree, overrides: Sequence[str]) -> bool:
-    """Whether the user's own file or overrides set `algorithm.correction`, to `none` or another."""
-    algorithm = own.get("algorithm") if isinstance(own, dict) else None
-    in_file = isinstance(algorithm, dict) and "correction" in algorithm
-    return in_file or any(text.startswith("algorithm.correction") for text in overrides)
-
-
-def _own_tree(path: Path | None) -> Tree:
-    return None if path is None else parse_yaml(_read_text(path), str(path))
-
-
-def _correct_quantised_rollouts(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Switch on a correction where the sampler computes in 8 bits and the algorithm has none, and a note that says so."""
-    rollout, algorithm = tree.get("rollout"), tree.get("algorithm")
-    if (
-        not isinstance(rollout, dict)
-        or not isinstance(algorithm, dict)
-        or algorithm.get("correction") != {"name": "none"}
-    ):
-        return tree, []
-    vllm = rollout.get("vllm")
-    options = vllm.get("engine") if isinstance(vllm, dict) else None
-    quantised = "rollout.cache_dtype=fp8" if rollout.get("cache_dtype") == "fp8" else None
-    if rollout.get("weights", {}).get("name") == "fp8":
-        quantised = "rollout.weights=fp8"
-    if isinstance(options, dict) and options.get("quantization"):
-        quantised = f"rollout.vllm.engine.quantization={options['quantization']}"
-    if quantised is None:
-        return tree, []
-    changed = {**tree, "algorithm": {**algorithm, "correction": {"name": QUANTISED_CORRECTION}}}
-    return changed, [
-        f"{quantised} samples with rounded numbers: algorithm.correction={QUANTISED_CORRECTION} corrects the gap to the learner (set "
-        "algorithm.correction=none to only measure it)"
-    ]
 
 
 def _tuples_to_lists(value: Any) -> Any:

@@ -183,7 +183,7 @@ def load_stage_configs(whole: Loaded[StagesConfig], path: Path, folder: Path) ->
             kind = CONFIG_TYPES[stage.command]
             tree = stage_tree(whole, name, _adapter_stages(found))
             tree["run"] |= {"directory": str(folder), "name": name}
-            found[name] = load_tree(kind, tree, path)
+            found[name] = load_tree(kind, tree, path, written=stage_tree(whole, name, set(), with_default_values=False))
             _refuse_parallel(found[name].config)
         except UserError as error:
             raise UserError(f"stage {name}: {error}") from error
@@ -195,7 +195,9 @@ def _refuse_parallel(config: AnyConfig) -> None:
         raise UserError("a stage is one process, so parallel has no effect: run this command with torchrun instead")
 
 
-def stage_tree(whole: Loaded[StagesConfig], name: str, adapter_stages: set[str]) -> dict[str, Any]:
+def stage_tree(
+    whole: Loaded[StagesConfig], name: str, adapter_stages: set[str], with_default_values: bool = True
+) -> dict[str, Any]:
     """The config tree of one training stage. `adapter_stages` are the earlier stages whose models are adapters."""
     config, stage = whole.config, whole.config.stages[name]
     kind = CONFIG_TYPES[stage.command]
@@ -205,7 +207,8 @@ def stage_tree(whole: Loaded[StagesConfig], name: str, adapter_stages: set[str])
     tree: dict[str, Any] = {}
     if stage.recipe is not None:
         path = _stage_recipe(stage.recipe, whole.base).resolve()
-        tree = with_plugin_folder(with_defaults(kind, read_recipe(kind, path)), path.parent, whole.base)
+        tree = read_recipe(kind, path, with_default_values=with_default_values)
+        tree = with_plugin_folder(with_defaults(kind, tree) if with_default_values else tree, path.parent, whole.base)
         tree["model"] = {key: value for key, value in tree.get("model", {}).items() if key not in MODEL_SOURCE_KEYS}
     common = {
         "seed": config.seed,

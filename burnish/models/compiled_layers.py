@@ -33,11 +33,13 @@ def compile_layers(model: nn.Module) -> None:
 def check_compile(model: nn.Module) -> None:
     """Raise if the layers cannot be compiled."""
     if not any(isinstance(module, Layer) for module in model.modules()):
-        raise UserError("compile needs the native decoder, and this model runs through transformers: set compile=false")
+        raise UserError(
+            "training.layers=compiled needs the native decoder, and this model runs through transformers: set training.layers=plain"
+        )
     on_cpu = all(not parameter.is_cuda for parameter in model.parameters())
     if on_cpu and not any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++")):
         raise UserError(
-            "compile needs a C++ compiler on a CPU, and there is neither g++ nor clang++: set compile=false"
+            "training.layers=compiled needs a C++ compiler on a CPU, and there is neither g++ nor clang++: set training.layers=plain"
         )
 
 

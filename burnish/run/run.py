@@ -1,6 +1,7 @@
 """`Run`: everything that a trainer writes to a run directory. It commits steps, saves checkpoints and resumes.
 
-The order of writes makes a kill harmless. A step's metrics and journal records are on disk before the next step starts.
+The order of writes makes a kill harmless. A step's metrics and journal records are on disk before the next step starts, or before
+its update where a validation waits for slow rewards (`trainers/while_scoring.py`).
 A checkpoint is complete or absent. `resume` rewinds everything to the newest checkpoint, and the steps after it are
 repeated identically. A checkpoint is written while the next steps run; the journal records it once it is on disk.
 """

@@ -335,7 +335,8 @@ def diagnosis_facts(config: TrainConfig) -> HealthContext:
     selection = "none" if not filters else "unlikely" if filters == {"zero_signal"} else "any"
     sampled = dtype if rollout.weights.name == "model" else f"{rollout.weights.name} weights in {dtype}"
     sampled = sampled if rollout.cache_dtype == "auto" else f"{sampled} with an {rollout.cache_dtype} cache"
-    return HealthContext(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, dtype, selection)
+    learned = dtype if config.training.layers != "fp8" else f"layers in 8 bits in {dtype}"
+    return HealthContext(rollout.top_p, rollout.top_k, rollout.temperature, engine, sampled, learned, selection)
 
 
 # --- Sources of rollouts --------------------------------------------------------------------------------------------------

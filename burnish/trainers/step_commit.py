@@ -57,7 +57,8 @@ def commit_step(
     write = partial(write_step, context, step, rollouts, result, metrics, stop)
     if context.while_scoring is None or stop.requested or not is_validated(context, step) or is_last(context, step):
         return write()
-    context.while_scoring.put_off(write)
+    # A run that stops meanwhile saves at once: a validation may take longer than it is given.
+    context.while_scoring.put_off(lambda validates: write(validates and not stop.requested))
     return False
 
 
@@ -79,11 +80,14 @@ def write_step(
     result: StepResult,
     metrics: dict[str, Any],
     stop: StopOnInterrupt,
+    validates: bool = True,
 ) -> bool:
     """Measure the policy if that is due, and write the step. The weights must be those after it. Returns whether the run stops."""
     config, run = context.config, context.run
     ends, score = is_last(context, step), None
-    if is_validated(context, step):
+    if not validates:
+        note(context, step, "its validation is left out, because the run stops")
+    elif is_validated(context, step):
         measured = context.validate(step)
         metrics |= measured
         score = checkpoint_score(context, measured)
@@ -157,15 +161,26 @@ def profiled_step(context: TrainContext, step: int) -> AbstractContextManager[No
 
 @contextmanager
 def save_on_stop(context: TrainContext) -> Iterator[None]:
-    """Save the last finished step if the user stops the run while the next one samples. The weights have not changed since."""
+    """Write and save the last finished step if the user stops the run while the next one samples. The weights have not changed since.
+
+    After an error a step that was put off is written, without the validation that was due.
+    """
     try:
         yield
     except RolloutStopped:
-        if context.while_scoring is not None:
-            with suppress(RolloutStopped):  # the run stops already
-                context.while_scoring.finish_commit()
+        finish_put_off_step(context)
         save_last_step(context)
         raise
+    except Exception:
+        finish_put_off_step(context)
+        raise
+
+
+def finish_put_off_step(context: TrainContext) -> None:
+    """Write the step before, if that was put off, in a run that stops."""
+    if context.while_scoring is not None:
+        with suppress(RolloutStopped):  # the run stops already
+            context.while_scoring.finish_commit(validates=False)
 
 
 def save_last_step(context: TrainContext) -> None:

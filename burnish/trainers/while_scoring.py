@@ -34,25 +34,25 @@ class WhileScoring:
 
     def __init__(self, passes: EarlyPasses | None = None) -> None:
         self.passes = passes
-        self._commit: Callable[[], bool] | None = None
+        self._commit: Callable[[bool], bool] | None = None
 
     def __call__(self, draws: Sequence[PromptSample], trajectories: Sequence[Trajectory]) -> None:
         self.finish_commit()
         if self.passes is not None:
             self.passes.run(draws, trajectories)
 
-    def put_off(self, commit: Callable[[], bool]) -> None:
-        """Take the commit of a step. It returns whether the run stops after that step."""
+    def put_off(self, commit: Callable[[bool], bool]) -> None:
+        """Take the commit of a step. It gets whether to validate, and returns whether the run stops after that step."""
         assert self._commit is None
         self._commit = commit
 
-    def finish_commit(self) -> None:
+    def finish_commit(self, validates: bool = True) -> None:
         """Make the commit that was put off, if there is one. Called before the next update at the latest, because it needs these weights.
 
         Raises `RolloutStopped` if the run stops after the step of the commit.
         """
         commit, self._commit = self._commit, None
-        if commit is not None and commit():
+        if commit is not None and commit(validates):
             raise RolloutStopped
 
 
