@@ -8,8 +8,10 @@ are spent. Unlike RAGEN, the history keeps the answer exactly as the model wrote
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import ascii_letters
 from typing import Any, ClassVar, Literal, get_args
 
+from burnish.config.errors import UserError
 from burnish.data.tasks.picture_task import picture_between
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Answer, End, Episode, Observation
@@ -31,6 +33,8 @@ from burnish.environments.games.text_game import (
 Direction = Literal["Up", "Down", "Left", "Right"]
 STEPS: dict[str, tuple[int, int]] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 """Change of (row, column) by direction."""
+Description = Literal["places", "board"]
+CELL_LETTERS = ascii_letters
 ObservationKind = Literal["grid", "grid_coord", "picture"]
 """How a board is shown: as text, as text with coordinates, or as a picture."""
 
@@ -57,8 +61,9 @@ class BoardGame(TextGame):
     observation: ObservationKind = "grid"
     located: ClassVar[tuple[str, ...]] = ()
     """Things whose places the players can write before an answer: for each, the symbols of the board that show it."""
-    writes_places = False
-    """Whether the players write these places before each answer."""
+    described: Description | None = None
+    """What the players write before each answer. places: row and column of each of these things, from 0 0 at the top left, `12 33`. board: the
+    letter of its cell, `fl`, and before the first answer every cell, a letter and what is in it: `a_b_cOdP`. None: nothing."""
 
     def __init__(
         self,
@@ -182,16 +187,28 @@ class BoardGame(TextGame):
 
     def write_actions(self, actions: list[str]) -> str:
         """An answer with these actions."""
-        return write_answer(f" {SEPARATOR} ".join(actions), self.format, self.places() if self.writes_places else "")
+        return write_answer(f" {SEPARATOR} ".join(actions), self.format, self.description())
 
-    def places(self) -> str:
-        """Row and column of each thing of `located`, in order, from 0 0 at the top left: `12 33`."""
-        cells = [
-            (row, column, symbol)
-            for row, line in enumerate(self.board().splitlines())
-            for column, symbol in enumerate(line)
-        ]
-        return " ".join(f"{row}{column}" for thing in self.located for row, column, symbol in cells if symbol in thing)
+    def description(self) -> str:
+        """What the players see, as they write it before an answer."""
+        if self.described is None:
+            return ""
+        lines = self.board().splitlines()
+        symbols = "".join(lines)
+        if self.described == "places":
+            return " ".join(f"{cell // len(lines[0])}{cell % len(lines[0])}" for cell in self._located_cells(symbols))
+        if len(symbols) > len(CELL_LETTERS):
+            raise UserError(
+                f"{self.name}: letters name the cells of a described board, so it may have {len(CELL_LETTERS)}, not {len(symbols)}"
+            )
+        where = "".join(CELL_LETTERS[cell] for cell in self._located_cells(symbols))
+        if self.turn > 0:
+            return where
+        return "".join(map("".join, zip(CELL_LETTERS, symbols, strict=False))) + f" {where}"
+
+    def _located_cells(self, symbols: str) -> list[int]:
+        """The cells of each thing of `located`, in order."""
+        return [cell for thing in self.located for cell, symbol in enumerate(symbols) if symbol in thing]
 
     def random_answer(self, dice: Dice) -> str:
         return self.write_actions([choice(dice, self.actions)])

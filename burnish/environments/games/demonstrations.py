@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import check_options
@@ -24,7 +24,7 @@ from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import Dice
 from burnish.environments.base import Answer, End, Episode, Observation
 from burnish.environments.games import GAMES
-from burnish.environments.games.boards import BoardGame
+from burnish.environments.games.boards import BoardGame, Description
 from burnish.environments.games.text_game import Game
 
 FIRST_SEED = 5_000_000_000
@@ -50,12 +50,13 @@ def demonstrations(
     num: int = 2000,
     seed: int = 0,
     noise: float = 0.0,
-    places: bool = False,
+    described: Description | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of prompt and completion from `num` episodes.
 
-    With `places` each answer begins with where player, boxes and goals are, as row and column: `12 33 Right`. It is the description of the state
-    in VAGEN (2510.16907) in small. Random answers have it too.
+    With `described` each answer begins with what the player sees, in small the description of the state in VAGEN (2510.16907): `places` are row and
+    column of player, boxes and goals, `12 33 Right`. `board` names their cells by letters, `fl Right`, and every cell before the first answer,
+    `a_b_cOdP... fl Right`; a vision tower made from nothing learns to see from it. Random answers have it too.
     """
     if name not in GAMES:
         raise unknown_name_error("game", name, GAMES)
@@ -64,15 +65,19 @@ def demonstrations(
     options = options or {}
     check_options(GAMES[name], options, f"environment {name}")
     kind = GAMES[name]
-    if places and not (issubclass(kind, BoardGame) and kind.located):
-        raise UserError(f"demonstrations of {name}: places are written for games on boards with things to locate")
+    if described is not None and described not in get_args(Description):
+        raise unknown_name_error("description of a board", described, get_args(Description))
+    if described and not (issubclass(kind, BoardGame) and kind.located):
+        raise UserError(
+            f"demonstrations of {name}: {described} can be described in games on boards with things to locate"
+        )
 
     async def play_all() -> list[dict[str, Any]]:
         rows = []
         for index in range(num):
             game = kind(**options)
             if isinstance(game, BoardGame):
-                game.writes_places = places
+                game.described = described
             dice = Dice(name, "demonstrations", seed, index)
             conversations, _ = await play_episode(game, _episode(name, seed, index), noise, dice)
             rows += [
@@ -103,11 +108,11 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=2000, help="episodes to play")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", type=float, default=0.0, help="share of random answers")
-    parser.add_argument("--places", action="store_true", help="write where things are before each answer")
+    parser.add_argument("--described", choices=get_args(Description), help="what answers say of the board first")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the game, as JSON")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows = demonstrations(args.game, args.options, args.num, args.seed, args.noise, args.places)
+    rows = demonstrations(args.game, args.options, args.num, args.seed, args.noise, args.described)
     lines = (json.dumps(row, ensure_ascii=False, default=image_as_url) + "\n" for row in rows)
     args.out.write_text("".join(lines), encoding="utf-8")
     print(f"{len(rows)} rows in {args.out}")

@@ -244,9 +244,8 @@ def test_demonstrations_are_dialogues_that_end_with_an_answer() -> None:
 
 def test_places_in_demonstrations_are_those_of_the_pictured_board() -> None:
     lake = {"observation": "picture", "words": False, "format": "last_word"}
-    said = [
-        m["content"] for row in demonstrations("frozen_lake", lake, num=20, places=True) for m in row["completion"][::2]
-    ]
+    rows = demonstrations("frozen_lake", lake, num=20, described="places")
+    said = [m["content"] for row in rows for m in row["completion"][::2]]
     plain = [m["content"] for row in demonstrations("frozen_lake", lake, num=20) for m in row["completion"][::2]]
     assert [text.split()[-1] for text in said] == plain
     for text, action in zip(said, plain, strict=True):
@@ -254,11 +253,28 @@ def test_places_in_demonstrations_are_those_of_the_pictured_board() -> None:
         (row, column), (goal_row, goal_column) = map(int, player), map(int, goal)
         assert word == action
         assert (row, column) != (goal_row, goal_column)
-    row = demonstrations("sokoban", {"format": "answer_tag"}, num=1, places=True)[0]
+    row = demonstrations("sokoban", {"format": "answer_tag"}, num=1, described="places")[0]
     board = row["prompt"].split("State:\n")[1].splitlines()[:6]
     player, box, target = re.findall(r"(\d)(\d)", row["completion"][0]["content"].partition("</think>")[0])
     symbols = [board[int(row)][int(column)] for row, column in (player, box, target)]
     assert (symbols[0] in "PS", symbols[1] in "X√", symbols[2] in "OS√") == (True, True, True)
+
+
+def test_described_boards_are_those_of_the_pictures() -> None:
+    lake = {"observation": "picture", "words": False, "format": "last_word", "size": 3, "max_actions_per_turn": 1}
+    tiles = {board_picture(symbol, LAKE_TILES).tobytes(): symbol for symbol in LAKE_TILES}
+    for row in demonstrations("frozen_lake", lake, num=20, noise=0.5, described="board"):
+        messages = [*row["prompt"], *row["completion"]]
+        pictures = [message["content"][0]["image"].load() for message in messages[::2]]
+        boards = [
+            "".join(tiles[image[y : y + 16, x : x + 16].tobytes()] for y in (0, 16, 32) for x in (0, 16, 32))
+            for image in pictures
+        ]
+        answers = [message["content"].split() for message in messages[1::2]]
+        cells, *first = answers[0]
+        assert (cells[::2], cells[1::2]) == ("abcdefghi", boards[0])
+        for board, (where, _) in zip(boards, [first, *answers[1:]], strict=True):
+            assert where == "".join("abcdefghi"[board.index(symbol)] for symbol in "PG")
 
 
 def test_wrong_demonstrations_are_refused() -> None:
@@ -269,7 +285,11 @@ def test_wrong_demonstrations_are_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'size'"):
         demonstrations("sokoban", {"sise": 6})
     with pytest.raises(UserError, match="games on boards with things to locate"):
-        demonstrations("game_2048", places=True)
+        demonstrations("game_2048", described="places")
+    with pytest.raises(UserError, match="did you mean 'board'"):
+        demonstrations("sokoban", described="bord")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="it may have 52, not 64"):
+        demonstrations("frozen_lake", {"size": 8}, num=1, described="board")
 
 
 @pytest.mark.parametrize(("name", "tiles"), [("sokoban", SOKOBAN_TILES), ("frozen_lake", LAKE_TILES)])
