@@ -368,6 +368,10 @@ def _check_engine_ranks(config: TrainConfig, placement: RayPlacement) -> None:
             f"placement.engine_tensor divides the native engine, but rollout.engine={config.rollout.engine}: give its server several GPUs "
             "(placement.pools) and its own option in placement.server"
         )
+    if config.rollout.weights.name != "model":
+        raise ValueError(
+            "rollout.weights=fp8 is for engines of one process: set placement.engine_tensor=1 or rollout.weights=model"
+        )
     if config.model.backend == "transformers" or config.rollout.engine == "transformers":
         raise ValueError("placement.engine_tensor needs the native decoder, but the model runs through transformers")
     if config.model.lora is not None and config.model.lora.base != "dtype":

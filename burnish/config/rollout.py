@@ -397,7 +397,8 @@ class Rollout(Sampling):
     mismatch metrics show its effect on the samples. Unless algorithm.correction is set, it switches on decoupled_token_is. On a CPU it selects
     the paged cache, like cache_gib."""
     weights: WeightsSlot = ModelWeights()
-    """The weights that the native engine multiplies by. Unless algorithm.correction is set, fp8 switches on decoupled_token_is."""
+    """The weights that the native engine multiplies by. Unless algorithm.correction is set, fp8 switches on decoupled_token_is. On a CPU it
+    selects the paged cache, like cache_gib."""
     exact: bool = False
     """Sample and score with operations whose results do not depend on the rest of the batch. The learner's log-prob of every sampled token
     then equals the engine's, bit for bit. `bench/exact.py` measures the cost in speed."""
@@ -412,6 +413,12 @@ class Rollout(Sampling):
     """When rollouts are made: before their step, during the step before, or continuously."""
     opponents: OpponentSlot = NoOpponents()
     """Who plays the other roles of games of several players."""
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether a setting selects the native engine's paged cache. On a GPU it has no other."""
+        is_8_bits = self.cache_dtype == "fp8" or self.weights.name == "fp8"
+        return self.exact or self.cache_gib is not None or is_8_bits or self.speculation.name != "none"
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Rollout:

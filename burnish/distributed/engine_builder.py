@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
 from burnish.config.foreign_engines import Vllm
 from burnish.config.placement import RayPlacement
-from burnish.config.rollout import Opponents, Rollout, Speculation
+from burnish.config.rollout import ModelWeights, NoSpeculation, Opponents, Rollout, Speculation
 from burnish.config.schema import TrainConfig
 from burnish.core.engine import Engine
 from burnish.inference.engine_wrappers import MismatchEngine, WeightCopyEngine
@@ -22,7 +21,7 @@ from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.inference.native.parallel_decoder import ParallelDecoder
 from burnish.inference.native.parallel_engine import ParallelEngine
-from burnish.inference.opponent_engine import Opponent, copy_policy
+from burnish.inference.opponent_engine import Opponent, OpponentEngine, copy_policy
 from burnish.inference.sglang.sglang_engine import SglangEngine
 from burnish.inference.transformers_engine import TransformersEngine
 from burnish.inference.vllm.vllm_engine import VllmEngine
@@ -36,9 +35,6 @@ from burnish.models.policy import (
 )
 from burnish.models.transformers_model import TransformersPolicy
 from burnish.rollout.validation import sampling_options
-
-if TYPE_CHECKING:
-    pass
 
 
 def set_expert_recording(config: TrainConfig, policy: PolicyModel) -> None:
@@ -77,10 +73,14 @@ def is_foreign(rollout: Rollout) -> bool:
 
 
 def driver_rollout(config: TrainConfig) -> Rollout:
-    """The settings of the engine that the driver makes before its roles start. On Ray, other processes sample with vLLM or SGLang."""
-    if isinstance(config.placement, RayPlacement) and is_foreign(config.rollout):
-        return config.rollout.model_copy(update={"engine": "auto", "vllm": None, "sglang": None, "cache_gib": None})
-    return config.rollout
+    """The settings of the engine that the driver makes before its roles start. On Ray, other processes sample, so it needs no copies."""
+    rollout = config.rollout
+    if not isinstance(config.placement, RayPlacement):
+        return rollout
+    plain = {"weights": ModelWeights(), "speculation": NoSpeculation(), "cache_dtype": "auto"}
+    if is_foreign(rollout):
+        plain |= {"engine": "auto", "vllm": None, "sglang": None, "cache_gib": None}
+    return rollout.model_copy(update=plain)
 
 
 def engine_kind(rollout: Rollout, is_native: bool) -> str:
@@ -116,10 +116,7 @@ def _build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str
             )
         if rollout.exact:
             policy.module.exact = partial(exact_logprobs, policy.module)
-        is_8_bits = "fp8" in (rollout.cache_dtype, rollout.weights.name)
-        is_sized = rollout.cache_gib is not None or is_8_bits
-        is_paged = rollout.exact or is_sized or isinstance(rollout.speculation, Speculation)
-        if weight.is_cuda or is_paged or policy.module.records_experts:
+        if weight.is_cuda or rollout.is_paged or policy.module.records_experts:
             return _build_paged(policy.module, rollout, policy.tokenizer.decode, listener)
         # On a CPU a dense cache is faster: its attention does not gather pages.
         return DenseEngine(policy.module, rollout.max_rows, policy.tokenizer.decode, listener)
@@ -241,5 +238,6 @@ def build_opponents(policy: PolicyModel, rollout: Rollout) -> list[Opponent]:
 
 def find_paged_engine(engine: Engine) -> PagedEngine | None:
     """The paged engine, itself or inside a wrapper; None if there is none."""
-    inner = engine.engine if isinstance(engine, MismatchEngine | WeightCopyEngine) else engine
+    inner = engine.policy if isinstance(engine, OpponentEngine) else engine
+    inner = inner.engine if isinstance(inner, MismatchEngine | WeightCopyEngine) else inner
     return inner if isinstance(inner, PagedEngine) else None

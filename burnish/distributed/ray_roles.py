@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from burnish.config.default_correction import rounding_setting
 from burnish.config.errors import UserError
 from burnish.config.extras import install_hint
 from burnish.config.placement import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, RayPlacement
@@ -35,7 +36,13 @@ from burnish.distributed.weight_link import LinkAddress
 from burnish.distributed.worker_group import WorkerGroup
 from burnish.inference.engine_common import check_native_request, check_requests
 from burnish.inference.remote_engine import RemoteEngine
-from burnish.inference.weight_sync import FOREIGN_PROBE_TOLERANCE, PROBE_TOLERANCE, TrainerClient, probe_request
+from burnish.inference.weight_sync import (
+    FOREIGN_PROBE_TOLERANCE,
+    PROBE_TOLERANCE,
+    ROUNDED_PROBE_TOLERANCE,
+    TrainerClient,
+    probe_request,
+)
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
@@ -214,6 +221,8 @@ def build_remote_engine(
 
     tolerances = FOREIGN_PROBE_TOLERANCE if is_foreign(config.rollout) else PROBE_TOLERANCE
     tolerance = tolerances[config.model.dtype]
+    if rounding_setting(config.model_dump()) is not None:
+        tolerance = max(tolerance, ROUNDED_PROBE_TOLERANCE)
     trainer = TrainerClient(actor.publish.later, actor.publish_again.later, actor.score.later, tolerance)
     if uses_link(config, actor.size):
         trainer = replace(

@@ -129,9 +129,9 @@ def learning_temperature(config: TrainConfig) -> float:
     return config.rollout.temperature if own is None else own
 
 
-def set_layers(model: nn.Module, layers: Layers) -> None:
+def set_layers(model: nn.Module, layers: Layers, ranks: Ranks = SOLO) -> None:
     """Set how the decoder layers of a model that is trained compute. Call it before the model is divided."""
-    set_fp8(model, layers == "fp8")
+    set_fp8(model, layers == "fp8", ranks.device)
     if layers == "compiled":
         compile_layers(model)
 
@@ -140,7 +140,7 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
     """The learner of the actor; its schedule ends with the last step. With several ranks the policy is divided among them."""
     training, total = config.training, policy_updates(config)
     set_activations(policy.module, training.activations)
-    set_layers(policy.module, training.layers)
+    set_layers(policy.module, training.layers, ranks)
     parallelize_model(policy.module, ranks, config.parallel.offload)
     return Learner(
         policy.module,
@@ -206,9 +206,8 @@ def build_reference(
     slot = config.algorithm.kl.reference
     if not slot.has_weights:
         return None
-    set_fp8(
-        policy.module, config.training.layers == "fp8"
-    )  # a copy rounds as the policy does, and starts with a KL of 0
+    # A copy rounds as the policy does, and starts with a KL of 0. On Ray it is in a process without a learner.
+    set_fp8(policy.module, config.training.layers == "fp8", ranks.device)
     if isinstance(slot, TeacherReference) and slot.url is not None:
         return ServerTeacher(slot.url, slot.served_model)
     options = slot.model_dump(exclude={"name", "url", "served_model"})
@@ -248,7 +247,7 @@ def build_critic(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO) 
     total = training.steps * training.mini_batches * training.epochs * critic.updates
     model = ValueModel(policy.module)
     set_activations(model, training.activations)
-    set_layers(model, training.layers)
+    set_layers(model, training.layers, ranks)
     parallelize_model(model, ranks, config.parallel.offload)
     return Critic(model, critic.optimizer, total, training.token_budget, critic.clip, training.share_prefixes, ranks)
 
@@ -355,9 +354,9 @@ def build_process_reward_model(
     if process is None:
         return None
     model = _process_reward_module(config, process.path, policy, base)
+    set_layers(model, training.layers, ranks)  # before the reference copies the model: both must round alike
     start = Reference(model, training.token_budget, 1.0, ranks)
     set_activations(model, training.activations)
-    set_layers(model, training.layers)
     parallelize_model(model, ranks, config.parallel.offload)
     total, budget = training.steps * process.mini_batches, training.token_budget
     return ProcessRewardModel(model, start, process.optimizer, total, budget, training.share_prefixes, ranks)

@@ -196,10 +196,10 @@ class MismatchEngine:
             history = [*older, (version, _copy_weights(weights))][-1 - self.fault.steps :]
             version, weights = history[0]
         weights = self._faulty(weights)
-        # The engine first: it raises while requests run, and then no state may have changed.
-        self.engine.load(version, [(name, weights[name]) for name in sent if name in weights])
+        given = sent if self.sampler is self.policy else weights
+        # The engine writes them, because it may have copies of them in 8 bits. It raises while requests run, and then no state may have changed.
+        self.engine.load(version, [(name, weights[name]) for name in given if name in weights])
         self._history = history
-        self._write(weights)
 
     def sleep(self) -> None:
         self.engine.sleep()

@@ -45,6 +45,8 @@ PROBE_TOLERANCE = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 0.25, "float16"
 """Largest difference of the engine's and the trainer's log-probs, by the type of the weights."""
 FOREIGN_PROBE_TOLERANCE = {"float64": 0.02, "float32": 0.02, "bfloat16": 1.0, "float16": 0.2}
 """The same for engines with kernels of their own, such as vLLM. Other kernels stay below it; other weights do not."""
+ROUNDED_PROBE_TOLERANCE = 2.0
+"""The same where sampler or learner compute in 8 bits. It finds broken engines only; checksums find other weights."""
 
 
 def encode_delta(old: np.ndarray, new: np.ndarray, item_size: int) -> np.ndarray | None:

@@ -368,9 +368,8 @@ def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity:
     if rollout.engine == "vllm":
         return size or DEFAULT_VLLM_CACHE
     element, scale = (1, FP8_SCALE_BYTES) if rollout.cache_dtype == "fp8" else (getattr(torch, setup.dtype).itemsize, 0)
-    is_dense = not setup.on_gpu and size is None  # the dense cache of the CPU engine
-    is_expanded = rollout.exact or (is_dense and rollout.cache_dtype == "auto")
-    token = cache_token_bytes(arch, element, scale, is_expanded)
+    is_dense = not setup.on_gpu and not rollout.is_paged
+    token = cache_token_bytes(arch, element, scale, is_expanded=rollout.exact or is_dense)
     if is_dense:
         return min(rollout.max_rows, sequences) * setup.longest * token
     held = [

@@ -28,10 +28,13 @@ from burnish.models.weight_layout import layer_matrices
 HINT = "set training.layers=plain"
 
 
-def set_fp8(model: nn.Module, is_on: bool) -> None:
-    """Set whether the linear layers of a model's decoder layers multiply in 8 bits. Call it before the model is divided over processes."""
+def set_fp8(model: nn.Module, is_on: bool, device: torch.device | None = None) -> None:
+    """Set whether the linear layers of a model's decoder layers multiply in 8 bits. Call it before the model is divided over processes.
+
+    `device` is where it will compute; None means where its parameters are.
+    """
     if is_on:
-        check_fp8(model)
+        check_fp8(model, device)
     for linear in _layer_linears(model).values():
         if isinstance(linear, LoraLinear):
             linear.in_fp8 = is_on
@@ -41,8 +44,8 @@ def set_fp8(model: nn.Module, is_on: bool) -> None:
             cast(Any, linear).forward = partial(_forward, linear)
 
 
-def check_fp8(model: nn.Module) -> None:
-    """Raise if the layers of a model cannot multiply in 8 bits."""
+def check_fp8(model: nn.Module, device: torch.device | None = None) -> None:
+    """Raise if the layers of a model cannot multiply in 8 bits on a device."""
     decoder = next((module for module in model.modules() if isinstance(module, Decoder)), None)
     if decoder is None:
         raise UserError(
@@ -57,13 +60,14 @@ def check_fp8(model: nn.Module) -> None:
             "training.layers=fp8: a matrix in 4 bits would be dequantised and quantised again for every product: "
             f"set model.lora.base=dtype, or {HINT}"
         )
-    if decoder.embedding.weight.is_cuda:
-        _check_gpu(model, decoder.embedding.weight)
+    device = decoder.embedding.weight.device if device is None else device
+    if device.type == "cuda":
+        _check_gpu(model, decoder.embedding.weight, device)
 
 
-def _check_gpu(model: nn.Module, weight: Tensor) -> None:
-    if torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY:
-        name = torch.cuda.get_device_name(weight.device)
+def _check_gpu(model: nn.Module, weight: Tensor, device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
         raise UserError(
             f"training.layers=fp8 needs a GPU that multiplies 8-bit floats (Ada, Hopper or later), and this is a {name}: {HINT}"
         )

@@ -203,12 +203,8 @@ class Fp8Products(ModelProducts):
 
 def check_fp8_weights(model: Decoder) -> None:
     """Refuse 8-bit copies of the weights where they cannot be used."""
+    check_fp8_shapes(model)
     weight = model.embedding.weight
-    if model.arch.experts is not None or model.arch.latent is not None:
-        what = "experts" if model.arch.experts is not None else "latent attention"
-        raise UserError(
-            f"rollout.weights=fp8: matrices of {what} are not multiplied in 8 bits: set rollout.weights=model"
-        )
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(weight.device)
         raise UserError(
@@ -218,6 +214,15 @@ def check_fp8_weights(model: Decoder) -> None:
         raise UserError(
             f"rollout.weights=fp8: the GPU's 8-bit product gives bfloat16, and the model is in {str(weight.dtype)[6:]}: set model.dtype=bfloat16"
         )
+
+
+def check_fp8_shapes(model: Decoder) -> None:
+    """Refuse models that have no 8-bit copies on any device. Their weights need not be loaded."""
+    if model.arch.experts is not None or model.arch.latent is not None:
+        what = "experts" if model.arch.experts is not None else "latent attention"
+        raise UserError(
+            f"rollout.weights=fp8: matrices of {what} are not multiplied in 8 bits: set rollout.weights=model"
+        )
     if not all(isinstance(module.weight, Tensor) for _, module in _linear_layers(model)):
         raise UserError(
             "rollout.weights=fp8: the matrices are in 4 bits already: set rollout.weights=model, or model.lora.base=dtype"
@@ -226,6 +231,7 @@ def check_fp8_weights(model: Decoder) -> None:
 
 def fp8_copy_bytes(model: Decoder) -> int:
     """Memory of the 8-bit copies that an engine on the model holds."""
+    check_fp8_shapes(model)
     layers = _quantised_layers(model, MIN_PROJECTION)
     return sum(layer.weight.numel() + layer.out_features * FP8_SCALE_BYTES for layer in layers)
 

@@ -163,9 +163,9 @@ class Rewards:
 
     @property
     def may_be_slow(self) -> bool:
-        """Whether a score may take seconds, because a judge, a user's function or a program of the model gives it."""
+        """Whether a score may take seconds, because a judge, a user's function or a program of the model gives it. Rows may name programs."""
         return any(
-            part.backend == "users" or part.config.name == JUDGE or part.config.name in RUN_PROGRAMS
+            part.backend == "users" or part.config.name in (JUDGE, "row") or part.config.name in RUN_PROGRAMS
             for part in self._parts
         )
 

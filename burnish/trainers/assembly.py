@@ -311,13 +311,17 @@ def _build_roles(parts: RunParts, run: Run) -> Roles:
     if parts.cluster is not None:
         logs, note = run.directory.path / "workers", run.display.note
         return start_roles(config, parts.base, policy, parts.weights, parts.cluster, logs, note, parts.rewards)
-    if config.rollout.mismatch is not None:  # its engine copies the weights that RL starts from
-        engine = engine_builder.build_engine(policy, config.rollout)
-    elif config.rollout.source.name != "sync":
+    before = engine_builder.find_paged_engine(engine)
+    if config.rollout.mismatch is not None or config.warm_start is not None:
+        engine = engine_builder.build_engine(
+            policy, config.rollout
+        )  # it may copy the weights, and RL starts from these
+    if config.rollout.mismatch is None and config.rollout.source.name != "sync":
         engine = engine_builder.engine_with_own_weights(engine, policy, config.rollout)
     paged = engine_builder.find_paged_engine(engine)
     if paged is not None:
         paged.on_cache = lambda plan: run.display.note(plan.text)
+        paged.num_contexts = before.num_contexts if before is not None else 0
     if isinstance(config.rollout.opponents, Opponents):
         engine = OpponentEngine(engine, engine_builder.build_opponents(policy, config.rollout))
     learner, reference = roles.build_learner(config, policy), roles.build_reference(config, policy, parts.base)

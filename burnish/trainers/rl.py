@@ -87,7 +87,9 @@ def train_step(context: TrainContext, step: int, unscored: UnscoredSteps, stop: 
             rollouts, batch = collect_rollouts(context, step)
             unscored.count(context, step, rollouts)
             context.source.start_next(step + 1)
-        learn_started = time.perf_counter()
+        passes = None if context.while_scoring is None else context.while_scoring.passes
+        # Passes that were made while rewards were computed are a part of learning, as the learner's meter counts them.
+        learn_started = time.perf_counter() - (0.0 if passes is None else passes.take_seconds())
         result = learn(context, step, batch) if batch is not None else StepResult()
         after_step(context, step, rollouts, result)
         speed = learner_metrics(context.learners, learn_started) | rollout_throughput(rollouts)

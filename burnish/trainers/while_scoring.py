@@ -11,6 +11,7 @@ The rollouts of the next step cannot begin: their weights depend on these reward
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -98,12 +99,19 @@ class EarlyPasses:
         """`context` has the models of the passes. `free_cache` makes room for them on a GPU, as before the updates."""
         self.pipeline, self.seed, self.context, self.free_cache = pipeline, seed, context, free_cache
         self._found: EarlyColumns | None = None
+        self._seconds = 0.0
+
+    def take_seconds(self) -> float:
+        """Return how long the passes took since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def run(self, draws: Sequence[PromptSample], trajectories: Sequence[Trajectory]) -> None:
         """Make the passes over a round whose scores are not known."""
         expected = split_by_kind(draws, [t for t in trajectories if t.error is None], 0.0, 0.0).grouped
         if not expected or len({t.group_id for t in expected}) < len(draws):
             return  # environments of a whole group failed, so another round may follow
+        started = time.perf_counter()
         self.free_cache()
         context = self.context
         unscored = [replace(t, reward=0.0, accuracy=None, parts={}) for t in expected]
@@ -116,6 +124,7 @@ class EarlyPasses:
             batch = step.run(batch, context)
             columns[step.name] = {name: column for name, column in batch.token.items() if name not in known}
         self._found = EarlyColumns(first, columns)
+        self._seconds += time.perf_counter() - started
 
     def take(self, batch: Batch) -> dict[str, dict[str, Tensor]]:
         """Return the columns of each pass that was made over this very batch, once."""

@@ -34,7 +34,7 @@ from burnish.models.kernels.exact import exact_attention, exact_logits
 from burnish.models.kernels.fp8 import quantise_rows
 from burnish.models.kernels.inference_ops import add_norm, decode_attention, has_gated_kernel, rotate_store
 from burnish.models.kernels.latent_ops import LatentHeads, latent_decode
-from burnish.models.kernels.paged_cache import KVCache, LatentCache, Placement
+from burnish.models.kernels.paged_cache import KVCache, LatentCache, Pages, Placement
 from burnish.models.latent_attention import LatentProjection
 from burnish.models.layer_products import Fp8Products, LayerProducts
 from burnish.models.nf4 import quantised_weights
@@ -54,9 +54,11 @@ def warm_up_kernels(
     from triton.runtime import driver
 
     arch, layer = model.arch, cast(Layer, model.layers[0])
-    kinds = {
-        isinstance(cache[k][0], Tensor): cache[k] for k in range(arch.num_layers)
-    }  # in 8 bits and in the model's dtype
+    kinds: dict[bool, tuple[Pages, Pages]] = {}
+    """The pages of a layer in the model's dtype (True) and of one in 8 bits."""
+    for index in range(arch.num_layers):
+        keys, values = cache[index]
+        kinds[isinstance(keys, Tensor)] = keys, values
     weight, rows = model.embedding.weight, place.position.shape[0]
     windows = set(arch.windows) if isinstance(arch.windows, tuple) else {arch.windows}
 
@@ -73,9 +75,8 @@ def warm_up_kernels(
     def projection() -> Tensor:
         return zeros(rows, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
 
-    def rotate(in_place: bool) -> None:
-        for keys, values in kinds.values():
-            rotate_store(projection(), *rotations, place, head_norms(layer), keys, values, in_place)
+    def rotate(in_place: bool, pages: tuple[Pages, Pages]) -> None:
+        rotate_store(projection(), *rotations, place, head_norms(layer), *pages, in_place)
 
     def attend_exact() -> None:
         assert isinstance(cache, Tensor), "exact mode has no 8-bit cache"
@@ -158,10 +159,9 @@ def warm_up_kernels(
     attention = (
         [attend_exact] if exact else [partial(chosen, 1), partial(chosen, 2), prefill]
     )  # 2: any number of splits
-    places = (
-        () if isinstance(cache, LatentCache) else (True, False) if isinstance(cache, Tensor) and not exact else (False,)
-    )
-    rotate_kernels: list[Callable[[], None]] = [partial(rotate, in_place) for in_place in places]
+    rotate_kernels = list[Callable[[], None]]()
+    for is_wide, pages in kinds.items() if not isinstance(cache, LatentCache) else ():
+        rotate_kernels += [partial(rotate, at, pages) for at in ((True, False) if is_wide and not exact else (False,))]
     work = [draw, *attention, *rotate_kernels, *products]
     driver.active.get_current_device()  # load Triton's driver library first: all kernels need it
     _run_in_threads(work, weight.device)

@@ -69,8 +69,8 @@ def c_kernels(x: Tensor, *others: Tensor, stored_in: tuple[torch.dtype, ...] = A
 
 
 def prepare_c_kernels(dtype: torch.dtype) -> None:
-    """Compile or load the library for models of this dtype, in a thread beside other work of a start. It does nothing for other dtypes."""
-    if dtype in (torch.float32, torch.float64):
+    """Compile or load the library for models of this dtype, in a thread beside other work of a start. bfloat16 models use the float32 one."""
+    if dtype in (torch.float32, torch.float64, torch.bfloat16):
         _library(dtype == torch.float64)
 
 
