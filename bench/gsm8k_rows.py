@@ -11,7 +11,7 @@ two programs, and a step costs what one of GSPO costs.
               are measured on them; the best rate is the system's. With one rate, or --choose-steps 0 (the recipe's rate), nothing is chosen.
     rows      every system and seed with that rate, greedy accuracy on all questions of the test file at the end
 
-DAPO asks for twice the prompts of a step, so it makes half the steps. The accuracy of the base is measured once, in the first run. A run that
+DAPO asks for twice the prompts of a step, so it makes half the steps. The accuracy of the base is measured once, before the first run. A run that
 was interrupted goes on with the same command; rows are saved as runs end. The optimizer's state of a run that ended is deleted (18 GiB), and
 its model too unless `--keep` names it (`--keep gspo-0`). Results: bench/results/gsm8k_rows[-gpu].json.
 """
@@ -38,6 +38,8 @@ from burnish.run.metrics import read_metrics
 RECIPES = Path(__file__).parents[1] / "recipes"
 CHOOSING_SEED = 100
 KEY = "validation/greedy/accuracy"
+BASE_TOKENS = 1024
+"""Tokens of an answer of the base, as in the recipe's validation."""
 STEPS_SHARE = {"dapo": 0.5}
 """Steps of a system as a share of --steps."""
 COLUMNS = ["system", "seed", "steps", "lr", "before", "after", "low", "high", "questions", "wall_s", "tokens"]
@@ -71,7 +73,7 @@ class Rows:
         found = {}
         for rate in args.rates:
             name = f"choose-{system}-{rate:g}"
-            found[rate] = self.train(name, system, CHOOSING_SEED, args.choose_steps, rate, "held_out", False)[-1][KEY]
+            found[rate] = self.train(name, system, CHOOSING_SEED, args.choose_steps, rate, "held_out")[-1][KEY]
             print(f"{system}: {found[rate]:.3f} of the held-out training questions with lr {rate:g}", flush=True)
         best = max(found, key=lambda rate: found[rate])
         return best, ", ".join(f"{rate:g}: {value:.4f}" for rate, value in found.items())
@@ -80,9 +82,9 @@ class Rows:
         """Train a system with a seed and measure it on the test file."""
         steps = max(1, round(self.args.steps * STEPS_SHARE.get(system, 1.0)))
         name = f"{system}-{seed}"
-        metrics = self.train(name, system, seed, steps, rate, "test", self.base is None)
         if self.base is None:
-            self.base = metrics[0][KEY]
+            self.base = self.measured_base()
+        metrics = self.train(name, system, seed, steps, rate, "test")
         after, questions = metrics[-1][KEY], sum(1 for _ in (self.folder / "test.jsonl").open())
         _, low, high = wilson_interval(after, questions)
         tokens = sum(row.get("rollout/tokens", 0) for row in metrics)
@@ -90,18 +92,31 @@ class Rows:
         row |= {"chosen": chosen, "before": self.base, "after": after, "low": low, "high": high, "questions": questions}
         return row | {"wall_s": metrics[-1]["time/elapsed_s"], "tokens": tokens, "more": self.args.set}
 
+    def measured_base(self) -> float:
+        """The accuracy of the model before training, greedy, on the test file."""
+        out = self.folder / "base"
+        if not any(out.glob("*.json")):
+            tokens = str(8 if self.args.tiny else BASE_TOKENS)
+            words = ["eval", str(self.model), str(self.files["test"]), "--reward", "number", "--max-tokens", tokens]
+            words += ["--device", "cpu"] if self.args.tiny else []
+            subprocess.run([sys.executable, "-m", "burnish.cli.main", *words, "--out", str(out)], check=True)
+        return float(json.loads(next(out.glob("*.json")).read_text())["accuracy"])
+
     def train(
-        self, name: str, system: str, seed: int, steps: int, rate: float | None, data: str, is_base_measured: bool
+        self, name: str, system: str, seed: int, steps: int, rate: float | None, data: str
     ) -> list[dict[str, Any]]:
         """Run `burnish train` to its end, unless it has ended, and return its metrics."""
         run = self.folder / name
         finished = run / "finished"
+        asked = json.dumps([system, seed, steps, rate, data, self.args.held_out, self.args.set])
+        if finished.exists() and finished.read_text() != asked:
+            raise SystemExit(f"{run} has a run of other settings, {finished.read_text()}: give another --work")
         if not finished.exists():
             recipe = RECIPES / f"gsm8k_{system}.yaml"
             words = [str(recipe)] if recipe.exists() else [str(RECIPES / "gsm8k.yaml"), f"algorithm={system}"]
             words += [f"seed={seed}", f"model.path={self.model}", f"run.directory={self.folder}", f"run.name={name}"]
             words += [f"data.train.path={self.files['train']}", f"data.validation.path={self.files[data]}"]
-            words += [f"training.steps={steps}", f"validation.before={str(is_base_measured).lower()}"]
+            words += [f"training.steps={steps}", "validation.before=false"]
             words += [f"validation.every={steps}", "run.save_every=1000", "run.keep_last=1"]
             words += [] if rate is None else [f"training.optimizer.lr={rate}"]
             words += [*(TINY if self.args.tiny else ()), *self.args.set]
@@ -109,7 +124,7 @@ class Rows:
             done = subprocess.run([sys.executable, "-m", "burnish.cli.main", "train", *words])
             if done.returncode:
                 raise SystemExit(f"{name} ended with status {done.returncode}; the same command goes on")
-            finished.touch()
+            finished.write_text(asked)
             free_disk(run, name in self.args.keep)
         return read_metrics(run / "metrics.jsonl")
 

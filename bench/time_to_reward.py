@@ -400,6 +400,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if not (args.collect or args.page) and (args.task is None or (args.model is None and not args.tiny)):
         parser.error("give a task and a model directory")
+    if args.together > 1 and not args.choose:
+        parser.error("--together shares the machine, so it is for --choose only")
     return args
 
 

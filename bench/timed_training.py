@@ -107,8 +107,11 @@ def train(job: Job) -> list[dict[str, Any]]:
                     history = read_metrics(run.directory.metrics)
                     rows.append(mark_row(job, facts, measured, num_questions, history, step_times))
                     Path(job.rows_file).write_text(json.dumps(rows, indent=1) + "\n")
-                    if is_last:
-                        break
+                    if is_last and marks:
+                        raise SystemExit(
+                            f"the recipe's {num_steps} steps end after {clock.seconds():.0f} s, before the mark of {marks[0]:g} s: give more "
+                            "with training.steps"
+                        )
                     continue
                 began = time.time()
                 is_stopping = train_step(context, step, unscored, stop)

@@ -38,9 +38,11 @@ from burnish.inference.engine_wrappers import (
     round_weight,
 )
 from burnish.inference.native.dense_engine import DenseEngine
+from burnish.inference.native.paged_engine import PagedEngine
 from burnish.inference.transformers_engine import TransformersEngine
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
+from burnish.models.kernels.fp8 import dequantised
 from burnish.models.lora.adapters import add_lora
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.transformers_model import TransformersPolicy
@@ -520,3 +522,18 @@ def test_weights_in_4_bits_have_no_fault_made_of_them(fault: Mismatch) -> None:
         UserError, match=f"mismatch={fault.name} changes weights that are plain numbers, and the policy"
     ):
         MismatchEngine(DenseEngine, model, fault)
+
+
+def test_a_faulty_engine_with_8_bit_copies_multiplies_by_its_own_weights() -> None:
+    model = Decoder(Architecture("llama", 16, 32, 2, 2, 1, 16, 32, 64))
+    initialise(model, seed=0, std=0.2)
+    engine = MismatchEngine(lambda module: PagedEngine(module, weights="fp8"), model, NoiseFault(scale=0.05))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5)
+    engine.load(1, [])
+    products = engine.engine.products
+    for module in products.modules:
+        copy_ = dequantised(products.matrices[id(module)], torch.float32)
+        assert torch.allclose(copy_, module.weight, atol=0.05 * float(module.weight.abs().max()))
+        assert any(module is one for one in engine.sampler.modules())

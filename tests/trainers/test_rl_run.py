@@ -13,6 +13,7 @@ from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.schema import TrainConfig
 from burnish.data.tasks.registry import make_demonstrations
+from burnish.run.metrics import read_metrics
 from burnish.trainers.rl_run import check_controls, control_data
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sort_digits.yaml"
@@ -50,3 +51,14 @@ def test_controls_are_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     results = json.loads((tmp_path / "run" / "controls.json").read_text())
     assert all("validation/greedy/accuracy" in values for values in results.values())
     assert len(list((tmp_path / "run" / "samples").glob("control-*"))) == 4
+
+
+def test_an_engine_with_8_bit_copies_samples_from_the_weights_of_the_warm_start(tmp_path: Path) -> None:
+    small = [
+        "model.new.hidden_size=32", "model.new.num_layers=1", "model.new.mlp_size=32", "model.device=cpu", "training.steps=1", "algorithm.filters=[]",
+        "rollout.prompts=4", "rollout.n=8", "validation.limit=4", "warm_start.updates=60", "warm_start.optimizer.lr=0.01",
+        "rollout.weights=fp8", f"run.directory={tmp_path}", "run.name=run", "run.threads=1",
+    ]  # fmt: skip
+    assert main(["train", str(RECIPE), *small]) == 0
+    (row,) = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["step"] == 1]
+    assert row["mismatch/mean"] < 0.2
