@@ -192,11 +192,13 @@ def measure(point: Point) -> Row:
     parts = {f"{part}_s": reading.seconds.get(part, 0.0) for part in ("forward", "backward", "optimizer")}
     on_gpu = device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    plan = engine.stats.plan if isinstance(engine, PagedEngine) else None
+    cache = 0 if plan is None else plan.bytes  # it sleeps while the learner works, so it is no part of the peak
     return {
         "work": point.name, "system": "burnish", "axis": point.axis, "x": point.x, "tokens": batch.num_tokens,
         "step_s": ended - started if engine is not None else ended - sampled, "rollout_s": 0.0 if engine is None else sampled - started,
         "learn_s": ended - sampled, **parts, "other_s": ended - sampled - sum(parts.values()),
-        "pflop": (reading.executed + sampling) / 1e15, "peak_gib": peak / GIB,
+        "pflop": (reading.executed + sampling) / 1e15, "peak_gib": peak / GIB, "cache_gib": cache / GIB,
     }  # fmt: skip
 
 
@@ -266,7 +268,7 @@ def main() -> None:
         print(json.dumps(measure(Point(**json.loads(args.point)))))
         return
     started, rows, name = time.perf_counter(), list[Row](), "growth-tiny" if args.tiny else on_this_gpu("growth")
-    columns = ["work", "tokens", "step_s", "exponent", "work_exponent", "rollout_s", "learn_s", "peak_gib", "memory_exponent", "problem"]  # fmt: skip
+    columns = ["work", "tokens", "step_s", "exponent", "work_exponent", "rollout_s", "learn_s", "peak_gib", "memory_exponent", "cache_gib", "problem"]  # fmt: skip
     for point in (point for point in points(args.tiny) if point.axis in args.only):
         rows.append(run_point(point, args.limit))
         print(f"{point.name} after {time.perf_counter() - started:.0f} s", flush=True)

@@ -169,7 +169,7 @@ class ParallelEngine(PagedEngine):
     def _layers_in_8_bits(self) -> tuple[bool, ...]:
         return (
             True,
-        ) * self.model.arch.num_layers  # models whose layers differ are refused (`distributed/engine_builder.py`)
+        ) * self.model.arch.num_layers  # models whose keys have a bias are refused (`distributed/engine_builder.py`)
 
     def _free_bytes(self) -> int | None:
         """The smallest free memory of all ranks: they have caches of the same size."""
