@@ -221,23 +221,25 @@ class Sokoban(BoardGame):
         max_actions: int = 10,
         max_actions_per_turn: int = 2,
         invalid_reward: float = -0.1,
+        border: bool = True,
     ) -> None:
         super().__init__(format, words, max_turns, max_actions, max_actions_per_turn, invalid_reward)
         check_whole(self.name, "size", size, least=5, most=12)
         check_whole(self.name, "boxes", boxes, least=1, most=4)
         check_observation(self.name, observation)
-        self.size, self.num_boxes, self.observation = size, boxes, observation
+        self.size, self.num_boxes, self.observation, self.border = size, boxes, observation, border
 
     def reset(self, episode: Episode) -> None:
         board = sokoban_board(self.size, self.num_boxes, episode.seed, split_of(episode))
         self.room, self.player, self.boxes = board
 
     def rules(self) -> str:
+        around = "" if self.border else "Walls that are not shown surround the room.\n"
         return (
             "Sokoban: you are the player, and every box has to stand on a target. Walking into a box pushes it one cell further, if the "
             "cell behind it is free. Boxes cannot be pulled, and two boxes cannot be pushed at once.\n"
             f"{self._cells_text()}\n"
-            f"Actions: {', '.join(self.actions)}.\n"
+            f"{around}Actions: {', '.join(self.actions)}.\n"
             "Rewards: -0.1 for each action, +1 for a box onto a target, -1 for a box off a target, +10 when all boxes are on targets."
         )
 
@@ -247,18 +249,21 @@ class Sokoban(BoardGame):
         return "Cells: # wall, _ floor, O target, X box, √ box on a target, P you, S you on a target."
 
     def board(self) -> str:
-        return self.room.text(self.player, self.boxes)
+        text = self.room.text(self.player, self.boxes)
+        return text if self.border else "\n".join(line[1:-1] for line in text.splitlines()[1:-1])
 
     def details(self) -> str:
         if self.observation != "grid_coord":
             return ""
-        boxes, targets = (
-            ", ".join(cell_name(cell, self.size) for cell in sorted(cells)) for cells in (self.boxes, self.room.targets)
-        )
+        boxes, targets = (", ".join(map(self._shown_name, sorted(cells))) for cells in (self.boxes, self.room.targets))
         return (
             "Coordinates (row, column), counted from (0, 0) at the top left: "
-            f"you {cell_name(self.player, self.size)}; boxes {boxes}; targets {targets}."
+            f"you {self._shown_name(self.player)}; boxes {boxes}; targets {targets}."
         )
+
+    def _shown_name(self, cell: int) -> str:
+        """The coordinates of a cell on the board as it is shown."""
+        return cell_name(cell if self.border else cell - self.size - 1, self.size)
 
     def move(self, action: str) -> float:
         before = sum(box in self.room.targets for box in self.boxes)

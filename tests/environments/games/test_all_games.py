@@ -260,21 +260,32 @@ def test_places_in_demonstrations_are_those_of_the_pictured_board() -> None:
     assert (symbols[0] in "PS", symbols[1] in "X√", symbols[2] in "OS√") == (True, True, True)
 
 
-def test_described_boards_are_those_of_the_pictures() -> None:
-    lake = {"observation": "picture", "words": False, "format": "last_word", "size": 3, "max_actions_per_turn": 1}
-    tiles = {board_picture(symbol, LAKE_TILES).tobytes(): symbol for symbol in LAKE_TILES}
-    for row in demonstrations("frozen_lake", lake, num=20, noise=0.5, described="board"):
+@pytest.mark.parametrize(
+    ("name", "options", "tiles", "things"),
+    [
+        ("frozen_lake", {"size": 3}, LAKE_TILES, ("P", "G")),
+        ("sokoban", {"size": 5, "border": False}, SOKOBAN_TILES, ("PS", "X√", "OS√")),
+    ],
+)
+def test_described_boards_are_those_of_the_pictures(
+    name: str, options: dict[str, Any], tiles: dict[str, str], things: tuple[str, ...]
+) -> None:
+    bare = {"observation": "picture", "words": False, "format": "last_word", "max_actions_per_turn": 1, **options}
+    drawn = {board_picture(symbol, tiles).tobytes(): symbol for symbol in tiles}
+    for row in demonstrations(name, bare, num=20, noise=0.5, described="board"):
         messages = [*row["prompt"], *row["completion"]]
         pictures = [message["content"][0]["image"].load() for message in messages[::2]]
         boards = [
-            "".join(tiles[image[y : y + 16, x : x + 16].tobytes()] for y in (0, 16, 32) for x in (0, 16, 32))
+            "".join(drawn[image[y : y + 16, x : x + 16].tobytes()] for y in (0, 16, 32) for x in (0, 16, 32))
             for image in pictures
         ]
         answers = [message["content"].split() for message in messages[1::2]]
         cells, *first = answers[0]
         assert (cells[::2], cells[1::2]) == ("abcdefghi", boards[0])
         for board, (where, _) in zip(boards, [first, *answers[1:]], strict=True):
-            assert where == "".join("abcdefghi"[board.index(symbol)] for symbol in "PG")
+            assert [board["abcdefghi".index(letter)] in thing for letter, thing in zip(where, things, strict=True)] == [
+                True
+            ] * len(things)
 
 
 def test_wrong_demonstrations_are_refused() -> None:

@@ -183,3 +183,24 @@ def test_coordinates_name_the_cells_of_the_grid() -> None:
     game = on_board(CORRIDOR, observation="grid_coord")
     assert game.details().endswith("you (1, 1); boxes (1, 2); targets (1, 4).")
     assert "(1, 1)" not in game.board()
+
+
+def test_a_board_without_its_border_is_the_inner_board_and_plays_the_same() -> None:
+    whole, inner = (
+        Sokoban(size=5, border=border, format="last_word", observation="grid_coord") for border in (True, False)
+    )
+    for game in (whole, inner):
+        now(game.start(episode(3)))
+    lines = whole.board().split("\n")
+    assert set(lines[0] + lines[-1]) | {line[side] for line in lines for side in (0, -1)} == {"#"}
+    assert inner.board().split("\n") == [line[1:-1] for line in lines[1:-1]]
+    assert [inner.solution(), inner.rules().count("not shown")] == [whole.solution(), 1]
+    for text in whole.solution():
+        ends = [now(game.step(answer(text))) for game in (whole, inner)]
+        assert ends[0].reward == ends[1].reward
+    assert whole.is_solved
+    assert inner.is_solved
+    game = on_board(CORRIDOR, observation="grid_coord")
+    game.border = False
+    assert game.board() == "PX_O\n____\n####\n####"
+    assert game.details().endswith("you (0, 0); boxes (0, 1); targets (0, 3).")
