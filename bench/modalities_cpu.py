@@ -30,7 +30,7 @@ from burnish.config.schema import TrainConfig
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-WITH_PICTURES = ("count_shapes", "click_target", "frozen_lake_pictures")
+WITH_PICTURES = ("count_shapes", "click_target", "frozen_lake_pictures", "sokoban_pictures")
 RUNS = ("llasa_tts", "simple_vla", *WITH_PICTURES)
 
 

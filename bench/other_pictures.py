@@ -2,7 +2,8 @@
 
 python bench/other_pictures.py runs/count_shapes [...]     # `modalities_cpu.py` calls it too
 
-The last checkpoint answers the rows of validation greedily, with each of `SHOWN`. Another's picture is that of the next row, or of another lake.
+The last checkpoint answers the rows of validation greedily, with each of `SHOWN`. Another's picture is that of the next row, or of
+another board at its start.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from burnish.data.tasks.registry import make_task
 from burnish.data.tasks.task import Task
 from burnish.environments.base import Episode, Observation
 from burnish.environments.games.board_pictures import board_picture
+from burnish.environments.games.boards import BoardGame
 from burnish.environments.games.frozen_lake import FrozenLake
+from burnish.environments.games.sokoban import Sokoban
 
 Shown = Literal["own", "blank", "another"]
 SHOWN: tuple[Shown, ...] = get_args(Shown)
 GREY = 127
-LAKE = "frozen_lake"
+GAMES = {"frozen_lake": "OtherPictureLake", "sokoban": "OtherPictureSokoban"}
 
 
 def accuracies(run: Path) -> dict[str, float]:
@@ -52,13 +55,13 @@ def _accuracy(run: Path, shown: Shown) -> float:
     with tempfile.TemporaryDirectory() as folder:
         rows, out = Path(folder) / "rows.jsonl", Path(folder) / "out"
         settings = ["--limit", num, "--seed", config.seed, "--max-tokens", config.rollout.max_tokens, "--out", out]
-        if source.task == LAKE:
+        if source.task in GAMES:
             played = {
                 "options": {**config.environment.options, "shown": shown},
                 "max_turns": config.environment.max_turns,
             }
-            lake = {"name": f"{Path(__file__).resolve()}:OtherPictureLake", **played}
-            words = [f"task:{LAKE}", f"environment={json.dumps(lake)}"]
+            game = {"name": f"{Path(__file__).resolve()}:{GAMES[source.task]}", **played}
+            words = [f"task:{source.task}", f"environment={json.dumps(game)}"]
         else:
             write_rows(rows, make_task(source.task, source.options, config.seed), num, shown)
             words = [str(rows), "--reward", "task", "--correct-at", "1"]
@@ -94,12 +97,10 @@ def _showing(prompt: Any, picture: np.ndarray) -> list[dict[str, Any]]:
     return [{**prompt[0], "content": blocks}]
 
 
-class OtherPictureLake(FrozenLake):
-    """FrozenLake whose pictures are blank, or those of a player who stands still on the start of another lake."""
+class OtherPicture(BoardGame):
+    """A game whose pictures are blank, or those of a player who stands still on the start of another board."""
 
-    def __init__(self, shown: Shown, **options: Any) -> None:
-        super().__init__(**options)
-        self.shown = shown
+    shown: Shown
 
     def reset(self, episode: Episode) -> None:
         super().reset(Episode(episode.id, episode.seed + 1, "", extra=episode.extra, is_training=episode.is_training))
@@ -112,6 +113,18 @@ class OtherPictureLake(FrozenLake):
         if self.shown == "blank":
             picture = np.full_like(picture, GREY)
         return Observation(messages=tuple(_showing(seen.messages, picture)), reward=reward, state=seen.state)
+
+
+class OtherPictureLake(OtherPicture, FrozenLake):
+    def __init__(self, shown: Shown, **options: Any) -> None:
+        super().__init__(**options)
+        self.shown = shown
+
+
+class OtherPictureSokoban(OtherPicture, Sokoban):
+    def __init__(self, shown: Shown, **options: Any) -> None:
+        super().__init__(**options)
+        self.shown = shown
 
 
 if __name__ == "__main__":

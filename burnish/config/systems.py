@@ -94,7 +94,7 @@ SYSTEMS: tuple[System, ...] = (
     System("Absolute Zero", "2505.03335", ("absolute_zero",), "a 1.5B model, 16 tasks of each type and shorter answers; the 8 attempts that measure a task are trained on; the buffer begins with one task", ("AZR", "Absolute Zero Reasoner")),
     System("SPIRAL", "2506.24119", ("spiral",), "Kuhn poker alone, not three games at once; half of the games against earlier weights; 1024 tokens a turn"),
     System("Vision-SR1", "2508.19652", ("vision_sr1",), "not its prompts and cold start; the answer from the description alone is trained too"),
-    System("VAGEN", "2510.16907", ("vagen", "frozen_lake_pictures"), "our own boards and drawings; no reward for describing states, no robot and navigation tasks"),
+    System("VAGEN", "2510.16907", ("vagen", "frozen_lake_pictures", "sokoban_pictures"), "our own boards and drawings; no reward for describing states, no robot and navigation tasks"),
     System("Easy-R1", "github.com/hiyouga/EasyR1", ("easy_r1", "count_shapes"), "the number of steps; count_shapes is a run of minutes on a CPU"),
     System("GUI-R1", "2504.10458", ("gui_r1", "click_target"), "sizes are ours; click_target is a run of minutes on a CPU with drawn screens"),
     System("VTool-R1", "2505.19255", ("vtool_r1",), "built-in tools that crop, zoom, highlight and mask in place of code that the model writes; exact answers in place of a judge"),

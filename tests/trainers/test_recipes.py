@@ -44,7 +44,7 @@ LIKE_OTHERS = {
 }
 LIKE_OTHERS |= {"tinyzero", "cot_rm", "code_r1"}
 LIKE_OTHERS |= {"easy_r1", "racro", "gui_r1", "vision_sr1", "vtool_r1", "count_shapes", "click_target"}
-LIKE_OTHERS |= {"llasa_tts", "simple_vla", "frozen_lake_pictures"}
+LIKE_OTHERS |= {"llasa_tts", "simple_vla", "frozen_lake_pictures", "sokoban_pictures"}
 """Those of them whose shrunk run is that of another recipe but for numbers: only their plans are checked."""
 EXAMPLES |= AGENTS | OF_SYSTEMS
 """Recipes of a task or a system rather than of an algorithm."""

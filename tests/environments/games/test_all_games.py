@@ -283,9 +283,8 @@ def test_described_boards_are_those_of_the_pictures(
         cells, *first = answers[0]
         assert (cells[::2], cells[1::2]) == ("abcdefghi", boards[0])
         for board, (where, _) in zip(boards, [first, *answers[1:]], strict=True):
-            assert [board["abcdefghi".index(letter)] in thing for letter, thing in zip(where, things, strict=True)] == [
-                True
-            ] * len(things)
+            named = [board["abcdefghi".index(letter)] for letter in where]
+            assert all(symbol in thing for symbol, thing in zip(named, things, strict=True))
 
 
 def test_wrong_demonstrations_are_refused() -> None:
