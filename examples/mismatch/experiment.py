@@ -17,8 +17,9 @@ from burnish.evaluation.evaluate import evaluate
 from burnish.rollout.validation import sampling_options
 from burnish.run.metrics import read_metrics
 from burnish.run.run import Run
-from burnish.trainers.assembly import RunParts, warm_start
+from burnish.trainers.assembly import RunParts
 from burnish.trainers.rl_run import checked_run, execute, warm_start_folder
+from burnish.trainers.warm_start import warm_start
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 CORRECTIONS = {

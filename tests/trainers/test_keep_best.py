@@ -100,7 +100,7 @@ def test_a_validation_without_an_accuracy_gives_no_score_where_the_reward_has_on
         found = validation_metrics(*given)
         return {k: v for k, v in found.items() if k != "accuracy"} if next(steps) in missing else found
 
-    monkeypatch.setattr("burnish.trainers.assembly.validation_metrics", without)
+    monkeypatch.setattr("burnish.trainers.held_out_validation.validation_metrics", without)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "judged.py").write_text(JUDGED)
     chosen = [*MEASURED, f"reward.parts={part}", "run.save_every=1"]
