@@ -74,7 +74,7 @@ def test_compiled_layers_give_the_same_gradient_for_every_size_compiled_once(
 
 
 def test_a_model_of_transformers_is_refused(tiny_other: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match="training.layers=compiled needs the native decoder"):
+    with pytest.raises(UserError, match=r"training\.layers=compiled needs the native decoder"):
         compile_layers(TransformersPolicy(tiny_other("gpt2")))
 
 

@@ -176,7 +176,7 @@ BOARD = {
     "invalid_reward": -0.5,
 }
 MOVED: dict[str, dict[str, Any]] = {
-    "sokoban": {**BOARD, "size": 7, "boxes": 2, "observation": "grid_coord"},
+    "sokoban": {**BOARD, "size": 7, "boxes": 2, "border": False, "observation": "grid_coord"},
     "frozen_lake": {**BOARD, "size": 5, "frozen": 0.7, "success_rate": 0.5, "observation": "grid_coord"},
     "bandit": {"format": "brackets", "words": False, "steady_reward": 0.2, "bold_chance": 0.9, "invalid_reward": -0.5},
     "game_2048": {**BOARD, "goal": 8},
