@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, on_this_gpu, save, table
+from common import RESULTS, on_this_gpu, save, table, tiny_chat_model
 
 from burnish.run.durable_files import atomic_write
 from burnish.run.metrics import read_metrics
@@ -369,19 +369,10 @@ WORK: dict[str, Callable[[Bench], None]] = {
 
 def tiny_model(folder: Path) -> Path:
     """A decoder of characters with a chat template, made from nothing."""
-    if not folder.exists():
-        from burnish.config.model import Model, NewModel
-        from burnish.models.policy import load_policy
-
-        folder.mkdir()
-        spans = ((9, 11), (32, 127), (0xA0, 0x370), (0x1E00, 0x1F00), (0x2000, 0x2070), (0x20A0, 0x20C0), (0x2190, 0x2300))  # fmt: skip
-        alphabet = "".join(chr(code) for first, end in spans for code in range(first, end))
-        new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=8192)
-        load_policy(Model(new=new, device="cpu"), None, alphabet, seed=1).save(folder)
-        file = folder / "tokenizer_config.json"
-        template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    return folder
+    spans = ((9, 11), (32, 127), (0xA0, 0x370), (0x1E00, 0x1F00), (0x2000, 0x2070), (0x20A0, 0x20C0), (0x2190, 0x2300))  # fmt: skip
+    alphabet = "".join(chr(code) for first, end in spans for code in range(first, end))
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    return tiny_chat_model(folder, alphabet, template, 8192)
 
 
 def main() -> None:

@@ -49,6 +49,20 @@ def save_beside(name: str, rows: list[dict[str, Any]], key: Callable[[dict[str, 
     return save(name, sorted([*kept, *rows], key=lambda row: str(key(row))))
 
 
+def tiny_chat_model(folder: Path, alphabet: str, template: str, max_positions: int) -> Path:
+    """A decoder of characters with a chat template, made from nothing, unless the folder has it."""
+    from burnish.config.model import Model, NewModel
+    from burnish.models.policy import load_policy
+
+    if not folder.exists():
+        folder.mkdir()
+        new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=max_positions)
+        load_policy(Model(new=new, device="cpu"), None, alphabet, seed=1).save(folder)
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return folder
+
+
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     """Rows as a small text table."""
     cells = [columns, *[[_cell(row.get(c)) for c in columns] for row in rows]]

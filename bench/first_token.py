@@ -123,6 +123,7 @@ def model_child(directory: Path, in_a_row: bool) -> dict[str, Any]:
     marks.end("import_rest_s")
     has_gpu = torch.cuda.is_available()
     if in_a_row:
+        # No option loads the parts one after another, so the bench replaces the threads.
         policies.ThreadPoolExecutor = InARow  # type: ignore[misc, assignment]
     for name, shown in (("load_decoder", "(weights_s)"), ("_load_tokenizer", "(tokenizer_s)")):
         marks.timed(policies, name, shown)

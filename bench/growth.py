@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from batches import equal
@@ -79,7 +79,7 @@ class Point:
     turns: int = 1
     updates_only: bool = False
     lora: bool = False
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "adam8bit"] = "adamw"
     is_tiny: bool = False
 
     @property
@@ -159,7 +159,7 @@ def measure(point: Point) -> Row:
         add_lora(model, Lora(rank=32), 0)
     set_activations(model, "recompute")
     longest = point.prompt + point.turns * (point.new + OBSERVED)
-    learner = Learner(model, Optimizer(lr=1e-6, name=point.optimizer), 10, max(longest, 16384))  # type: ignore[arg-type]
+    learner = Learner(model, Optimizer(lr=1e-6, name=point.optimizer), 10, max(longest, 16384))
     engine: PagedEngine | DenseEngine | None = None
     if not point.updates_only:
         rows = min(point.samples, 1024)
@@ -221,10 +221,10 @@ def run_point(point: Point, limit_s: float) -> Row:
 
 def slope(before: Row, after: Row, key: str) -> float | None:
     """The exponent between two rows: d log(value) / d log(x); None if one is not known or 0."""
-    values = before.get(key), after.get(key)
-    if not all(values) or before["x"] == after["x"]:
+    first, last = before.get(key), after.get(key)
+    if not first or not last or before["x"] == after["x"]:
         return None
-    return math.log(values[1] / values[0]) / math.log(after["x"] / before["x"])  # type: ignore[operator]
+    return math.log(last / first) / math.log(after["x"] / before["x"])
 
 
 def with_exponents(rows: list[Row]) -> list[Row]:

@@ -28,11 +28,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import on_this_gpu, save_beside, table
+from common import on_this_gpu, save_beside, table, tiny_chat_model
 
-from burnish.config.model import Model, NewModel
 from burnish.evaluation.statistics import wilson_interval
-from burnish.models.policy import load_policy
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -43,6 +41,9 @@ BASE_TOKENS = 1024
 STEPS_SHARE = {"dapo": 0.5}
 """Steps of a system as a share of --steps."""
 COLUMNS = ["system", "seed", "steps", "lr", "before", "after", "low", "high", "questions", "wall_s", "tokens"]
+ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+"""Of the model of `--tiny`."""
 TINY = (
     "model.dtype=float32",
     "model.device=cpu",
@@ -59,7 +60,9 @@ class Rows:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.folder = args, args.work.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.model = tiny_model(self.folder / "tiny") if args.tiny else args.model.resolve()
+        self.model = (
+            tiny_chat_model(self.folder / "tiny", ALPHABET, TEMPLATE, 512) if args.tiny else args.model.resolve()
+        )
         self.files = prepared(self.folder, args.data, args.held_out)
         self.base: float | None = None
 
@@ -165,19 +168,6 @@ def sums(count: int, seed: int = 0) -> list[str]:
     return [
         json.dumps({"question": f"{a}+{b}={k}?", "answer": f"#### {a + b}"}) + "\n" for k, (a, b) in enumerate(pairs)
     ]
-
-
-def tiny_model(folder: Path) -> Path:
-    """A decoder of characters with a chat template, made from nothing."""
-    if not folder.exists():
-        folder.mkdir()
-        new = NewModel(hidden_size=16, num_layers=1, num_heads=2, mlp_size=24, max_positions=512)
-        alphabet = "".join(chr(code) for code in range(32, 127)) + "\n"
-        load_policy(Model(new=new, device="cpu"), None, alphabet, seed=1).save(folder)
-        file = folder / "tokenizer_config.json"
-        template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    return folder
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,27 @@ from burnish.models.tokenizer import Tokenizer
 from burnish.models.weight_files import save_decoder
 from burnish.training.learner import Learner
 
-SIZES = {"hidden_size": 576, "mlp_size": 1536, "num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
-TINY_SIZES = {"hidden_size": 64, "mlp_size": 96, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+SIZES: dict[str, Any] = {
+    "hidden_size": 576,
+    "mlp_size": 1536,
+    "num_layers": 30,
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+}
+TINY_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "mlp_size": 96,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+}
 ROWS, PROMPT, NEW, MICRO_ROWS = 16, 64, 64, 4
 
 
-def model_of(sizes: dict[str, int], vocab: int) -> Decoder:
-    arch = Architecture(family="llama", vocab_size=vocab, max_positions=2048, tied=True, **sizes)  # type: ignore[arg-type]
+def model_of(sizes: dict[str, Any], vocab: int) -> Decoder:
+    arch = Architecture(family="llama", vocab_size=vocab, max_positions=2048, tied=True, **sizes)
     model = Decoder(arch)
     initialise(model, seed=0)
     return model.to(torch.bfloat16)
@@ -135,7 +150,7 @@ def main() -> None:
     times: dict[tuple[str, str], list[float]] = {}
     for repeat in range(args.repeats + 1):
         for name, system in systems.items():
-            for work, call in (("sample", system.sample), ("train", lambda s=system: s.train(rows))):  # type: ignore[misc]
+            for work, call in (("sample", system.sample), ("train", partial(system.train, rows))):
                 took = seconds(call)
                 print(f"{repeat} {name} {work}: {took:.2f} s", flush=True)
                 if repeat:  # the first compiles kernels and allocates

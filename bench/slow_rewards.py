@@ -46,7 +46,9 @@ def seconds_of(folder: Path, way: str, number: int, overrides: list[str]) -> lis
     """Of each step: the seconds from its line to the line of the step before, and its parts."""
     name = f"{way.replace(' ', '-')}-{number}"
     loaded = load(TrainConfig, None, [*OPTIONS, *overrides, f"run.directory={folder}", f"run.name={name}"])
-    known = Rewards.may_be_slow
+    known = (
+        Rewards.may_be_slow
+    )  # no option makes a run wait for slow rewards, so the bench replaces the property that decides
     if way == "usual place":
         Rewards.may_be_slow = property(lambda self: False)  # type: ignore[method-assign, assignment]
     try:

@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from common import on_this_gpu, save, table
@@ -26,6 +26,7 @@ from burnish.models.decoder import Decoder
 from burnish.models.tokenizer import Tokenizer
 from burnish.models.weight_files import load_decoder
 
+Source = Literal["context", "answers", "both"]
 COLUMNS = ("question", "problem", "prompt")
 EARLIER = 4
 """Answers to each prompt before the timed one."""
@@ -56,11 +57,11 @@ def requests_of(prompts: list[tuple[int, ...]], options: SamplingOptions, tag: s
 
 
 def measure(
-    model: Decoder, prompts: list[tuple[int, ...]], options: SamplingOptions, draft: int, source: str, repeats: int
+    model: Decoder, prompts: list[tuple[int, ...]], options: SamplingOptions, draft: int, source: Source, repeats: int
 ) -> dict[str, Any]:
     """Median over repeats of the same samples, after one that compiles and captures."""
     rows = len(prompts)
-    speculation = Speculation(draft=draft, rows=rows, source=source) if draft else None  # type: ignore[arg-type]
+    speculation = Speculation(draft=draft, rows=rows, source=source) if draft else None
     engine = PagedEngine(model, max_rows=rows * EARLIER, speculation=speculation)
     engine.submit(requests_of(prompts, options, "earlier", EARLIER))
     list(engine.stream())

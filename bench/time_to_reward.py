@@ -159,7 +159,8 @@ def training_file(task: Task, data: Path, work: Path) -> Path:
 def data_overrides(task: Task, data: Path, work: Path, chooses: bool, num_held_back: int) -> list[str]:
     """The sources of a run. If it `chooses`, the last rows of the training file take the place of the test set."""
     train_path = training_file(task, data, work)
-    train, test = {"path": str(train_path)}, {"path": str(data / task.test)}
+    train: dict[str, Any] = {"path": str(train_path)}
+    test: dict[str, Any] = {"path": str(data / task.test)}
     for source, shape in zip((train, test), task.shapes, strict=True):
         source |= {"shape": shape} if shape else {}
     if chooses:
@@ -168,7 +169,7 @@ def data_overrides(task: Task, data: Path, work: Path, chooses: bool, num_held_b
             raise SystemExit(f"{train_path} has {len(rows)} rows, too few to hold back {num_held_back}")
         held_back = write_rows(work / f"{Path(task.train).stem}_held_back.jsonl", rows[-num_held_back:])
         test = {**train, "path": str(held_back)}
-        train = {**train, "limit": len(rows) - num_held_back}  # type: ignore[dict-item]
+        train = {**train, "limit": len(rows) - num_held_back}
     # Lists take the place of the recipe's sources; a single one would be merged with them.
     return [f"data.train={json.dumps([train])}", f"data.validation={json.dumps([test])}"]
 

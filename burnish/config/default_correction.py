@@ -8,6 +8,7 @@ from burnish.config.foreign_keys import translate_verl_keys
 
 ROUNDED_CORRECTION = "decoupled_token_is"
 """Truncated importance weights of tokens."""
+NO_CORRECTION_NOTE = "sampler or learner computes in 8 bits, and this algorithm takes no algorithm.correction: the gap is measured (mismatch/mean) and not corrected"
 
 
 def chooses_correction(written: Any) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 
 from burnish.algorithms.presets import preset_slots
 from burnish.algorithms.spec import Algorithm
-from burnish.config.default_correction import chooses_correction, with_default_correction
+from burnish.config.default_correction import NO_CORRECTION_NOTE, chooses_correction, with_default_correction
 from burnish.config.errors import UserError, did_you_mean
 from burnish.config.foreign_keys import translate_verl_keys
 from burnish.config.plugins import is_plugin_file
@@ -96,9 +95,11 @@ def _load_with_overrides(
     corrected, note = (tree, None) if written is None or chooses_correction(written) else with_default_correction(tree)
     config: ConfigType | None = None
     if note is not None:
-        with suppress(ValidationError):  # an algorithm that takes no correction has none
+        try:
             config = config_type.model_validate(_inherit_max_tokens(corrected))
-            notes = [*notes, note]
+        except ValidationError:  # of the correction, or of something else, which the next call raises again
+            note = NO_CORRECTION_NOTE
+        notes = [*notes, note]
     for text in notes:
         log.warning("note: %s", text)
     try:

@@ -171,7 +171,7 @@ def save_on_stop(context: TrainContext) -> Iterator[None]:
         finish_put_off_step(context)
         save_last_step(context)
         raise
-    except Exception:
+    except Exception:  # whatever it is, it is raised again below
         finish_put_off_step(context)
         raise
 

@@ -72,9 +72,8 @@ class PagedEngine:
             )
         self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
         self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
-        self.in_8_bits = self._layers_in_8_bits() if quantised else (False,) * model.arch.num_layers
-        """For each layer, whether its keys and values are stored in 8 bits."""
-        self.wide_layers = tuple(k for k, is_small in enumerate(self.in_8_bits) if quantised and not is_small)
+        self.in_8_bits = self._layers_in_8_bits() if quantised else ()
+        """For each layer of an 8-bit cache, whether its keys and values are stored in 8 bits."""
         self.speculation = speculation
         self.products = products_of(model, exact, weights)
         self.answers = None if speculation is None or speculation.source == "context" else AnswerStore()
@@ -190,7 +189,7 @@ class PagedEngine:
             block_size=BLOCK_SIZE,
             kv_heads=num_row_programs(self.model.arch) if has_splits else None,
             num_contexts=self.num_contexts,
-            wide_layers=self.wide_layers,
+            wide_layers=tuple(k for k, is_small in enumerate(self.in_8_bits) if not is_small),
         )
 
     def _token_bytes(self) -> int:

@@ -475,7 +475,7 @@ def test_verified_drafts_change_no_bit_in_exact_mode(tools: Any, family: str, dt
 def test_verified_drafts_change_no_token_but_by_rounding(tools: Any, family: str, quantised: bool) -> None:
     """All attention kernels, with heads of 64: the tokens are those of plain decoding, but for rounding."""
     if quantised and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("8-bit floats")
+        pytest.skip("this GPU has no 8-bit floats (Ada, Hopper and later have them)")
     model = decoder(tools, family).to(DEVICE, torch.bfloat16)
     wanted = tools.requests([TEXT[:20], TEXT[:290], TEXT[7:10]], max_tokens=80, temperature=0.0)
     plain = tools.run(PagedEngine(model, 4, quantised=quantised), wanted)

@@ -137,7 +137,7 @@ def test_the_kernels_round_as_torch_does(shape: tuple[int, int]) -> None:
     assert_same_numbers(fp8_linear_kernels.columns(on_device, None), plain_columns(rows.data))
 
 
-@pytest.mark.skipif(not CUDA, reason="a GPU's products")
+@pytest.mark.skipif(not CUDA, reason="compares the product of a GPU's tensor cores; there is no GPU")
 def test_the_gpu_multiplies_the_same_numbers() -> None:
     for rows, inputs, outputs in ((17, 64, 32), (1000, 1536, 2048), (4096, 1536, 17920)):
         factors = tuple(t.to(torch.bfloat16) for t in draw(0, rows, inputs, outputs))

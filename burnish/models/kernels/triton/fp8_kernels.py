@@ -11,15 +11,22 @@ BLOCK = 2048
 
 
 @triton.jit
-def _quantise_rows(x_ptr, data_ptr, scale_ptr, size, LARGEST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def row_maximum(x_ptr, row, size, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The largest magnitude of a row of `size` numbers."""
     column = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     for chunk in tl.static_range(CHUNKS):
         inside = chunk * BLOCK + column < size
         x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
-    top = tl.max(largest, 0)
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _quantise_rows(x_ptr, data_ptr, scale_ptr, size, LARGEST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    top = row_maximum(x_ptr, row, size, BLOCK, CHUNKS)
     scale = tl.where(top > 0, top * (1 / LARGEST), 1.0)
     tl.store(scale_ptr + row, scale)
     for chunk in tl.static_range(CHUNKS):  # the second read of the row comes from the cache

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.models.kernels.fp8 import FP8, SCALED_PRODUCT_MULTIPLE, Fp8Rows
+from burnish.models.kernels.triton.fp8_kernels import row_maximum
 
 MAX_BLOCK = 4096
 """Numbers of a row that a program of `_quantise_rows` reads at once."""
@@ -30,12 +31,7 @@ def _power_scale(largest):
 def _quantise_rows(x_ptr, data_ptr, scale_ptr, size, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        inside = chunk * BLOCK + column < size
-        x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x))
-    scale = _power_scale(tl.max(largest, 0))
+    scale = _power_scale(row_maximum(x_ptr, row, size, BLOCK, CHUNKS))
     tl.store(scale_ptr + row, scale)
     for chunk in tl.static_range(CHUNKS):  # the second read of the row comes from the cache
         inside = chunk * BLOCK + column < size
