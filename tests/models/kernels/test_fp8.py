@@ -39,7 +39,7 @@ def test_a_product_is_that_of_the_rounded_factors() -> None:
 
 
 @kernel
-@pytest.mark.parametrize("shape", [(3, 40), (2, 5, 128), (4, 5000), (0, 16)])
+@pytest.mark.parametrize("shape", [(3, 40), (2, 5, 128), (4, 5000), (2, 17000), (0, 16)])
 def test_the_kernel_rounds_as_torch_does(shape: tuple[int, ...]) -> None:
     from burnish.models.kernels.triton import fp8_kernels
 

@@ -124,7 +124,7 @@ def assert_same_numbers(mine: Fp8Rows, truth: Fp8Rows) -> None:
 
 
 @kernel
-@pytest.mark.parametrize("shape", [(3, 40), (70, 130), (600, 48), (5, 9000)])
+@pytest.mark.parametrize("shape", [(3, 40), (70, 130), (600, 48), (5, 9000), (2, 17000)])
 def test_the_kernels_round_as_torch_does(shape: tuple[int, int]) -> None:
     from burnish.models.kernels.triton import fp8_linear_kernels
 

@@ -6,32 +6,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
-"""Numbers of a row that a program reads at once."""
+MAX_BLOCK = 16384
+"""Most numbers of a row that a program reads at once and keeps in registers."""
+NUMBERS_PER_WARP = 1024
+"""Numbers of a block for each warp: 32 for a thread, few enough to be loaded together."""
 
 
 @triton.jit
-def row_maximum(x_ptr, row, size, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The largest magnitude of a row of `size` numbers."""
+def row_and_maximum(x_ptr, row, size, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The first block of a row of `size` numbers, and the largest magnitude of the row."""
     column = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for chunk in tl.static_range(CHUNKS):
+    first = tl.load(x_ptr + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    largest = tl.abs(first)
+    for chunk in tl.static_range(1, CHUNKS):
         inside = chunk * BLOCK + column < size
         x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x))
-    return tl.max(largest, 0)
+    return first, tl.max(largest, 0)
 
 
 @triton.jit
 def _quantise_rows(x_ptr, data_ptr, scale_ptr, size, LARGEST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    top = row_maximum(x_ptr, row, size, BLOCK, CHUNKS)
+    x, top = row_and_maximum(x_ptr, row, size, BLOCK, CHUNKS)
     scale = tl.where(top > 0, top * (1 / LARGEST), 1.0)
     tl.store(scale_ptr + row, scale)
-    for chunk in tl.static_range(CHUNKS):  # the second read of the row comes from the cache
+    for chunk in tl.static_range(CHUNKS):
         inside = chunk * BLOCK + column < size
-        x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
+        if chunk > 0:  # the second read of a longer row comes from the cache
+            x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(data_ptr + row * size + chunk * BLOCK + column, tl.div_rn(x, scale).to(tl.float8e4nv), mask=inside)
 
 
@@ -40,6 +44,11 @@ def quantise_rows(x: Tensor, data: Tensor, scale: Tensor, largest: float) -> Non
     size = x.shape[-1]
     rows = x.numel() // size if size else 0
     if rows:
-        block = min(BLOCK, triton.next_power_of_2(size))
-        chunks = triton.cdiv(size, block)
-        _quantise_rows[(rows,)](x, data, scale, size, LARGEST=largest, BLOCK=block, CHUNKS=chunks, num_warps=4)
+        block, chunks, warps = row_blocks(size)
+        _quantise_rows[(rows,)](x, data, scale, size, LARGEST=largest, BLOCK=block, CHUNKS=chunks, num_warps=warps)
+
+
+def row_blocks(size: int) -> tuple[int, int, int]:
+    """How a program reads a row of `size` numbers: numbers of a block, blocks, warps."""
+    block = min(MAX_BLOCK, triton.next_power_of_2(size))
+    return block, triton.cdiv(size, block), min(16, max(4, block // NUMBERS_PER_WARP))

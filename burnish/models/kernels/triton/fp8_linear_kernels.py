@@ -8,10 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from burnish.models.kernels.fp8 import FP8, SCALED_PRODUCT_MULTIPLE, Fp8Rows
-from burnish.models.kernels.triton.fp8_kernels import row_maximum
+from burnish.models.kernels.triton.fp8_kernels import row_and_maximum, row_blocks
 
-MAX_BLOCK = 4096
-"""Numbers of a row that a program of `_quantise_rows` reads at once."""
 TILE = 64
 """Rows and columns that a program of `_transpose` reads."""
 ROWS_PER_MAXIMUM = 512
@@ -31,11 +29,13 @@ def _power_scale(largest):
 def _quantise_rows(x_ptr, data_ptr, scale_ptr, size, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    scale = _power_scale(row_maximum(x_ptr, row, size, BLOCK, CHUNKS))
+    x, top = row_and_maximum(x_ptr, row, size, BLOCK, CHUNKS)
+    scale = _power_scale(top)
     tl.store(scale_ptr + row, scale)
-    for chunk in tl.static_range(CHUNKS):  # the second read of the row comes from the cache
+    for chunk in tl.static_range(CHUNKS):
         inside = chunk * BLOCK + column < size
-        x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
+        if chunk > 0:  # the second read of a longer row comes from the cache
+            x = tl.load(x_ptr + row * size + chunk * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(data_ptr + row * size + chunk * BLOCK + column, (x / scale).to(tl.float8e4nv), mask=inside)
 
 
@@ -43,10 +43,9 @@ def quantise_by_powers(x: Tensor) -> Fp8Rows:
     """`burnish.models.kernels.fp8_linear.quantise_by_powers` of contiguous rows [N, D]."""
     rows, size = x.shape
     out = Fp8Rows(torch.empty_like(x, dtype=FP8), torch.empty(rows, dtype=torch.float32, device=x.device))
-    block = min(MAX_BLOCK, triton.next_power_of_2(size))
-    chunks = triton.cdiv(size, block)
     if rows:
-        _quantise_rows[(rows,)](x, *out, size, BLOCK=block, CHUNKS=chunks, num_warps=8 if block == MAX_BLOCK else 4)
+        block, chunks, warps = row_blocks(size)
+        _quantise_rows[(rows,)](x, *out, size, BLOCK=block, CHUNKS=chunks, num_warps=warps)
     return out
 
 
