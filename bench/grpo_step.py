@@ -1,11 +1,12 @@
 """A whole GRPO step of a 1.5B model on one GPU: rollouts of R1 in groups of 8, then one update of all weights.
 
-python bench/grpo_step.py [--steps 4] [--budget 16384] [--layers fp8] [--trl-python /path/to/python [--trl-vllm]]
+python bench/grpo_step.py [--steps 4] [--budget 36864] [--layers fp8] [--rollout fp8] [--trl-python /path/to/python [--trl-vllm]]
 
 Random weights in bfloat16 with float32 master weights and moments, 32 prompts of 128 tokens x 8 samples x 256 new tokens,
 no reference model, one update a batch and therefore no pass for old log-probs. The engine samples from the learner's own
 tensors, and its cache is released while the learner works. The samples of a group share the forward and backward of their
-prompt. `--layers fp8` is `training.layers`; its row is saved beside that of bfloat16, and its share of the peak is of bfloat16's.
+prompt. `--layers fp8` is `training.layers`, and `--rollout fp8` both `rollout.weights` and `rollout.cache_dtype`; their rows are saved
+beside that of bfloat16, and their shares of the peak are of bfloat16's.
 
 TRL runs the same work afterwards in a separate process (`bench/peers/trl_grpo_step_gpu.py`), if this interpreter or the
 one named has it. With `--trl-vllm` it generates with vLLM.
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 from common import on_this_gpu, save_beside, table
-from rollout import FLOPS, SHAPES, Work, random_model, requests_of
+from rollout import FLOPS, FP8, SHAPES, Work, random_model, requests_of
 
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.terms.loss_terms import aggregation_weights
@@ -89,11 +90,12 @@ def one_step(k: int, engine: PagedEngine, learner: Learner, vocab: int, is_profi
     return Step(ended - started, sampled - started, ended - sampled, learner.meter.read()), batch
 
 
-def burnish_row(num_steps: int, budget: int, is_profiled: bool, layers: str) -> dict[str, Any]:
+def burnish_row(num_steps: int, budget: int, is_profiled: bool, layers: str, rollout: str) -> dict[str, Any]:
     """The median step after the first."""
+    settings = {"layers": layers, "rollout": rollout}
     model = random_model(WORK.shape)
     set_fp8(model, layers == "fp8")
-    engine = PagedEngine(model, max_rows=WORK.requests)
+    engine = PagedEngine(model, max_rows=WORK.requests, **(FP8 if rollout == "fp8" else {}))
     learner = Learner(model, Optimizer(lr=1e-6), 100, token_budget=budget)
     steps: list[Step] = []
     for k in range(num_steps):
@@ -111,7 +113,8 @@ def burnish_row(num_steps: int, budget: int, is_profiled: bool, layers: str) -> 
     assert step.reading.needed is not None
     return {
         "work": NAME,
-        "system": "burnish" if layers == "plain" else f"burnish, layers={layers}",
+        "system": ", ".join(["burnish", *(f"{name}=fp8" for name, value in settings.items() if value == "fp8")]),
+        "budget": budget,
         "step_s": step.step_s,
         "rollout_s": step.rollout_s,
         "learn_s": step.learn_s,
@@ -147,13 +150,14 @@ def trl_row(python: str, num_steps: int, with_vllm: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--budget", type=int, default=36864, help="tokens of a micro-batch")
     parser.add_argument("--layers", choices=("plain", "fp8"), default="plain")
+    parser.add_argument("--rollout", choices=("plain", "fp8"), default="plain", help="weights and cache of the engine")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl; this one where it has it")
     parser.add_argument("--trl-vllm", action="store_true", help="let TRL generate with vLLM")
     args = parser.parse_args()
-    rows = [burnish_row(args.steps, args.budget, args.profile, args.layers)]
+    rows = [burnish_row(args.steps, args.budget, args.profile, args.layers, args.rollout)]
     gc.collect()
     torch.cuda.empty_cache()
     python = args.trl_python or (sys.executable if importlib.util.find_spec("trl") else None)

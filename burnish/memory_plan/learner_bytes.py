@@ -21,7 +21,7 @@ from burnish.models.activation_bytes import ActivationEstimate
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ScoreModel, ValueModel
-from burnish.models.kernels.logprob import CHUNK_ELEMENTS
+from burnish.models.kernels.logprob import CHUNK_ELEMENTS, KERNEL_CHUNK_ELEMENTS
 from burnish.models.lora.adapters import wrap_with_lora
 from burnish.models.nf4 import dequantise_bytes, weight_bytes
 from burnish.models.policy import choose_trained_vision
@@ -198,15 +198,15 @@ def _head_bytes(decoder: Decoder, passes: LearnerPasses, on_gpu: bool) -> tuple[
     """Memory of the output head's backward pass, and of the weight gradient that it leaves."""
     weight = decoder.head_weight
     wide = max(4, weight.itemsize)
-    rows = max(1, CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"] // weight.shape[0])
+    has_kernels = on_gpu and not passes.full_kl
+    elements = KERNEL_CHUNK_ELEMENTS if has_kernels else CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
+    rows = max(1, elements // weight.shape[0])
     chunk = min(passes.tokens, rows) * weight.shape[0]
-    if on_gpu and not passes.full_kl:
-        logits = chunk * weight.itemsize
-        before = logits  # the last chunk is freed after the next one is made
-    else:
+    if has_kernels:
+        logits, before = chunk * weight.itemsize, 0
+    else:  # the last chunk is freed after the next one is made
         logits = chunk * wide * (KL_COPIES if passes.full_kl else LOGIT_COPIES)
-        before = 2 * chunk * wide
-    before = before if passes.tokens > rows else 0
+        before = 2 * chunk * wide if passes.tokens > rows else 0
     if not weight.requires_grad:
         return logits + before, 0
     gradient = weight.numel() * weight.itemsize

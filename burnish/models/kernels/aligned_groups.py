@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.models.kernels.divergence import generalised_jsd
+from burnish.models.kernels.half_products import add_product
 from burnish.models.kernels.logprob import head_logprob, product_gradient, row_chunks, scaled_logits
 
 MIN_LOG_FACTOR = math.log(1e-8)
@@ -182,7 +183,7 @@ class _GroupLoss(torch.autograd.Function):
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[i:j]
+                add_product(grad_weight, grad_logits.t(), hidden[i:j])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_mass, None, None, None, None
 

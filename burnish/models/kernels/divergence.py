@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.models.kernels.half_products import add_product
 from burnish.models.kernels.logprob import (
     Distribution,
     Distributions,
@@ -119,7 +120,7 @@ class _HeadDivergence(torch.autograd.Function):
             grad_logits = product_gradient(grad_logits, logits.detach(), ctx.temperature, ctx.softcap).to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[i:j]
+                add_product(grad_weight, grad_logits.t(), hidden[i:j])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 

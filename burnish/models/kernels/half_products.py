@@ -1,9 +1,11 @@
-"""Products of bfloat16 matrices on processors without bfloat16 instructions, computed in float32.
+"""Products of half-precision matrices whose sums or factors are in float32.
 
-On such a processor torch's bfloat16 product takes four times as long as its float32 product of many rows. The matrices are
-therefore widened for the product. Its sums are float32 in both cases, and so are its inputs and outputs up to their rounding to
-bfloat16. Only bfloat16 tensors are saved for the backward pass. A processor with AVX512-BF16, AMX or NEON's bfloat16 instructions runs
-torch's product.
+`add_product` adds a product to a float32 sum, which a GPU does in one kernel.
+
+The rest is for processors without bfloat16 instructions. There torch's bfloat16 product takes four times as long as its float32
+product of many rows. The matrices are therefore widened for the product. Its sums are float32 in both cases, and so are its inputs
+and outputs up to their rounding to bfloat16. Only bfloat16 tensors are saved for the backward pass. A processor with AVX512-BF16,
+AMX or NEON's bfloat16 instructions runs torch's product.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 32
 """Fewer rows are not worth widening the weight for."""
 BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -39,6 +42,14 @@ def is_slow_half(weight: Tensor) -> bool:
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in float32 if their products are slow, else as they are."""
     return tuple(x.float() for x in tensors) if all(map(is_slow_half, tensors)) else tensors
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`. On a GPU the product of half-precision matrices is added to a float32 sum before it is rounded."""
+    if total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype and a.dtype in HALF_DTYPES:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 class _HalfProduct(torch.autograd.Function):

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from burnish.models.kernels.device import use_triton
-from burnish.models.kernels.half_products import widened
+from burnish.models.kernels.half_products import add_product, widened
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Logits of one chunk. On a CPU 32 MiB of float32, which fits in a cache; a GPU needs more rows to be busy (256 MiB of bfloat16)."""
+"""Logits of one chunk. On a CPU 32 MiB of float32, which fits in a cache; a GPU needs more rows to be busy."""
+KERNEL_CHUNK_ELEMENTS = 1 << 28
+"""The same of the Triton kernels, which hold one copy of the logits in the model's dtype (512 MiB of bfloat16)."""
 
 
-def row_chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    """(start, stop) rows of each chunk."""
-    rows, size = hidden.shape[0], max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
+def row_chunks(hidden: Tensor, weight: Tensor, elements: int | None = None) -> list[tuple[int, int]]:
+    """(start, stop) rows of each chunk of at most so many logits."""
+    elements = CHUNK_ELEMENTS[hidden.device.type] if elements is None else elements
+    rows, size = hidden.shape[0], max(1, elements // weight.shape[0])
     return [(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
@@ -106,7 +109,7 @@ class _HeadLogprob(torch.autograd.Function):
             grad_logits = product_gradient(grad_logits, logits, ctx.temperature, ctx.softcap).to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[i:j]
+                add_product(grad_weight, grad_logits.t(), hidden[i:j])
         return grad_hidden.to(dtype), None if grad_weight is None else grad_weight.to(dtype), None, None, None, None
 
 
@@ -125,7 +128,7 @@ def _kernel_forward(
         logprob_head.logprob_rows(
             _kernel_logits(hidden[i:j], weight, ctx.softcap), targets[i:j], ctx.temperature, with_entropy
         )
-        for i, j in row_chunks(hidden, weight)
+        for i, j in row_chunks(hidden, weight, KERNEL_CHUNK_ELEMENTS)
     ]
     logp, log_normaliser, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
@@ -140,7 +143,7 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
         grad_entropy = None
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-    for i, j in row_chunks(hidden, weight):
+    for i, j in row_chunks(hidden, weight, KERNEL_CHUNK_ELEMENTS):
         chunk_grad_logp, chunk_grad_entropy = (
             None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy)
         )
@@ -159,7 +162,8 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
             grad_logits *= slope
         torch.mm(grad_logits, weight, out=grad_hidden[i:j])
         if grad_weight is not None:
-            grad_weight += grad_logits.t() @ hidden[i:j]
+            add_product(grad_weight, grad_logits.t(), hidden[i:j])
+        del logits, grad_logits  # before those of the next chunk are made
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
@@ -277,7 +281,7 @@ class _HeadKl(torch.autograd.Function):
             grad_logits = product_gradient(grad_logits, logits, ctx.temperature, softcap).to(hidden.dtype)
             grad_hidden[i:j] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[i:j]
+                add_product(grad_weight, grad_logits.t(), hidden[i:j])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from burnish.models.kernels import logprob
 from tests.kernels import DEVICE, kernel
 
 pytestmark = kernel
@@ -87,3 +88,21 @@ def test_the_score_of_a_token_is_the_log_prob_its_draw_reported() -> None:
     every = torch.arange(9, device=DEVICE)
     sampling.draw(logits, every, every, state.temperature, state.ints, state.stop, state.ring_token, state.ring_logp)
     assert torch.equal(sampling.token_logprobs(logits, state.ring_token[:, 0].long(), 0.7), state.ring_logp[:, 0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the product into a float32 sum is cuBLAS's")
+def test_the_gradient_of_the_head_is_rounded_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = (randn(*shape, seed=seed).bfloat16() for seed, shape in enumerate([(600, 64), (1000, 64)]))
+    targets, slopes = torch.arange(600, device=DEVICE), randn(600, seed=2)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        states, head = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+        (logprob.head_logprob(states, head, targets)[0] * slopes).sum().backward()
+        assert head.grad is not None
+        return head.grad
+
+    truth, errors = gradient(torch.float64), []
+    for rows in (600, 8):  # one chunk, 75 chunks
+        monkeypatch.setattr(logprob, "KERNEL_CHUNK_ELEMENTS", rows * 1000)
+        errors.append(float((gradient(torch.bfloat16) - truth).norm() / truth.norm()))
+    assert errors[1] < 1.02 * errors[0] < 0.01

@@ -10,7 +10,7 @@ from torch import Tensor
 from burnish.models.kernels.fp8 import FP8, SCALED_PRODUCT_MULTIPLE, Fp8Rows
 from burnish.models.kernels.triton.fp8_kernels import row_and_maximum, row_blocks
 
-TILE = 64
+TILE = 128
 """Rows and columns that a program of `_transpose` reads."""
 ROWS_PER_MAXIMUM = 512
 """Rows whose largest magnitudes a program of `_column_maxima` finds."""
