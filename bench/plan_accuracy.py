@@ -83,7 +83,7 @@ def long_updates() -> list[dict[str, Any]]:
 
 def grpo_step() -> dict[str, Any]:
     name = "GRPO step, R1's rollouts"
-    work = workload("1.5B", prompts=32, samples=8, token_budget=16384)
+    work = workload("1.5B", prompts=32, samples=8, token_budget=36864)
     return row(
         name, "step s", step_time(work, MeshSizes(), 1, 100 * GIB, H200).total, measured("grpo_step")[name]["step_s"]
     )

@@ -23,8 +23,8 @@ from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, MemoryPart
 from burnish.models.architecture import Architecture
 from burnish.models.flops import causal_pairs
 
-PASS_SHARE = 0.50
-"""Of the peak FLOP/s in forward and backward passes: 0.47 to 0.55 in `bench/results/learner-h200.json`."""
+PASS_SHARE = 0.506
+"""Of the peak FLOP/s in forward and backward passes: 0.47 to 0.57 in `bench/results/learner-h200.json`."""
 DECODE_SHARE, BANDWIDTH_SHARE = 0.62, 0.85
 """Of the peak FLOP/s and of the memory bandwidth in decode steps."""
 OPTIMIZER_SHARE = 0.4
@@ -36,7 +36,7 @@ HOST_BANDWIDTH = 55e9
 """Bytes per second between a GPU and host memory in one direction, for optimizer state that is kept there."""
 LAYER_OVERHEAD_S = 14e-6
 """Seconds of a layer's small kernels in a decode step."""
-STEP_OVERHEAD_S = 0.1
+STEP_OVERHEAD_S = 0.2
 """Seconds of a step in which the engine's cache is freed and mapped again, and rollouts are packed."""
 OVERLAP_SHARE = 0.8
 """Of the traffic that runs beside computation: how much of it is hidden, as long as the computation lasts. Assumed, not measured."""

@@ -96,7 +96,7 @@ def test_the_gradient_of_the_head_is_rounded_once_for_all_chunks(monkeypatch: py
     targets, slopes = torch.arange(600, device=DEVICE), randn(600, seed=2)
 
     def gradient(dtype: torch.dtype) -> Tensor:
-        states, head = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+        states, head = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight))
         (logprob.head_logprob(states, head, targets)[0] * slopes).sum().backward()
         assert head.grad is not None
         return head.grad
