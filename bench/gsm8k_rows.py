@@ -31,6 +31,7 @@ from typing import Any
 from common import on_this_gpu, save_beside, table, tiny_chat_model
 
 from burnish.evaluation.statistics import wilson_interval
+from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.metrics import read_metrics
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -134,11 +135,10 @@ class Rows:
 
 def free_disk(run: Path, is_model_kept: bool) -> None:
     """Delete what a run that has ended needs no more."""
-    if not is_model_kept:
+    if is_model_kept:
+        Checkpoints(run / "checkpoints", keep_last=1).delete_training_state()
+    else:
         shutil.rmtree(run / "checkpoints")
-        return
-    for state in (run / "checkpoints").glob("step-*/optimizer.safetensors"):
-        state.unlink()
 
 
 def prepared(folder: Path, data: Path | None, num_held_out: int) -> dict[str, Path]:

@@ -141,7 +141,7 @@ class Run:
 
     @property
     def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self._files.checkpoints, keep_last=1)
+        return Checkpoints(self._files.checkpoints, keep_last=1, of="model")
 
     def _existing(self, checkpoint: Checkpoint | None) -> Checkpoint:
         if checkpoint is None:

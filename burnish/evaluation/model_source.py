@@ -90,7 +90,7 @@ def _run_config(source: ModelSource) -> dict[str, Any]:
 
 
 def _best_of_run(run: RunDirectory) -> ModelSource:
-    checkpoints = Checkpoints(run.checkpoints, keep_last=1)
+    checkpoints = Checkpoints(run.checkpoints, keep_last=1, of="model")
     best = checkpoints.best()
     chosen = best or checkpoints.latest()
     if chosen is None:

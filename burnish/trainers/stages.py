@@ -9,7 +9,7 @@
 
 Rule for a changed recipe: a stage that has not begun may change freely. A stage that has begun is repeated, with all later stages, only
 on request (`--from STAGE`); otherwise the change is refused with the keys that differ. A stage counts as changed if a stage that it needs
-has changed. Nothing is deleted without `--from`.
+has changed. Nothing is deleted without `--from`, but for the optimizer's state of stages that are done.
 
 This module imports no torch: the parent process of the stages imports it and forks for each stage.
 """
@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from burnish.config.errors import UserError, unknown_name_error
+from burnish.run.checkpoint.checkpoints import Checkpoints
 from burnish.run.durable_files import atomic_write, remove, remove_leftovers
 from burnish.run.run_directory import RunDirectory
 from burnish.run.stage_index import INDEX_FILE, StageIndex, product_damage, read_outcome
@@ -69,6 +70,9 @@ class Stages:
         try:
             stages = cls(folder, plan, StageIndex.read(folder), lock)
             stages._record_finished()
+            for name, entry in stages.index.entries.items():
+                if entry.outcome is not None:
+                    stages._delete_training_state(name)
             if start_from is not None:
                 stages._check_changes(before=start_from)
                 stages._forget(start_from)
@@ -99,6 +103,8 @@ class Stages:
         """Record how a stage ended. Returns whether it is done."""
         outcome = read_outcome(self.folder / stage.name)
         self.index.end(stage.name, time.time(), outcome)
+        if outcome is not None:
+            self._delete_training_state(stage.name)
         return outcome is not None
 
     def made(self) -> dict[str, str]:
@@ -128,6 +134,10 @@ class Stages:
             if entry.outcome is None and (outcome := read_outcome(self.folder / name)) is not None:
                 done = (self.folder / name / OUTCOME_FILE).stat().st_mtime
                 self.index.end(name, done if entry.since is not None else time.time(), outcome)
+
+    def _delete_training_state(self, name: str) -> None:
+        """Delete what a finished stage, which is never resumed, needs no more. Other stages read its model."""
+        Checkpoints(RunDirectory(self.folder / name).checkpoints, keep_last=1).delete_training_state()
 
     def _check_changes(self, before: str | None = None) -> None:
         """Refuse changed settings of stages that have begun. With `before`, only stages before that one are checked."""

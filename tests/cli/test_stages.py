@@ -154,6 +154,8 @@ def test_what_is_done_is_not_done_again(capsys: pytest.CaptureFixture[str]) -> N
     assert stages(tree) == 0
     before = Path("runs/all/stages.json").read_bytes()
     log = Path("runs/all/cold/log.txt").read_bytes()
+    (kept,) = Path("runs/all/cold/checkpoints").glob("step-*/*.safetensors")
+    assert kept.name == "model.safetensors"  # and no optimizer's state
     capsys.readouterr()
     assert stages(tree) == 0
     out = capsys.readouterr().out

@@ -201,6 +201,22 @@ def test_a_damaged_newest_is_reported_and_the_one_before_is_used(tmp_path: Path,
     assert best.step == 1
 
 
+def test_what_reads_the_model_needs_no_training_state(tmp_path: Path) -> None:
+    said: list[str] = []
+    for of in (None, "model"):
+        checkpoints = Checkpoints(tmp_path, keep_last=2, report=said.append, of=of)
+        path = checkpoints.write(1, snapshot("weights"), 0.1)
+        checkpoints.delete_training_state()
+        assert {file.name for file in path.rglob("*") if file.is_file()} == {"model.safetensors", MANIFEST_FILE}
+        if of is None:
+            assert checkpoints.best() is None
+            with pytest.raises(UserError, match="trainer.json is missing"):
+                checkpoints.latest()
+        else:
+            assert [found and found.path for found in (checkpoints.best(), checkpoints.latest())] == [path, path]
+    assert len(said) == 2
+
+
 def test_only_damaged_checkpoints_is_an_error_that_lists_them(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2, report=lambda _: None)
     for path in [checkpoints.write(step, snapshot("weights")) for step in (1, 2)]:

@@ -124,12 +124,19 @@ def print_to_stderr(text: str) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `report` is called with a sentence about each damaged checkpoint that is skipped."""
+    """The checkpoints of one run. `report` is called with a sentence about each damaged checkpoint that is skipped.
 
-    def __init__(self, folder: Path, keep_last: int, report: Callable[[str], None] = print_to_stderr) -> None:
+    With `of="model"`, `latest` and `best` look at the files of the model alone: for what reads no training state, which is six
+    times larger and may be gone.
+    """
+
+    def __init__(
+        self, folder: Path, keep_last: int, report: Callable[[str], None] = print_to_stderr, of: str | None = None
+    ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.report = report
+        self.of = of
 
     def write(self, step: int, snapshot: Snapshot, score: float | None = None, metric: str | None = None) -> Path:
         """Write a snapshot as the checkpoint of `step`, then delete old checkpoints. Returns its path.
@@ -177,7 +184,7 @@ class Checkpoints:
         """
         reasons = []
         for path in reversed(self.folders()):
-            reason = checkpoint_damage(path)
+            reason = checkpoint_damage(path, of=self.of)
             if reason is None:
                 return next(c for c in self.all() if c.path == path)
             reasons.append(f"{path}: {reason}")
@@ -193,7 +200,7 @@ class Checkpoints:
         """Return the intact checkpoint with the best score, or None if none has a score."""
         candidates = self.all()
         while (best := best_of(candidates)) is not None:
-            reason = checkpoint_damage(best.path)
+            reason = checkpoint_damage(best.path, of=self.of)
             if reason is None:
                 return best
             self.report(f"checkpoint {best.path} is damaged ({reason}); trying the next best")
@@ -212,6 +219,14 @@ class Checkpoints:
         best_by = best.metric if best else None
         index = {"checkpoints": rows, "latest": kept[-1].step, "best": best.step if best else None, "best_by": best_by}
         atomic_write(self.folder / "index.json", json.dumps(index, indent=1) + "\n")
+
+    def delete_training_state(self) -> None:
+        """Delete what only a resumed run reads, of every checkpoint."""
+        for path in self.folders():
+            manifest = read_manifest(path)
+            for name, entry in {} if manifest is None else manifest["files"].items():
+                if entry["of"] == "state":
+                    (path / name).unlink(missing_ok=True)
 
     def folders(self) -> list[Path]:
         """Return every checkpoint folder, intact or not, oldest first."""
