@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS = {16384: 2048, 2**31: 4096}
-"""Numbers that a program reads at once, by the length of the rows up to which they are used: measured on an H200."""
+BLOCK, LONG_BLOCK = 2048, 4096
+"""Numbers of a row that a program reads at once; the second of rows longer than `LONG_ROW`. The fastest on an H200."""
+LONG_ROW = 16384
 NUMBERS_PER_WARP = 256
 """Numbers of a block for each warp, eight for a thread."""
 
@@ -50,5 +51,5 @@ def quantise_rows(x: Tensor, data: Tensor, scale: Tensor, largest: float) -> Non
 
 def row_blocks(size: int) -> tuple[int, int, int]:
     """How a program reads a row of `size` numbers: numbers of a block, blocks, warps."""
-    block = min(next(block for longest, block in BLOCKS.items() if size <= longest), triton.next_power_of_2(size))
+    block = min(LONG_BLOCK if size > LONG_ROW else BLOCK, triton.next_power_of_2(size))
     return block, triton.cdiv(size, block), max(1, block // NUMBERS_PER_WARP)
