@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -71,8 +72,9 @@ def exact(model: Decoder) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("options", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"), [*product([torch.bfloat16], SHAPES), *product([torch.float32], SHAPES[::3])], ids=str
+)
 def test_the_learner_sees_the_engines_very_bits(tools: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
     model, requests = exact(tools.decoder(dtype, **options)), wanted()
     crowds = []
