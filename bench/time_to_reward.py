@@ -241,7 +241,8 @@ class Bench:
             self.num_failed += 1
             print(f"{job.system}, seed {job.seed}: ended with status {status}", flush=True)
         file = Path(job.rows_file)
-        merge(self.out, machine(), json.loads(file.read_text()) if file.exists() else [])
+        if file.exists():
+            merge(self.out, machine(), json.loads(file.read_text()))
 
     def entry(self, seed: int, seconds: float) -> None:
         """Run another system's command, and measure what it leaves."""
