@@ -46,9 +46,8 @@ def seconds_of(folder: Path, way: str, number: int, overrides: list[str]) -> lis
     """Of each step: the seconds from its line to the line of the step before, and its parts."""
     name = f"{way.replace(' ', '-')}-{number}"
     loaded = load(TrainConfig, None, [*OPTIONS, *overrides, f"run.directory={folder}", f"run.name={name}"])
-    known = (
-        Rewards.may_be_slow
-    )  # no option makes a run wait for slow rewards, so the bench replaces the property that decides
+    # No option makes a run wait for slow rewards, so the bench replaces the property that decides.
+    known = Rewards.may_be_slow
     if way == "usual place":
         Rewards.may_be_slow = property(lambda self: False)  # type: ignore[method-assign, assignment]
     try:

@@ -93,19 +93,21 @@ def _load_with_overrides(
     tree, notes = translate_verl_keys(tree)
     tree = with_defaults(config_type, tree)
     corrected, note = (tree, None) if written is None or chooses_correction(written) else with_default_correction(tree)
-    config: ConfigType | None = None
+    config, is_refused = None, False
     if note is not None:
         try:
             config = config_type.model_validate(_inherit_max_tokens(corrected))
+            notes = [*notes, note]
         except ValidationError:  # of the correction, or of something else, which the next call raises again
-            note = NO_CORRECTION_NOTE
-        notes = [*notes, note]
+            is_refused = True
     for text in notes:
         log.warning("note: %s", text)
     try:
         config = config or config_type.model_validate(_inherit_max_tokens(tree))
     except ValidationError as error:
         raise to_user_error(error, config_type, str(path) if path else "configuration") from error
+    if is_refused:
+        log.warning("note: %s", NO_CORRECTION_NOTE)
     return Loaded(config, to_plain_values(config), Path.cwd() if path is None else path.resolve().parent)
 
 

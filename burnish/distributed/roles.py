@@ -354,9 +354,8 @@ def build_process_reward_model(
     if process is None:
         return None
     model = _process_reward_module(config, process.path, policy, base)
-    set_fp8(
-        model, training.layers == "fp8", ranks.device
-    )  # before the reference copies the model: both must round alike
+    # Before the reference copies the model: both must round alike.
+    set_fp8(model, training.layers == "fp8", ranks.device)
     start = Reference(model, training.token_budget, 1.0, ranks)
     set_activations(model, training.activations)
     set_layers(model, training.layers, ranks)

@@ -12,6 +12,7 @@ from burnish.algorithms.advantages.spec import GrpoAdvantage, ReinforceAdvantage
 from burnish.algorithms.losses.spec import PpoClip
 from burnish.algorithms.presets import PRESETS
 from burnish.algorithms.spec import Algorithm
+from burnish.config.default_correction import NO_CORRECTION_NOTE
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset, dump, load, merge_trees, set_key, with_defaults
 from burnish.config.records import Plugin, root_node
@@ -337,3 +338,13 @@ def test_a_changed_name_drops_options_but_not_what_every_choice_has() -> None:
     assert set_key(SHAPE, base, ["reward", "parts", "0"], "exact") == {
         "reward": {"parts": [{"name": "exact", "weight": 0.5}]}
     }
+
+
+def test_a_default_correction_that_is_refused_is_said_when_all_else_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "online_dpo.yaml"
+    load(TrainConfig, recipe, ["rollout.weights=fp8"])
+    assert NO_CORRECTION_NOTE in caplog.text
+    caplog.clear()
+    with pytest.raises(UserError, match="prompts"):
+        load(TrainConfig, recipe, ["rollout.weights=fp8", "rollout.prompts=0"])
+    assert NO_CORRECTION_NOTE not in caplog.text

@@ -191,8 +191,10 @@ class Checkpoints:
             self.report(f"checkpoint {path} is damaged ({reason}); trying the one before")
         if reasons:
             listed = "\n  ".join(reasons)
+            whole = [path for path in self.folders() if checkpoint_damage(path, of="model") is None]
+            other = f", start another run from a model that is whole (model.path={whole[-1]})" if whole else ""
             raise UserError(
-                f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy, {START_OVER_HINT}"
+                f"no checkpoint of this run can be used:\n  {listed}\nrestore one from a copy{other}, {START_OVER_HINT}"
             )
         return None
 
