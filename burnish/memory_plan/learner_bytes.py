@@ -21,6 +21,8 @@ from burnish.models.activation_bytes import ActivationEstimate
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.heads import ScoreModel, ValueModel
+from burnish.models.kernels.cpu.c_library import c_kernels_expected
+from burnish.models.kernels.half_products import has_bfloat16_products
 from burnish.models.kernels.logprob import CHUNK_ELEMENTS, KERNEL_CHUNK_ELEMENTS
 from burnish.models.lora.adapters import wrap_with_lora
 from burnish.models.nf4 import dequantise_bytes, weight_bytes
@@ -198,12 +200,14 @@ def _head_bytes(decoder: Decoder, passes: LearnerPasses, on_gpu: bool) -> tuple[
     """Memory of the output head's backward pass, and of the weight gradient that it leaves."""
     weight = decoder.head_weight
     wide = max(4, weight.itemsize)
-    has_kernels = on_gpu and not passes.full_kl
-    elements = KERNEL_CHUNK_ELEMENTS if has_kernels else CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
+    in_c = not on_gpu and weight.dtype != torch.float16 and c_kernels_expected()
+    has_kernels = (on_gpu or in_c) and not passes.full_kl
+    elements = (KERNEL_CHUNK_ELEMENTS if has_kernels else CHUNK_ELEMENTS)["cuda" if on_gpu else "cpu"]
     rows = max(1, elements // weight.shape[0])
     chunk = min(passes.tokens, rows) * weight.shape[0]
     if has_kernels:
-        logits, before = chunk * weight.itemsize, 0
+        is_widened = not on_gpu and weight.dtype == torch.bfloat16 and not has_bfloat16_products()
+        logits, before = chunk * (wide if is_widened else weight.itemsize), 0
     else:  # the last chunk is freed after the next one is made
         logits = chunk * wide * (KL_COPIES if passes.full_kl else LOGIT_COPIES)
         before = 2 * chunk * wide if passes.tokens > rows else 0

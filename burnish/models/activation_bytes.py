@@ -196,15 +196,20 @@ class ActivationEstimate:
 
     @property
     def in_c(self) -> bool:
-        """Whether the C kernels run."""
+        """Whether the C kernels of norms and gates run."""
         return not self.on_gpu and not self.is_half and c_kernels_expected()
+
+    @property
+    def attends_in_c(self) -> bool:
+        """Whether the C kernel of attention runs, which also takes bfloat16."""
+        return not self.on_gpu and self.length <= MAX_C_ATTENTION_LENGTH and c_kernels_expected()
 
     @property
     def _saves_own_rows(self) -> bool:
         """Whether attention on a CPU reads shared rows in place: in C, or with soft-capped scores (`softcap_attention.py`)."""
         if self.on_gpu:
             return False
-        return self.arch.score_softcap is not None or (self.in_c and self.length <= MAX_C_ATTENTION_LENGTH)
+        return self.arch.score_softcap is not None or self.attends_in_c
 
     @property
     def _expands(self) -> bool:
@@ -223,7 +228,7 @@ class ActivationEstimate:
         heads, element = self.arch.num_heads, self.element
         out = q * element + (self._quantised(q) if self._saves_quantised else 0)
         if self._saves_own_rows:
-            return ActivationBytes(out + heads * element)
+            return ActivationBytes(out + heads * self._wide)
         if self._by_kernel:
             return ActivationBytes(out + 4 * heads, 2 * k * element if self._expands else 0)
         # The output without padding, which latent attention saves, is counted there.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.attention import window_of
-from burnish.models.kernels.cpu.c_library import c_kernels, num_threads
+from burnish.models.kernels.cpu.c_library import STORED_TYPES, c_kernels, num_threads
 from burnish.models.kernels.exact import exact_attention, exact_logits, token_logp
 from burnish.models.kernels.half_products import PLAIN_LINEARS, is_slow_half
 from burnish.models.kernels.inference_ops import add_norm, rotate_store
@@ -44,8 +44,6 @@ PAGE = 16
 """Page size of `exact_logprobs`, the same as the engine's: attention sums page by page."""
 MAX_LOGITS = 1 << 25
 """Logits held at once."""
-STORED_TYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Types of the weights of the C decode step."""
 Pointer, Long = ctypes.c_void_p, ctypes.c_long
 
 
@@ -286,7 +284,9 @@ class CDecodeStep:
         into = self.packed.get(id(weight))
         if into is None:
             self.packed[id(weight)] = into = weight.new_empty(-(-outputs // self.panel) * self.panel * inputs).detach()
-        self.pack(Pointer(weight.data_ptr()), Pointer(into.data_ptr()), Long(outputs), Long(inputs))
+        self.pack(
+            Pointer(weight.data_ptr()), Pointer(into.data_ptr()), Long(outputs), Long(inputs), Long(num_threads())
+        )
         return into.data_ptr()
 
     def _vector(self, source: Tensor) -> int:

@@ -32,6 +32,7 @@ from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.pipeline_stage import stage_of
 from burnish.models.decoder import drop_features
+from burnish.models.kernels.cpu.host_memory import MIN_BYTES, keep_freed_memory
 from burnish.models.lora.adapters import trained_tower_weights
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
@@ -112,8 +113,8 @@ class Learner:
         """The reference's distributions, for a loss with the KL over the whole vocabulary."""
         self.updates = 0
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.trains_tower = bool(trained_tower_weights(model))
         """The trained parameters; of a model that is divided into stages, those of this process's stage."""
+        self.trains_tower = bool(trained_tower_weights(model))
         self.stage = stage_of(model)
         self.trained_names = list(self.names) if self.stage is None else self.stage.trained_names
         """Names of the trained parameters of all stages."""
@@ -122,6 +123,8 @@ class Learner:
         )
         self.grad_norms = grad_norms
         self.meter = Meter(self.device, model_flops(model, ranks))
+        if self.device.type == "cpu" and sum(p.nbytes for p in model.parameters()) >= MIN_BYTES:
+            keep_freed_memory()
 
     @property
     def device(self) -> torch.device:

@@ -104,8 +104,8 @@ def test_the_plan_is_what_a_learner_holds(activations: str) -> None:
         made = plan_memory(setup)
         first, second = held_in_two_updates(arch, setup, num_sequences)
         case = f"{lora}, tied {tied}, {budget} tokens"
-        assert made.learners_peak(1) == pytest.approx(first, rel=0.05), case
-        assert made.learners_peak(2) == pytest.approx(second, rel=0.05), case
+        assert made.learners_peak(1) == pytest.approx(first, rel=0.06), case
+        assert made.learners_peak(2) == pytest.approx(second, rel=0.06), case
 
 
 def held_by_a_scorer(arch: Architecture, setup: RunSetup, num_pairs: int) -> tuple[int, int]:

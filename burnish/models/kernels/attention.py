@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from burnish.models.architecture import Windows
 from burnish.models.kernels import tree_attention as tree
-from burnish.models.kernels.cpu.c_library import c_kernels
+from burnish.models.kernels.cpu.c_library import STORED_TYPES, c_kernels
 from burnish.models.kernels.cpu.cpu_ops import MAX_C_ATTENTION_LENGTH, PackedSequences, c_attention
 from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.shared_prefix import ComputedRows, expand_rows
@@ -114,7 +114,8 @@ class PackedAttention:
         window = window_of(self.windows, layer)
         if self.softcap is not None:
             return self._softcapped(q, k, v, window, self.softcap)
-        library = c_kernels(q, k, v) if max(self.lengths, default=0) <= MAX_C_ATTENTION_LENGTH else None
+        is_short = max(self.lengths, default=0) <= MAX_C_ATTENTION_LENGTH
+        library = c_kernels(q, k, v, stored_in=STORED_TYPES) if is_short else None
         if library is not None:
             if self._sequences is None:
                 self._sequences = PackedSequences(self.offsets, self.rows)

@@ -1,6 +1,6 @@
 """Products of half-precision matrices whose sums or factors are in float32.
 
-`add_product` adds a product to a float32 sum, which a GPU does in one kernel.
+`add_to` and `add_product` add a half-precision matrix or product to a float32 sum, in one kernel where there is one.
 
 The rest is for processors without bfloat16 instructions. There torch's bfloat16 product takes four times as long as its float32
 product of many rows. The matrices are therefore widened for the product. Its sums are float32 in both cases, and so are its inputs
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
+from burnish.models.kernels.cpu import cpu_ops
+from burnish.models.kernels.cpu.c_library import c_kernels
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 32
 """Fewer rows are not worth widening the weight for."""
@@ -26,10 +29,15 @@ BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @cache
+def processor_features() -> frozenset[str]:
+    """Features of the processor that /proc/cpuinfo names, among its other words."""
+    path = Path("/proc/cpuinfo")
+    return frozenset(path.read_text().split()) if path.is_file() else frozenset()
+
+
 def has_bfloat16_products() -> bool:
     """Whether the processor has bfloat16 instructions."""
-    path = Path("/proc/cpuinfo")
-    return path.is_file() and bool(BFLOAT16_FEATURES & set(path.read_text().split()))
+    return bool(BFLOAT16_FEATURES & processor_features())
 
 
 def is_slow_half(weight: Tensor) -> bool:
@@ -44,12 +52,25 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors) if all(map(is_slow_half, tensors)) else tensors
 
 
+def add_to(total: Tensor, x: Tensor) -> None:
+    """Add x to `total`. On a CPU torch would copy a bfloat16 tensor to float32 first; the C kernel does not."""
+    library = None
+    if total.dtype == torch.float32 and total.is_contiguous() and x.is_contiguous() and type(total) is Tensor:
+        library = c_kernels(x, stored_in=(torch.bfloat16,))
+    if library is None:
+        total += x
+    else:
+        cpu_ops.add_half(library, total, x)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `total`. On a GPU the product of half-precision matrices is added to a float32 sum before it is rounded."""
-    if total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype and a.dtype in HALF_DTYPES:
+    if total.dtype == a.dtype == b.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype and a.dtype in HALF_DTYPES:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
-        total += a @ b
+        add_to(total, a @ b)
 
 
 class _HalfProduct(torch.autograd.Function):

@@ -8,18 +8,22 @@ chunk of logits for any N. Arithmetic is in float32 at least. With p the policy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from burnish.models.kernels.cpu import cpu_ops
+from burnish.models.kernels.cpu.c_library import STORED_TYPES, c_kernels
 from burnish.models.kernels.device import use_triton
 from burnish.models.kernels.half_products import add_product, widened
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits of one chunk. On a CPU 32 MiB of float32, which fits in a cache; a GPU needs more rows to be busy."""
-KERNEL_CHUNK_ELEMENTS = 1 << 28
-"""The same of the Triton kernels, which hold one copy of the logits in the model's dtype (512 MiB of bfloat16)."""
+KERNEL_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
+"""The same of the kernels, which hold one copy of the logits in the model's dtype (64 and 512 MiB of bfloat16)."""
 
 
 def row_chunks(hidden: Tensor, weight: Tensor, elements: int | None = None) -> list[tuple[int, int]]:
@@ -52,6 +56,27 @@ def product_gradient(grad: Tensor, scaled: Tensor, temperature: float, softcap: 
     return grad if softcap is None else grad * (1 - (scaled * (temperature / softcap)).square())
 
 
+class RowKernels(NamedTuple):
+    """Kernels that read rows of logits once: `logprob_rows`, and `logit_gradients_` in place."""
+
+    logprob_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    logit_gradients_: Callable[..., Tensor]
+
+
+def row_kernels(hidden: Tensor, weight: Tensor) -> RowKernels | None:
+    """Triton's kernels on a GPU and the C kernels on a CPU; None where torch computes."""
+    if not hidden.shape[0]:
+        return None
+    if use_triton(hidden):
+        from burnish.models.kernels.triton import logprob_head
+
+        return RowKernels(logprob_head.logprob_rows, logprob_head.logit_gradients_)
+    library = c_kernels(hidden, weight, stored_in=STORED_TYPES)
+    if library is None:
+        return None
+    return RowKernels(partial(cpu_ops.logprob_rows, library), partial(cpu_ops.logit_gradients_, library))
+
+
 class _HeadLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -65,7 +90,8 @@ class _HeadLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)  # an entropy without a gradient costs no backward
-        if use_triton(hidden):
+        ctx.kernels = row_kernels(hidden, weight)
+        if ctx.kernels is not None:
             return _kernel_forward(ctx, hidden, weight, targets, with_entropy)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
@@ -82,7 +108,7 @@ class _HeadLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_logp, grad_entropy = grads
-        if len(ctx.saved_tensors) > 3:
+        if ctx.kernels is not None:
             return *_kernel_backward(ctx, grad_logp, grad_entropy), None, None, None, None
         hidden, weight, targets = ctx.saved_tensors
         dtype = hidden.dtype
@@ -118,17 +144,20 @@ def _kernel_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Ten
     return logits if softcap is None else softcapped(logits, softcap)
 
 
+def _kernel_chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+    return row_chunks(hidden, weight, KERNEL_CHUNK_ELEMENTS[hidden.device.type])
+
+
 def _kernel_forward(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """The forward by Triton kernels: the logits stay in the model's dtype and are read once."""
-    from burnish.models.kernels.triton import logprob_head
-
+    """The forward by kernels: the logits stay in the type of their product and are read once."""
+    states, head = widened(hidden, weight)
     parts = [
-        logprob_head.logprob_rows(
-            _kernel_logits(hidden[i:j], weight, ctx.softcap), targets[i:j], ctx.temperature, with_entropy
+        ctx.kernels.logprob_rows(
+            _kernel_logits(states[i:j], head, ctx.softcap), targets[i:j].contiguous(), ctx.temperature, with_entropy
         )
-        for i, j in row_chunks(hidden, weight, KERNEL_CHUNK_ELEMENTS)
+        for i, j in _kernel_chunks(hidden, weight)
     ]
     logp, log_normaliser, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
@@ -136,22 +165,23 @@ def _kernel_forward(
 
 
 def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    from burnish.models.kernels.triton import logprob_head
-
     hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
     if grad_entropy is not None and not entropy.numel():
         grad_entropy = None
+    dtype = hidden.dtype
+    hidden, weight = widened(hidden, weight)
+    wide = torch.promote_types(weight.dtype, torch.float32)
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-    for i, j in row_chunks(hidden, weight, KERNEL_CHUNK_ELEMENTS):
+    grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+    for i, j in _kernel_chunks(hidden, weight):
         chunk_grad_logp, chunk_grad_entropy = (
             None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy)
         )
         logits = _kernel_logits(hidden[i:j], weight, ctx.softcap)
-        slope = None if ctx.softcap is None else 1 - (logits.float() / ctx.softcap).square()
-        grad_logits = logprob_head.logit_gradients_(
+        slope = None if ctx.softcap is None else 1 - (logits.to(wide) / ctx.softcap).square()
+        grad_logits = ctx.kernels.logit_gradients_(
             logits,
-            targets[i:j],
+            targets[i:j].contiguous(),
             log_normaliser[i:j],
             entropy[i:j],
             chunk_grad_logp,
@@ -164,7 +194,7 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
         if grad_weight is not None:
             add_product(grad_weight, grad_logits.t(), hidden[i:j])
         del logits, grad_logits  # before those of the next chunk are made
-    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+    return grad_hidden.to(dtype), None if grad_weight is None else grad_weight.to(dtype)
 
 
 def head_logprob(

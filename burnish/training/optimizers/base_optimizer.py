@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.config.model import Optimizer as Config
 from burnish.core.sharded_tensors import is_dtensor, local_tensor
+from burnish.models.kernels.half_products import HALF_DTYPES, add_to
 from burnish.training.optimizers.offload import HostStates, State, TensorSpec, num_bytes_of
 from burnish.training.optimizers.parameter_groups import ParameterSetting, parameter_settings
 from burnish.training.optimizers.stochastic_rounding import generator_for, seed_for, to_bfloat16
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_PART_SIZE = 1 << 23
 """Most elements of a part. An update needs a few float32 temporaries of this size besides the state."""
 
@@ -130,7 +130,7 @@ class BaseOptimizer(ABC):
             if parameter.grad is not None and parameter.dtype in HALF_DTYPES:
                 gradient = local_tensor(parameter.grad)
                 if name in self.sums:
-                    self.sums[name] += gradient
+                    add_to(self.sums[name], gradient)
                 else:
                     self.sums[name] = gradient.float()
                 parameter.grad = None

@@ -50,6 +50,8 @@ class CKernelsUnavailable(Exception):
 
 
 ARITHMETIC_TYPES = (torch.float32, torch.float64)
+STORED_TYPES = (*ARITHMETIC_TYPES, torch.bfloat16)
+"""Types of tensors whose operations widen bfloat16 to float32."""
 
 
 def c_kernels(x: Tensor, *others: Tensor, stored_in: tuple[torch.dtype, ...] = ARITHMETIC_TYPES) -> ctypes.CDLL | None:

@@ -67,27 +67,35 @@ def c_attention(
 
 
 class _Attention(torch.autograd.Function):
+    """Saves what it was given: tensors in bfloat16 are widened once for the forward and once for the backward."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, library: ctypes.CDLL, sequences: PackedSequences, window: int | None
     ) -> Tensor:
-        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
-        _run_attention(library, "forward", q, k, v, sequences, window, out=out, lse=lse)
-        ctx.save_for_backward(q, k, v, out, lse)
+        wide_q, wide_k, wide_v = (_with_dense_heads(_widened(x)) for x in (q, k, v))
+        out, lse = wide_q.new_empty(q.shape), wide_q.new_empty(q.shape[:2])
+        _run_attention(library, "forward", wide_q, wide_k, wide_v, sequences, window, out=out, lse=lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(*((wide_q, wide_k, wide_v) if wide_q.dtype == q.dtype else (q, k, v)), out, lse)
         ctx.plan = library, sequences, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        *given, lse = ctx.saved_tensors
         library, sequences, window = ctx.plan
-        grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
-        given = {"out": out, "lse": lse, "grad": grads[0].contiguous()}
-        _run_attention(
-            library, "backward", q, k, v, sequences, window, **given, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v
-        )
-        return grad_q, grad_k, grad_v, None, None, None
+        dtype = given[0].dtype
+        q, k, v, out = (_with_dense_heads(_widened(x)) for x in given)
+        found = {f"grad_{name}": x.new_empty(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+        of_out = {"out": out, "lse": lse, "grad": _widened(grads[0]).contiguous()}
+        _run_attention(library, "backward", q, k, v, sequences, window, **of_out, **found)
+        return *(grad.to(dtype) for grad in found.values()), None, None, None
+
+
+def _widened(x: Tensor) -> Tensor:
+    """A tensor that the C kernels can read: bfloat16 as float32."""
+    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:
@@ -203,3 +211,47 @@ def draw(
         _threads(logits),
     )  # fmt: skip
     return tokens, logp
+
+
+def logprob_rows(
+    library: ctypes.CDLL, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the targets, log of the normaliser, and entropies (empty unless requested) of logits [N, vocab]."""
+    rows, vocab = logits.shape
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logp, total = (logits.new_empty(rows, dtype=wide) for _ in range(2))
+    entropy = logits.new_empty(rows if with_entropy else 0, dtype=wide)
+    _for_stored(library, "logprob_rows", logits)(
+        address(logits), address(targets), address(logp), address(total), address(entropy if with_entropy else None),
+        Long(rows), Long(vocab), Double(temperature), _threads(logits),
+    )  # fmt: skip
+    return logp, total, entropy
+
+
+def logit_gradients_(
+    library: ctypes.CDLL,
+    logits: Tensor,
+    targets: Tensor,
+    total: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Overwrite the logits with their gradient; a gradient of None counts as 0."""
+    rows, vocab = logits.shape
+    _for_stored(library, "logit_gradients", logits)(
+        address(logits), address(targets), address(total), address(entropy), address(grad_logp), address(grad_entropy),
+        Long(rows), Long(vocab), Double(temperature), _threads(logits),
+    )  # fmt: skip
+    return logits
+
+
+def _for_stored(library: ctypes.CDLL, name: str, x: Tensor) -> Any:
+    """The function for tensors of this type."""
+    return library[f"{name}_bfloat16" if x.dtype == torch.bfloat16 else name]
+
+
+def add_half(library: ctypes.CDLL, total: Tensor, x: Tensor) -> None:
+    """Add a bfloat16 tensor to a float32 one of the same shape, both contiguous."""
+    library.add_bfloat16(address(total), address(x), Long(x.numel()), _threads(x))

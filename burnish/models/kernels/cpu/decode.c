@@ -11,6 +11,10 @@
 #ifdef BFLOAT16
 typedef bfloat16 stored;
 #define NAMED(name) name##_bfloat16
+#ifdef HAS_TILES
+#define ON_TILES
+#define BLOCK 128L /* most rows of a task: each task reads all weights */
+#endif
 #define AT_ONCE 256L /* positions whose keys or values are widened at once: they stay in the core's cache */
 #else
 typedef real stored;
@@ -49,21 +53,43 @@ struct step {
     real *logits, *workspace;
 };
 
-#define BLOCK 64 /* rows of a task */
+#ifndef BLOCK
+#define BLOCK 64L
+#endif
+
+struct matrix {
+    const stored *weight;
+    stored *packed;
+    long outputs, inputs;
+};
+
+/* The place of an output's number in a panel, for input p. */
+INLINE long place_in_panel(long output, long p, int tiled) {
+    (void)tiled, (void)p;
+#ifdef BFLOAT16
+    if (tiled) return p / 2 * 2 * PANEL + 2 * output + p % 2;
+    output = output % LANES * 2 + output / LANES;
+#endif
+    return p * PANEL + output;
+}
+
+static void pack_panel(void *arguments, long panel, long thread) {
+    (void)thread;
+    const struct matrix *m = arguments;
+    stored *into = m->packed + panel * PANEL * m->inputs;
+    int tiled = sizeof(stored) == 2 && runs_on_tiles(m->inputs);
+    for (long j = 0; j < PANEL; j++) {
+        long output = panel * PANEL + j;
+        const stored *row = m->weight + output * m->inputs;
+        for (long p = 0; p < m->inputs; p++) into[place_in_panel(j, p, tiled)] = output < m->outputs ? row[p] : 0;
+    }
+}
 
 /* Packs W [outputs, inputs] into panels [inputs, PANEL] of PANEL outputs each; missing outputs are 0. In bfloat16 outputs j and
-   LANES + j of a panel are side by side. */
-EXPORT void NAMED(pack)(const stored *weight, stored *packed, long outputs, long inputs) {
-    for (long first = 0; first < outputs; first += PANEL)
-        for (long p = 0; p < inputs; p++)
-            for (long j = 0; j < PANEL; j++) {
-#ifdef BFLOAT16
-                long output = first + j / 2 + j % 2 * LANES;
-#else
-                long output = first + j;
-#endif
-                *packed++ = output < outputs ? weight[output * inputs + p] : 0;
-            }
+   LANES + j of a panel are side by side, or, for matrix tiles, inputs 2 p and 2 p + 1 of an output. */
+EXPORT void NAMED(pack)(const stored *weight, stored *packed, long outputs, long inputs, long threads) {
+    struct matrix m = {weight, packed, outputs, inputs};
+    in_parallel(pack_panel, &m, (outputs + PANEL - 1) / PANEL, threads);
 }
 
 EXPORT long NAMED(panel_width)(void) { return PANEL; }
@@ -87,8 +113,19 @@ static void project_panel(int adds, const real *x, const stored *panel, real *y,
 #endif
 }
 
-/* y [rows, outputs] = x [rows, inputs] W^T + bias; with `adds` it is added to y. */
-static void project(struct linear by, int adds, const real *x, real *y, long rows, long inputs, long outputs) {
+INLINE stored to_stored(real x) {
+#ifdef BFLOAT16
+    return narrow(x);
+#else
+    return x;
+#endif
+}
+
+/* y [rows, outputs] = x [rows, inputs] W^T + bias; with `adds` it is added to y. `narrowed` has room for x in bfloat16. */
+static void project(struct linear by, int adds, const real *x, real *y, long rows, long inputs, long outputs, real *narrowed) {
+    int tiled = sizeof(stored) == 2 && runs_on_tiles(inputs);
+    if (tiled)
+        for (long i = 0; i < rows * inputs; i++) ((stored *)narrowed)[i] = to_stored(x[i]);
     for (long j = 0; j < outputs; j += PANEL) {
         long columns = min_long(PANEL, outputs - j);
         if (by.bias)
@@ -97,31 +134,29 @@ static void project(struct linear by, int adds, const real *x, real *y, long row
                     real *into = y + i * outputs + j + c;
                     *into = by.bias[j + c] + (adds ? *into : 0);
                 }
+#ifdef ON_TILES
+        if (tiled) {
+            product_tiles(adds || by.bias, rows, columns, inputs, (stored *)narrowed, by.weight + j * inputs, y + j, outputs);
+            continue;
+        }
+#endif
         project_panel(adds || by.bias, x, by.weight + j * inputs, y + j, outputs, rows, inputs, columns);
     }
 }
 
 /* Adds a projection to the residual, through an output norm if the family has one. */
 static void add_to_residual(const struct decoder *m, struct linear by, const real *norm, const real *from, real *x,
-                            real *between, long rows, long inputs) {
+                            real *between, long rows, long inputs, real *narrowed) {
     if (!norm) {
-        project(by, 1, from, x, rows, inputs, m->hidden);
+        project(by, 1, from, x, rows, inputs, m->hidden, narrowed);
         return;
     }
-    project(by, 0, from, between, rows, inputs, m->hidden);
+    project(by, 0, from, between, rows, inputs, m->hidden, narrowed);
     for (long i = 0; i < rows; i++) {
         real *y = between + i * m->hidden;
         norm_row(y, norm, y, m->hidden, m->eps, m->shift, 1);
         for (long c = 0; c < m->hidden; c++) x[i * m->hidden + c] += y[c];
     }
-}
-
-INLINE stored to_stored(real x) {
-#ifdef BFLOAT16
-    return narrow(x);
-#else
-    return x;
-#endif
 }
 
 /* `rows` rows of `columns` stored numbers in the type of the arithmetic, and the distance of their rows. */
@@ -189,13 +224,20 @@ static void attend(const struct decoder *m, const struct layer *l, const real *q
     }
 }
 
+/* Room for the inputs of a product in bfloat16, in whole tiles. */
+static long narrowed_size(const struct decoder *m) {
+    return sizeof(stored) == 2 ? BLOCK * max_long(m->hidden, max_long(m->heads * m->head_dim, m->mlp)) / 2 : 0;
+}
+
 static void some_rows(void *arguments, long task, long thread) {
     const struct step *s = arguments;
     const struct decoder *m = s->model;
     long first = task * s->block, rows = min_long(s->block, s->rows - first);
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
     real *x = s->workspace + thread * s->workspace_size, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
-    real *mixed = wide + s->block * max_long(all_heads, 2 * m->mlp), *scores = mixed + s->block * max_long(heads, m->mlp);
+    real *mixed = wide + s->block * max_long(all_heads, 2 * m->mlp), *narrowed = mixed + s->block * max_long(heads, m->mlp);
+    real *scores = narrowed + narrowed_size(m);
+    begin_tiles();
     for (long i = 0; i < rows; i++) {
         long row = m->hidden;
         const real *from = as_real(m->embedding + s->tokens[first + i] * m->hidden, 1, m->hidden, &row, normed);
@@ -204,22 +246,23 @@ static void some_rows(void *arguments, long task, long thread) {
     for (const struct layer *l = m->layers; l < m->layers + m->num_layers; l++) {
         for (long i = 0; i < rows; i++)
             norm_row(x + i * m->hidden, l->attention_norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
-        project(l->qkv, 0, normed, wide, rows, m->hidden, all_heads);
+        project(l->qkv, 0, normed, wide, rows, m->hidden, all_heads, narrowed);
         for (long i = 0; i < rows; i++) {
             long row = first + i, at = s->positions[row];
             place(m, l, wide + i * all_heads, row, at, s->rotations[row], s->capacity);
             attend(m, l, wide + i * all_heads, mixed + i * heads, scores, row, at, s->capacity);
         }
-        add_to_residual(m, l->out, l->attention_out_norm, mixed, x, normed, rows, heads);
+        add_to_residual(m, l->out, l->attention_out_norm, mixed, x, normed, rows, heads, narrowed);
         for (long i = 0; i < rows; i++)
             norm_row(x + i * m->hidden, l->mlp_norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
-        project(l->gate_up, 0, normed, wide, rows, m->hidden, 2 * m->mlp);
+        project(l->gate_up, 0, normed, wide, rows, m->hidden, 2 * m->mlp, narrowed);
         for (long i = 0; i < rows; i++) gate_row(wide + i * 2 * m->mlp, mixed + i * m->mlp, m->mlp, (int)m->is_gelu);
-        add_to_residual(m, l->down, l->mlp_out_norm, mixed, x, normed, rows, m->mlp);
+        add_to_residual(m, l->down, l->mlp_out_norm, mixed, x, normed, rows, m->mlp, narrowed);
     }
     for (long i = 0; i < rows; i++)
         norm_row(x + i * m->hidden, m->norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
-    project(m->head, 0, normed, s->logits + first * m->vocab, rows, m->hidden, m->vocab);
+    project(m->head, 0, normed, s->logits + first * m->vocab, rows, m->hidden, m->vocab, narrowed);
+    end_tiles();
 }
 
 /* Elements of working memory per thread for a step over positions up to `longest`. */
@@ -227,7 +270,7 @@ EXPORT long NAMED(decode_workspace_size)(const struct decoder *m, long longest) 
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
     long a_row = 2 * m->hidden + max_long(all_heads, 2 * m->mlp) + max_long(heads, m->mlp);
     long shared = m->heads / m->kv_heads, wide = sizeof(stored) < sizeof(real) ? m->head_dim * AT_ONCE : 0;
-    return padded(BLOCK * a_row + shared * padded(longest + 1) + padded(shared) + wide);
+    return padded(BLOCK * a_row + narrowed_size(m) + shared * padded(longest + 1) + padded(shared) + wide);
 }
 
 /* Logits [rows, vocab] of the token after each row's last token, which is at `positions` and turns by `rotations`. */

@@ -25,4 +25,22 @@ void product_bfloat16(int adds, long rows, long columns, long depth, const real 
                       long c_row);
 #endif
 
+#if !defined(WIDE) && defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES
+/* Whether products over so many columns of A run on matrix tiles here (`tiles.c`). */
+int runs_on_tiles(long depth);
+
+/* Each thread calls these before and after its products. */
+void begin_tiles(void);
+void end_tiles(void);
+
+/* C [rows, columns] = A [rows, depth] B [depth, PANEL] with rows contiguous and columns <= PANEL; with `adds` it is added to C.
+   A is read in whole tiles: it has room for a multiple of 32 rows. Two rows of B are interleaved: (b[0][j], b[1][j]) are neighbours. */
+void product_tiles(int adds, long rows, long columns, long depth, const bfloat16 *a, const bfloat16 *b, float *c, long c_row);
+#else
+INLINE int runs_on_tiles(long depth) { return (void)depth, 0; }
+INLINE void begin_tiles(void) {}
+INLINE void end_tiles(void) {}
+#endif
+
 #endif

@@ -131,6 +131,18 @@ INLINE bfloat16 narrow(float x) {
     memcpy(&wide, &x, sizeof wide);
     return (bfloat16)(x != x ? 0x7fc0 : (wide + 0x7fff + (wide >> 16 & 1)) >> 16);
 }
+
+typedef uint16_t halves __attribute__((vector_size(WIDTH / 2)));
+typedef uint16_t loose_halves __attribute__((vector_size(WIDTH / 2), aligned(sizeof(bfloat16)), may_alias));
+
+INLINE vec load_bfloat16(const bfloat16 *p) { return (vec)(__builtin_convertvector(*(const loose_halves *)p, pairs) << 16); }
+
+/* `narrow` of LANES numbers. */
+INLINE void store_bfloat16(bfloat16 *p, vec x) {
+    pairs wide = (pairs)x, is_nan = (pairs)(x != x);
+    wide = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+    *(loose_halves *)p = __builtin_convertvector((wide & ~is_nan) | (is_nan & 0x7fc0), halves);
+}
 #endif
 
 /* e^x = 2^n e^r with |r| <= ln 2 / 2, accurate to one or two units in the last place: a polynomial gives e^r, and n is

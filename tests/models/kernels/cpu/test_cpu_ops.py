@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu import c_library
 from burnish.models.kernels.cpu.cpu_ops import draw
 from burnish.models.kernels.elementwise import RMSNorm, geglu, rms_norm, rotate, swiglu
+from burnish.models.kernels.half_products import BFLOAT16_FEATURES, add_to, processor_features
+from burnish.models.kernels.logprob import head_logprob
 from burnish.models.kernels.shared_prefix import computed_rows
 from tests.kernels import error, without_c
 
@@ -153,6 +157,59 @@ def test_draws(dtype: torch.dtype, rows: int, vocab: int, has_temperatures: bool
     assert torch.equal(tokens, expected)
 
 
+@settings(max_examples=40)
+@given(TYPES, st.integers(1, 40), st.integers(1, 200), st.sampled_from([1.0, 0.7]), st.booleans(), st.booleans(), SEEDS)
+def test_log_probs_of_rows_of_logits_and_their_gradients(
+    dtype: torch.dtype, rows: int, vocab: int, temperature: float, with_entropy: bool, in_half: bool, seed: int
+) -> None:
+    # With a head that is the identity, logits are the hidden states: no product that could be rounded otherwise.
+    kind = torch.bfloat16 if in_half else dtype
+    targets = torch.arange(rows) % vocab
+
+    def function(x: Tensor) -> Tensor:
+        logp, entropy = head_logprob(x, torch.eye(vocab, dtype=kind), targets, temperature, with_entropy)
+        return logp if entropy is None else torch.stack([logp, entropy])
+
+    library(torch.float32)
+    x = 3 * normal(seed, rows, vocab, dtype=kind)
+    found = results(function, x)
+    with without_c():
+        expected = results(function, x)
+    near(found[0], expected[0], 10.0)
+    # A slope within float32's error of the middle between two numbers of bfloat16 is rounded to either.
+    near(found[1], expected[1], 1e3) if in_half else near(found[1], expected[1])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 300_000), SEEDS)
+def test_a_bfloat16_tensor_is_added_without_a_copy(size: int, seed: int) -> None:
+    library(torch.float32)
+    total, x = normal(seed, size, dtype=torch.float32), normal(seed + 1, size, dtype=torch.bfloat16)
+    expected = total + x
+    add_to(total, x)
+    assert torch.equal(total, expected)
+
+
+@settings(max_examples=20)
+@given(packings(), st.integers(1, 3), st.sampled_from([None, 7]), SEEDS)
+def test_attention_in_bfloat16(
+    packing: tuple[Tensor, Tensor | None], shared: int, window: int | None, seed: int
+) -> None:
+    library(torch.float32)
+    offsets, beginnings = packing
+    rows = None if beginnings is None else computed_rows(offsets, beginnings)
+    count = int(offsets[-1]) if rows is None else rows.num_rows
+    q, k, v = (normal(seed + i, count, heads, 24, dtype=torch.bfloat16) for i, heads in enumerate((2 * shared, 2, 2)))
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return PackedAttention(offsets, window, rows)(0, q, k, v)
+
+    found, truth = results(function, q, k, v), results(function, *(x.double() for x in (q, k, v)))
+    for a, b in zip(found, truth, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.double() - b).norm() < 0.02 * b.norm() + 0.01
+
+
 def test_a_draw_from_nothing_but_nan_says_so() -> None:
     logits = torch.full((2, 5), torch.nan)
     tokens, logp = draw(library(torch.float32), logits, torch.full((2,), 0.5, dtype=torch.float64), None)
@@ -186,6 +243,7 @@ def all_kernels() -> list[Tensor]:
     norm.weight.data.copy_(weight)
     found = results(norm, x) + results(swiglu, x) + results(geglu, x) + results(lambda x: rotate(x, *table), qk)
     found += results(lambda qk, v: PackedAttention(offsets)(0, qk, qk, v[:, :heads]), qk, v)
+    found += results(lambda x: torch.stack(head_logprob(x, torch.eye(96), torch.arange(rows) % 96, 0.7, True)), x)  # type: ignore[arg-type]
     uniform = torch.linspace(0.01, 0.99, rows, dtype=torch.float64)
     in_c = c_library.c_kernels(x)
     return [*found, *(sample(x, uniform, None) if in_c is None else draw(in_c, x, uniform, None))]
@@ -211,9 +269,7 @@ LEVELS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 def test_kernels_for_every_level_of_x86_agree_with_torch(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    information = Path("/proc/cpuinfo")
-    features = information.read_text().split() if information.is_file() else []
-    if platform.machine() != "x86_64" or LEVELS[level] not in features:
+    if platform.machine() != "x86_64" or LEVELS[level] not in processor_features():
         pytest.skip(f"this processor has no {LEVELS[level]}")
     library(torch.float32)
     # Level 1 of optimisation compiles in half the time.
@@ -229,25 +285,55 @@ def test_kernels_for_every_level_of_x86_agree_with_torch(
     assert decode_error(torch.bfloat16) < 0.01  # keys and values are rounded
 
 
-def decode_error(dtype: torch.dtype) -> float:
-    """Relative error of the logits of C decode steps, beside float64 arithmetic on the same weights.
-
-    No size of the model is a multiple of a vector.
-    """
-    model = Decoder(Architecture("qwen2", 61, 36, 2, 6, 2, 22, 50, 64, qkv_bias=True))
+def decode_error(dtype: torch.dtype, arch: Architecture | None = None, rows: int = 19) -> float:
+    """Relative error of the logits of C decode steps, beside float64 arithmetic on the same weights."""
+    # No size of this model is a multiple of a vector.
+    model = Decoder(arch or Architecture("qwen2", 61, 36, 2, 6, 2, 22, 50, 64, qkv_bias=True))
     initialise(model, seed=0, std=0.2)
     truth = copy.deepcopy(model.to(dtype)).double()
     steps = c_decode_step(model)
     assert steps is not None
     caches = [DenseKVCache(model.arch, kind, torch.device("cpu")) for kind in (dtype, torch.float64)]
-    positions = torch.arange(19) % 5
+    positions = torch.arange(rows) % 5
     with torch.inference_mode():
         for cache in caches:
-            cache.reserve(19, 30)
+            cache.reserve(rows, 30)
         for step in range(12):
-            tokens, at = (torch.arange(19) * 7 + step) % 61, positions + step
+            tokens, at = (torch.arange(rows) * 7 + step) % 61, positions + step
             longest, shortest = int(at.max()), int(at.min())
             found = steps(tokens, at, caches[0].keys, caches[0].values, longest)
             attend = DenseDecodeAttention(caches[1], at, longest, shortest)
             expected = truth.logits(truth(tokens, at, attend, longest + 1))
     return error(found, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 19, 75])
+def test_decode_steps_on_matrix_tiles(rows: int) -> None:
+    """Inputs of products are multiples of 32, outputs are not; one row, some tiles, and tasks of whole and partial tiles."""
+    if "amx_bf16" not in BFLOAT16_FEATURES & processor_features():
+        pytest.skip("this processor has no matrix tiles (AMX)")
+    arch = Architecture("qwen2", 61, 96, 2, 4, 2, 16, 160, 64, qkv_bias=True)
+    assert decode_error(torch.bfloat16, arch, rows) < 0.02  # keys, values and the inputs of products are rounded
+
+
+def test_freed_memory_is_kept_for_the_next_allocation() -> None:
+    found = subprocess.run([sys.executable, "-c", KEPT_MEMORY], capture_output=True, text=True, check=True)
+    before, after = map(int, found.stdout.split())
+    assert after < before / 10
+
+
+KEPT_MEMORY = """
+import resource, torch
+from burnish.models.kernels.cpu.host_memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+keep_freed_memory()
+faults()
+print(faults())
+"""
