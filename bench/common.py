@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -41,12 +43,17 @@ def save(name: str, rows: list[dict[str, Any]], path: Path | None = None) -> Pat
 
 
 def save_beside(name: str, rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> Path:
-    """`save`, with the saved rows whose `key` none of these rows has."""
+    """`save`, with the saved rows whose `key` none of these rows has. Benches that run at the same time take turns."""
     path = RESULTS / f"{name}.json"
-    saved = json.loads(path.read_text())["rows"] if path.is_file() else []
-    measured = {key(row) for row in rows}
-    kept = [row for row in saved if key(row) not in measured]
-    return save(name, sorted([*kept, *rows], key=lambda row: str(key(row))))
+    folder = os.open(RESULTS, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        saved = json.loads(path.read_text())["rows"] if path.is_file() else []
+        measured = {key(row) for row in rows}
+        kept = [row for row in saved if key(row) not in measured]
+        return save(name, sorted([*kept, *rows], key=lambda row: str(key(row))))
+    finally:
+        os.close(folder)
 
 
 def tiny_chat_model(folder: Path, alphabet: str, template: str, max_positions: int) -> Path:
