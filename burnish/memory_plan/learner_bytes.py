@@ -36,6 +36,8 @@ from burnish.training.optimizers.update_rules import make_optimizer
 
 LOGIT_COPIES, KL_COPIES = 3, 6
 """Chunks of logits at the same time if no kernel works in place: log-probs, probabilities, gradients; with a full KL the reference's too."""
+SOFTCAP_COPIES = 2
+"""Wide chunks of logits that a soft cap of half types makes: the slope of the cap and its product with the gradient."""
 GATE_WIDTHS = {(False, True): 2, (True, True): 3, (False, False): 3, (True, False): 5}
 """Temporary tensors of MLP width in the gate's backward pass, by (result recomputed, on a GPU). There are the gradients of both
 sides, less the result if it was kept, since it is freed by then. Without a kernel (CPU) there are a product and the gate as well."""
@@ -205,16 +207,22 @@ def _head_bytes(decoder: Decoder, passes: LearnerPasses, on_gpu: bool) -> tuple[
     elements = (KERNEL_CHUNK_ELEMENTS if has_kernels else CHUNK_ELEMENTS)["cuda" if on_gpu else "cpu"]
     rows = max(1, elements // weight.shape[0])
     chunk = min(passes.tokens, rows) * weight.shape[0]
+    is_widened = not on_gpu and weight.dtype == torch.bfloat16 and not has_bfloat16_products()
     if has_kernels:
-        is_widened = not on_gpu and weight.dtype == torch.bfloat16 and not has_bfloat16_products()
         logits, before = chunk * (wide if is_widened else weight.itemsize), 0
+        if decoder.arch.logit_softcap is not None:
+            logits += chunk * wide * (SOFTCAP_COPIES if logits < chunk * wide else 1)
     else:  # the last chunk is freed after the next one is made
         logits = chunk * wide * (KL_COPIES if passes.full_kl else LOGIT_COPIES)
         before = 2 * chunk * wide if passes.tokens > rows else 0
+    head = weight.numel() * wide if is_widened else 0
     if not weight.requires_grad:
-        return logits + before, 0
+        return head + logits + before, 0
     gradient = weight.numel() * weight.itemsize
-    return logits + weight.numel() * wide + max(before, gradient), gradient
+    product = (
+        gradient if weight.dtype in HALF_DTYPES and not is_widened else 0
+    )  # the others are added to the sum in place
+    return head + logits + weight.numel() * wide + max(before, product), gradient
 
 
 def _embedding_gradient(decoder: Decoder) -> int:

@@ -32,7 +32,6 @@ from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.pipeline_stage import stage_of
 from burnish.models.decoder import drop_features
-from burnish.models.kernels.cpu.host_memory import MIN_BYTES, keep_freed_memory
 from burnish.models.lora.adapters import trained_tower_weights
 from burnish.run.checkpoint.saver import TensorStaging
 from burnish.run.checkpoint.snapshot import BytesFile, Content, writer_rank_of
@@ -123,8 +122,6 @@ class Learner:
         )
         self.grad_norms = grad_norms
         self.meter = Meter(self.device, model_flops(model, ranks))
-        if self.device.type == "cpu" and sum(p.nbytes for p in model.parameters()) >= MIN_BYTES:
-            keep_freed_memory()
 
     @property
     def device(self) -> torch.device:

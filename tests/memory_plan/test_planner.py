@@ -32,6 +32,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.heads import new_score_model
+from burnish.models.kernels import half_products
 from burnish.models.lora.adapters import add_lora
 from burnish.models.nf4 import weight_bytes
 from burnish.trainers.reward_model import pack_pairs
@@ -70,6 +71,7 @@ def held_in_two_updates(arch: Architecture, setup: RunSetup, num_sequences: int)
     """Bytes at the peaks of the first and of the second update of a real learner, weights included."""
     model = Decoder(arch)
     initialise(model, 0)
+    model.to(getattr(torch, setup.dtype))
     if setup.lora is not None:
         add_lora(model, setup.lora, 0)
     set_activations(model, setup.activations)
@@ -104,8 +106,27 @@ def test_the_plan_is_what_a_learner_holds(activations: str) -> None:
         made = plan_memory(setup)
         first, second = held_in_two_updates(arch, setup, num_sequences)
         case = f"{lora}, tied {tied}, {budget} tokens"
-        assert made.learners_peak(1) == pytest.approx(first, rel=0.06), case
-        assert made.learners_peak(2) == pytest.approx(second, rel=0.06), case
+        # In 4 bits with recomputation the largest temporary is half a megabyte of nine, and the plan has it in one layer too many.
+        tolerance = 0.06 if lora is not None and lora.base == "nf4" and activations == "recompute" else 0.05
+        assert made.learners_peak(1) == pytest.approx(first, rel=tolerance), case
+        assert made.learners_peak(2) == pytest.approx(second, rel=tolerance), case
+
+
+@pytest.mark.parametrize(("dtype", "has_products"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_plan_of_a_wide_head_is_what_a_learner_holds(
+    dtype: str, has_products: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a vocabulary of 16,384 most of the memory is the head's: its gradient and a chunk of logits."""
+    for module in (half_products, footprints):  # processors with and without products of bfloat16
+        monkeypatch.setattr(module, "has_bfloat16_products", lambda: has_products)
+    arch = replace(SMALL, vocab_size=16384, num_layers=1, tied=True, logit_softcap=softcap)
+    for lora in (None, Lora(rank=4)):
+        setup = RunSetup(arch, dtype, False, Optimizer(), 512, LENGTH, 32 * LENGTH, activations="keep", lora=lora)
+        found = held_in_two_updates(arch, setup, 32)
+        made = plan_memory(setup)
+        for peak, held in zip((made.learners_peak(1), made.learners_peak(2)), found, strict=True):
+            assert 0.97 * held < peak < 1.06 * held, f"{lora}: planned {peak / 1e6:.1f} MB, held {held / 1e6:.1f} MB"
 
 
 def held_by_a_scorer(arch: Architecture, setup: RunSetup, num_pairs: int) -> tuple[int, int]:

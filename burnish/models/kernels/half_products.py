@@ -55,7 +55,8 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 def add_to(total: Tensor, x: Tensor) -> None:
     """Add x to `total`. On a CPU torch would copy a bfloat16 tensor to float32 first; the C kernel does not."""
     library = None
-    if total.dtype == torch.float32 and total.is_contiguous() and x.is_contiguous() and type(total) is Tensor:
+    is_simple = type(total) is Tensor and total.is_contiguous() and x.is_contiguous() and total.shape == x.shape
+    if is_simple and total.dtype == torch.float32:
         library = c_kernels(x, stored_in=(torch.bfloat16,))
     if library is None:
         total += x

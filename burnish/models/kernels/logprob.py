@@ -23,7 +23,7 @@ from burnish.models.kernels.half_products import add_product, widened
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits of one chunk. On a CPU 32 MiB of float32, which fits in a cache; a GPU needs more rows to be busy."""
 KERNEL_CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""The same of the kernels, which hold one copy of the logits in the model's dtype (64 and 512 MiB of bfloat16)."""
+"""The same of the kernels, which hold one copy of the logits in the type of the product: 128 MiB of float32 and 512 MiB of bfloat16."""
 
 
 def row_chunks(hidden: Tensor, weight: Tensor, elements: int | None = None) -> list[tuple[int, int]]:
@@ -141,7 +141,10 @@ class _HeadLogprob(torch.autograd.Function):
 
 def _kernel_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     logits = hidden @ weight.t()
-    return logits if softcap is None else softcapped(logits, softcap)
+    if softcap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.div_(softcap).tanh_().mul_(softcap).to(logits.dtype)  # `softcapped` in place
 
 
 def _kernel_chunks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
@@ -178,7 +181,7 @@ def _kernel_backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | 
             None if grad is None else grad[i:j].contiguous() for grad in (grad_logp, grad_entropy)
         )
         logits = _kernel_logits(hidden[i:j], weight, ctx.softcap)
-        slope = None if ctx.softcap is None else 1 - (logits.to(wide) / ctx.softcap).square()
+        slope = None if ctx.softcap is None else (logits.to(wide) / ctx.softcap).square_().neg_().add_(1)
         grad_logits = ctx.kernels.logit_gradients_(
             logits,
             targets[i:j].contiguous(),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +13,22 @@ from burnish.algorithms.terms.loss_terms import full_kl
 from burnish.models.kernels import logprob
 from burnish.models.kernels.half_products import widened
 from burnish.models.kernels.logprob import Distribution, head_kl, head_logprob
+from tests.kernels import without_c
 
 ROWS, HIDDEN, VOCAB = 7, 5, 11
+
+
+@pytest.fixture(params=["C", "torch"])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both implementations of the head on a CPU."""
+    with without_c() if request.param == "torch" else nullcontext():
+        yield
+
+
+def chunks_of(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every implementation of the head compute at most so many logits at once."""
+    for table in (logprob.CHUNK_ELEMENTS, logprob.KERNEL_CHUNK_ELEMENTS):
+        monkeypatch.setitem(table, "cpu", elements)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -31,10 +48,11 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -
 @pytest.mark.parametrize("elements", [1, 3 * VOCAB, 1 << 20])  # one row, three rows, everything in a chunk
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.usefixtures("backend")
 def test_values_and_gradients_equal_plain_autograd(
     monkeypatch: pytest.MonkeyPatch, elements: int, temperature: float, with_entropy: bool
 ) -> None:
-    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", elements)
+    chunks_of(elements, monkeypatch)
     scales = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
 
     def objective(logp: Tensor, entropy: Tensor | None) -> Tensor:
@@ -56,8 +74,9 @@ def test_values_and_gradients_equal_plain_autograd(
         torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=0)
 
 
+@pytest.mark.usefixtures("backend")
 def test_only_one_of_log_prob_and_entropy_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", 2 * VOCAB)
+    chunks_of(2 * VOCAB, monkeypatch)
     for pick in (0, 1):
         hidden, weight, targets = inputs()
         output = head_logprob(hidden, weight, targets, 0.7, with_entropy=True)[pick]
@@ -108,6 +127,7 @@ def test_half_precision_hidden_states_give_float32_log_probs(dtype: torch.dtype)
     torch.testing.assert_close(logp.double(), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("backend")
 def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 512
     generator = torch.Generator().manual_seed(2)
@@ -116,9 +136,7 @@ def test_the_heads_gradient_in_bfloat16_does_not_depend_on_the_chunks(monkeypatc
     targets = torch.zeros(rows, dtype=torch.int64)
     wide = weight.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(head_logprob(hidden.double(), wide, targets)[0].sum(), [wide])
-    monkeypatch.setitem(
-        logprob.CHUNK_ELEMENTS, "cpu", VOCAB
-    )  # 512 chunks, whose sum in bfloat16 would be off by tenths
+    chunks_of(VOCAB, monkeypatch)  # 512 chunks, whose sum in bfloat16 would be off by tenths
     (got,) = torch.autograd.grad(head_logprob(hidden, weight, targets)[0].sum(), [weight])
     torch.testing.assert_close(got.double(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
 
@@ -149,7 +167,7 @@ def oracle(
 def test_values_and_gradients_are_those_of_whole_logits(
     rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", 13 * rows)
+    chunks_of(13 * rows, monkeypatch)
     hidden, weight, targets, reference = kl_inputs()
     slopes = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = []

@@ -98,7 +98,11 @@ def c_kernels_status() -> tuple[bool, str]:
         found = _load(False)
     except CKernelsUnavailable as reason:
         return False, str(reason)
-    return True, f"compiled for this processor, {'on the threads of torch' if found.has_threads else 'on one thread'}"
+    tiles = ", with matrix tiles (AMX)" if found.has_tiles() else ""
+    return (
+        True,
+        f"compiled for this processor{tiles}, {'on the threads of torch' if found.has_threads else 'on one thread'}",
+    )
 
 
 def num_threads() -> int:

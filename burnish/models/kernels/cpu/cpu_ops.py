@@ -1,7 +1,7 @@
-"""Python wrappers of the C kernels: packed attention, norms, rotations, gated activations, token sampling.
+"""Python wrappers of the C kernels: packed attention, norms, rotations, gated activations, log-probs, token sampling, sums of gradients.
 
 Attention of packed sequences (`attention.c`) needs no padding and no copy of shared prefixes. Row-wise operations are in
-`learner.c`. `draw.c` samples tokens as `inference/native/engine_common.py` does without truncation.
+`learner.c`, log-probs of rows of logits in `logits.c`. `draw.c` samples tokens as `inference/native/engine_common.py` does without truncation.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, library: ctypes.CDLL, sequences: PackedSequences, window: int | None
     ) -> Tensor:
-        wide_q, wide_k, wide_v = (_with_dense_heads(_widened(x)) for x in (q, k, v))
+        wide_q, wide_k, wide_v = (_with_dense_heads(_in_float(x)) for x in (q, k, v))
         out, lse = wide_q.new_empty(q.shape), wide_q.new_empty(q.shape[:2])
         _run_attention(library, "forward", wide_q, wide_k, wide_v, sequences, window, out=out, lse=lse)
         out = out.to(q.dtype)
@@ -86,15 +86,15 @@ class _Attention(torch.autograd.Function):
         *given, lse = ctx.saved_tensors
         library, sequences, window = ctx.plan
         dtype = given[0].dtype
-        q, k, v, out = (_with_dense_heads(_widened(x)) for x in given)
+        q, k, v, out = (_with_dense_heads(_in_float(x)) for x in given)
         found = {f"grad_{name}": x.new_empty(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
-        of_out = {"out": out, "lse": lse, "grad": _widened(grads[0]).contiguous()}
+        of_out = {"out": out, "lse": lse, "grad": _in_float(grads[0]).contiguous()}
         _run_attention(library, "backward", q, k, v, sequences, window, **of_out, **found)
         return *(grad.to(dtype) for grad in found.values()), None, None, None
 
 
-def _widened(x: Tensor) -> Tensor:
-    """A tensor that the C kernels can read: bfloat16 as float32."""
+def _in_float(x: Tensor) -> Tensor:
+    """A tensor that the attention kernel can read: bfloat16 as float32."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
@@ -218,21 +218,23 @@ def logprob_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the targets, log of the normaliser, and entropies (empty unless requested) of logits [N, vocab]."""
     rows, vocab = logits.shape
+    if targets.dtype != torch.long or (rows and not (int(targets.min()) >= 0 and int(targets.max()) < vocab)):
+        raise IndexError(f"targets must be int64 tokens below {vocab}: {targets}")
     wide = torch.promote_types(logits.dtype, torch.float32)
-    logp, total = (logits.new_empty(rows, dtype=wide) for _ in range(2))
+    logp, log_normaliser = (logits.new_empty(rows, dtype=wide) for _ in range(2))
     entropy = logits.new_empty(rows if with_entropy else 0, dtype=wide)
     _for_stored(library, "logprob_rows", logits)(
-        address(logits), address(targets), address(logp), address(total), address(entropy if with_entropy else None),
+        address(logits), address(targets), address(logp), address(log_normaliser), address(entropy if with_entropy else None),
         Long(rows), Long(vocab), Double(temperature), _threads(logits),
     )  # fmt: skip
-    return logp, total, entropy
+    return logp, log_normaliser, entropy
 
 
 def logit_gradients_(
     library: ctypes.CDLL,
     logits: Tensor,
     targets: Tensor,
-    total: Tensor,
+    log_normaliser: Tensor,
     entropy: Tensor,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
@@ -241,8 +243,8 @@ def logit_gradients_(
     """Overwrite the logits with their gradient; a gradient of None counts as 0."""
     rows, vocab = logits.shape
     _for_stored(library, "logit_gradients", logits)(
-        address(logits), address(targets), address(total), address(entropy), address(grad_logp), address(grad_entropy),
-        Long(rows), Long(vocab), Double(temperature), _threads(logits),
+        address(logits), address(targets), address(log_normaliser), address(entropy), address(grad_logp),
+        address(grad_entropy), Long(rows), Long(vocab), Double(temperature), _threads(logits),
     )  # fmt: skip
     return logits
 

@@ -237,7 +237,9 @@ static void some_rows(void *arguments, long task, long thread) {
     real *x = s->workspace + thread * s->workspace_size, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
     real *mixed = wide + s->block * max_long(all_heads, 2 * m->mlp), *narrowed = mixed + s->block * max_long(heads, m->mlp);
     real *scores = narrowed + narrowed_size(m);
+#ifdef ON_TILES
     begin_tiles();
+#endif
     for (long i = 0; i < rows; i++) {
         long row = m->hidden;
         const real *from = as_real(m->embedding + s->tokens[first + i] * m->hidden, 1, m->hidden, &row, normed);
@@ -262,7 +264,9 @@ static void some_rows(void *arguments, long task, long thread) {
     for (long i = 0; i < rows; i++)
         norm_row(x + i * m->hidden, m->norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
     project(m->head, 0, normed, s->logits + first * m->vocab, rows, m->hidden, m->vocab, narrowed);
+#ifdef ON_TILES
     end_tiles();
+#endif
 }
 
 /* Elements of working memory per thread for a step over positions up to `longest`. */

@@ -15,14 +15,14 @@ typedef real stored;
 struct logits {
     stored *logits; /* [rows, vocab] */
     const int64_t *targets;
-    real *logp, *total, *entropy;       /* [rows]; entropy may be NULL */
-    const real *grad_logp, *grad_entropy; /* [rows]; NULL is 0 */
+    real *logp, *log_normaliser, *entropy; /* [rows]; entropy may be NULL */
+    const real *grad_logp, *grad_entropy;  /* [rows]; NULL is 0 */
     long vocab;
     real temperature;
 };
 
 /* Up to LANES logits; missing lanes are minus infinity. */
-INLINE vec read(const stored *x, long n) {
+INLINE vec read_logits(const stored *x, long n) {
 #ifdef BFLOAT16
     if (n >= LANES) return load_bfloat16(x);
     real some[WIDTH / sizeof(real)];
@@ -36,7 +36,7 @@ INLINE vec read(const stored *x, long n) {
     return load(some);
 }
 
-INLINE void write(stored *x, vec y, long n) {
+INLINE void write_logits(stored *x, vec y, long n) {
 #ifdef BFLOAT16
     if (n >= LANES) {
         store_bfloat16(x, y);
@@ -60,19 +60,19 @@ static void logprob_row(void *arguments, long row, long thread) {
     long vocab = l->vocab;
     vec top = all(-INFINITY);
     for (long j = 0; j < vocab; j += LANES) {
-        vec y = read(x + j, vocab - j);
+        vec y = read_logits(x + j, vocab - j);
         top = pick(y > top, y, top);
     }
     real best = largest(top);
     vec sum = {0}, moment = {0};
     for (long j = 0; j < vocab; j += LANES) {
-        vec s = divided(read(x + j, vocab - j) - best, l->temperature), e = exponential(s);
+        vec s = divided(read_logits(x + j, vocab - j) - best, l->temperature), e = exponential(s);
         sum += e;
         if (l->entropy) moment += pick(e > 0, e * s, (vec){0});
     }
-    double mass = total(sum), chosen = read(x + l->targets[row], 1)[0];
+    double mass = total(sum), chosen = read_logits(x + l->targets[row], 1)[0];
     l->logp[row] = (real)((chosen - best) / l->temperature - log(mass));
-    l->total[row] = (real)((double)best / l->temperature + log(mass));
+    l->log_normaliser[row] = (real)((double)best / l->temperature + log(mass));
     if (l->entropy) l->entropy[row] = (real)(log(mass) - total(moment) / mass);
 }
 
@@ -82,11 +82,11 @@ static void gradient_row(void *arguments, long row, long thread) {
     const struct logits *l = arguments;
     stored *x = l->logits + row * l->vocab;
     long vocab = l->vocab, target = l->targets[row];
-    real total = l->total[row], slope = l->grad_logp ? l->grad_logp[row] : 0;
-    real at_target = exponential(divided(all(read(x + target, 1)[0]), l->temperature) - total)[0];
+    real log_normaliser = l->log_normaliser[row], slope = l->grad_logp ? l->grad_logp[row] : 0;
+    real at_target = exponential(divided(all(read_logits(x + target, 1)[0]), l->temperature) - log_normaliser)[0];
     real entropy_slope = l->grad_entropy ? l->grad_entropy[row] : 0, entropy = l->grad_entropy ? l->entropy[row] : 0;
     for (long j = 0; j < vocab; j += LANES) {
-        vec logp = divided(read(x + j, vocab - j), l->temperature) - total, p = exponential(logp);
+        vec logp = divided(read_logits(x + j, vocab - j), l->temperature) - log_normaliser, p = exponential(logp);
         vec grad = p * -slope;
         if (l->grad_entropy) grad -= pick(p > 0, p * entropy_slope * (logp + entropy), (vec){0});
         if (target >= j && target < j + LANES) {
@@ -94,21 +94,21 @@ static void gradient_row(void *arguments, long row, long thread) {
             if (l->grad_entropy && at_target > 0) own -= at_target * entropy_slope * (logp[target - j] + entropy);
             grad[target - j] = own;
         }
-        write(x + j, divided(grad, l->temperature), vocab - j);
+        write_logits(x + j, divided(grad, l->temperature), vocab - j);
     }
 }
 
 /* Of each row: the target's log-prob under softmax(logits / temperature), the logarithm of the normaliser, and the entropy
    unless it is NULL. */
-EXPORT void NAMED(logprob_rows)(stored *logits, const int64_t *targets, real *logp, real *total, real *entropy, long rows, long vocab,
-                                double temperature, long threads) {
-    struct logits l = {logits, targets, logp, total, entropy, 0, 0, vocab, (real)temperature};
+EXPORT void NAMED(logprob_rows)(stored *logits, const int64_t *targets, real *logp, real *log_normaliser, real *entropy,
+                                long rows, long vocab, double temperature, long threads) {
+    struct logits l = {logits, targets, logp, log_normaliser, entropy, 0, 0, vocab, (real)temperature};
     in_parallel(logprob_row, &l, rows, threads);
 }
 
 /* Overwrites logits with their gradient, given those of the log-probs and of the entropies. */
-EXPORT void NAMED(logit_gradients)(stored *logits, const int64_t *targets, real *total, real *entropy, const real *grad_logp,
+EXPORT void NAMED(logit_gradients)(stored *logits, const int64_t *targets, real *log_normaliser, real *entropy, const real *grad_logp,
                                    const real *grad_entropy, long rows, long vocab, double temperature, long threads) {
-    struct logits l = {logits, targets, 0, total, entropy, grad_logp, grad_entropy, vocab, (real)temperature};
+    struct logits l = {logits, targets, 0, log_normaliser, entropy, grad_logp, grad_entropy, vocab, (real)temperature};
     in_parallel(gradient_row, &l, rows, threads);
 }

@@ -25,7 +25,7 @@ void product_bfloat16(int adds, long rows, long columns, long depth, const real 
                       long c_row);
 #endif
 
-#if !defined(WIDE) && defined(__AMX_BF16__) && defined(__linux__)
+#if !defined(WIDE) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 #define HAS_TILES
 /* Whether products over so many columns of A run on matrix tiles here (`tiles.c`). */
 int runs_on_tiles(long depth);
@@ -39,8 +39,6 @@ void end_tiles(void);
 void product_tiles(int adds, long rows, long columns, long depth, const bfloat16 *a, const bfloat16 *b, float *c, long c_row);
 #else
 INLINE int runs_on_tiles(long depth) { return (void)depth, 0; }
-INLINE void begin_tiles(void) {}
-INLINE void end_tiles(void) {}
 #endif
 
 #endif

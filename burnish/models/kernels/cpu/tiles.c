@@ -11,15 +11,23 @@
 #define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM: Linux grants a process the tiles' state on request */
 #define TILE_STATE 18
 
+_Static_assert(PANEL == 2 * TILE, "a panel is two tiles wide");
+
 static int has_permission(void) {
-    static int state; /* 0 is unknown; every thread would find the same */
-    if (!state) state = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_STATE) ? -1 : 1;
+    static int known; /* 0 is unknown; every thread would find the same */
+    int state = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!state) {
+        state = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_STATE) ? -1 : 1;
+        __atomic_store_n(&known, state, __ATOMIC_RELAXED);
+    }
     return state > 0;
 }
 
 int runs_on_tiles(long depth) { return depth % PAIRS == 0 && has_permission(); }
 
-void begin_tiles(void) {
+EXPORT int has_tiles(void) { return has_permission(); }
+
+EXPORT void begin_tiles(void) {
     if (!has_permission()) return;
     struct {
         uint8_t palette, start, reserved[14];
@@ -31,26 +39,36 @@ void begin_tiles(void) {
     _tile_loadconfig(&shapes);
 }
 
-void end_tiles(void) {
+EXPORT void end_tiles(void) {
     if (has_permission()) _tile_release();
 }
 
-/* Writes or adds the first rows and columns of a block of two by two tiles. */
-static void put(const float *block, int adds, long rows, long columns, float *c, long c_row) {
-    for (long i = 0; i < rows; i++)
-        for (long j = 0; j < columns; j++) c[i * c_row + j] = block[i * PANEL + j] + (adds ? c[i * c_row + j] : 0);
+static void copy(const float *from, long from_row, float *to, long to_row, long rows, long columns) {
+    for (long i = 0; i < rows; i++) memcpy(to + i * to_row, from + i * from_row, columns * sizeof *to);
 }
 
-void product_tiles(int adds, long rows, long columns, long depth, const bfloat16 *a, const bfloat16 *b, float *c, long c_row) {
-    long a_bytes = depth * sizeof *a, c_bytes = c_row * sizeof *c;
+EXPORT void product_tiles(int adds, long rows, long columns, long depth, const bfloat16 *a, const bfloat16 *b, float *c,
+                          long c_row) {
+    __asm__ volatile("" : : : "memory"); /* gcc's _tile_loadd does not say that it reads memory */
+    long a_bytes = depth * sizeof *a;
     for (long i = 0; i < rows; i += 2 * TILE) {
-        int is_tall = rows - i > TILE, is_whole = rows - i >= 2 * TILE && columns == PANEL;
+        /* Sums of every block begin with C, so that a row's bits do not depend on the rows beside it. */
+        float block[2 * TILE * PANEL];
+        long height = min_long(2 * TILE, rows - i), into_row = c_row;
+        int is_tall = height > TILE, is_whole = height == 2 * TILE && columns == PANEL;
         float *into = c + i * c_row;
-        if (is_whole && adds) {
+        if (!is_whole) {
+            memset(block, 0, sizeof block);
+            if (adds) copy(into, c_row, block, PANEL, height, columns);
+            into = block, into_row = PANEL;
+            __asm__ volatile("" : : : "memory");
+        }
+        long c_bytes = into_row * sizeof *c;
+        if (adds) {
             _tile_loadd(0, into, c_bytes);
             _tile_loadd(1, into + TILE, c_bytes);
-            _tile_loadd(2, into + TILE * c_row, c_bytes);
-            _tile_loadd(3, into + TILE * c_row + TILE, c_bytes);
+            _tile_loadd(2, into + TILE * into_row, c_bytes);
+            _tile_loadd(3, into + TILE * into_row + TILE, c_bytes);
         } else {
             _tile_zero(0);
             _tile_zero(1);
@@ -71,22 +89,16 @@ void product_tiles(int adds, long rows, long columns, long depth, const bfloat16
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
-        if (is_whole) {
-            _tile_stored(0, into, c_bytes);
-            _tile_stored(1, into + TILE, c_bytes);
-            _tile_stored(2, into + TILE * c_row, c_bytes);
-            _tile_stored(3, into + TILE * c_row + TILE, c_bytes);
-        } else {
-            float block[2 * TILE * PANEL];
-            _tile_stored(0, block, 4 * PANEL);
-            _tile_stored(1, block + TILE, 4 * PANEL);
-            if (is_tall) {
-                _tile_stored(2, block + TILE * PANEL, 4 * PANEL);
-                _tile_stored(3, block + TILE * PANEL + TILE, 4 * PANEL);
-            }
-            put(block, adds, min_long(2 * TILE, rows - i), columns, into, c_row);
-        }
+        _tile_stored(0, into, c_bytes);
+        _tile_stored(1, into + TILE, c_bytes);
+        _tile_stored(2, into + TILE * into_row, c_bytes);
+        _tile_stored(3, into + TILE * into_row + TILE, c_bytes);
+        if (!is_whole) copy(block, PANEL, c + i * c_row, c_row, height, columns);
     }
 }
+
+#else
+
+EXPORT int has_tiles(void) { return 0; }
 
 #endif

@@ -135,6 +135,17 @@ INLINE bfloat16 narrow(float x) {
 typedef uint16_t halves __attribute__((vector_size(WIDTH / 2)));
 typedef uint16_t loose_halves __attribute__((vector_size(WIDTH / 2), aligned(sizeof(bfloat16)), may_alias));
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 9
+INLINE vec load_bfloat16(const bfloat16 *p) {
+    float wide[WIDTH / sizeof(float)];
+    widen(p, wide, LANES);
+    return load(wide);
+}
+
+INLINE void store_bfloat16(bfloat16 *p, vec x) {
+    for (long i = 0; i < LANES; i++) p[i] = narrow(x[i]);
+}
+#else
 INLINE vec load_bfloat16(const bfloat16 *p) { return (vec)(__builtin_convertvector(*(const loose_halves *)p, pairs) << 16); }
 
 /* `narrow` of LANES numbers. */
@@ -143,6 +154,7 @@ INLINE void store_bfloat16(bfloat16 *p, vec x) {
     wide = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
     *(loose_halves *)p = __builtin_convertvector((wide & ~is_nan) | (is_nan & 0x7fc0), halves);
 }
+#endif
 #endif
 
 /* e^x = 2^n e^r with |r| <= ln 2 / 2, accurate to one or two units in the last place: a polynomial gives e^r, and n is

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,10 @@ from burnish.models.cached_forward import c_decode_step
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.kernels.attention import PackedAttention
 from burnish.models.kernels.cpu import c_library
-from burnish.models.kernels.cpu.cpu_ops import draw
+from burnish.models.kernels.cpu.c_library import address
+from burnish.models.kernels.cpu.cpu_ops import Long, draw, logit_gradients_, logprob_rows
 from burnish.models.kernels.elementwise import RMSNorm, geglu, rms_norm, rotate, swiglu
-from burnish.models.kernels.half_products import BFLOAT16_FEATURES, add_to, processor_features
+from burnish.models.kernels.half_products import add_to, processor_features
 from burnish.models.kernels.logprob import head_logprob
 from burnish.models.kernels.shared_prefix import computed_rows
 from tests.kernels import error, without_c
@@ -157,27 +156,55 @@ def test_draws(dtype: torch.dtype, rows: int, vocab: int, has_temperatures: bool
     assert torch.equal(tokens, expected)
 
 
-@settings(max_examples=40)
-@given(TYPES, st.integers(1, 40), st.integers(1, 200), st.sampled_from([1.0, 0.7]), st.booleans(), st.booleans(), SEEDS)
+@settings(max_examples=60)
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(1, 40), st.integers(1, 200),
+    st.sampled_from([1.0, 0.7]), st.booleans(), SEEDS,
+)  # fmt: skip
 def test_log_probs_of_rows_of_logits_and_their_gradients(
-    dtype: torch.dtype, rows: int, vocab: int, temperature: float, with_entropy: bool, in_half: bool, seed: int
+    dtype: torch.dtype, rows: int, vocab: int, temperature: float, with_entropy: bool, seed: int
 ) -> None:
-    # With a head that is the identity, logits are the hidden states: no product that could be rounded otherwise.
-    kind = torch.bfloat16 if in_half else dtype
-    targets = torch.arange(rows) % vocab
+    kernels = library(torch.float64 if dtype == torch.float64 else torch.float32)
+    logits, targets = 3 * normal(seed, rows, vocab, dtype=dtype), torch.arange(rows) * 7 % vocab
+    slopes = [normal(seed + k, rows, dtype=torch.promote_types(dtype, torch.float32)) for k in (1, 2)]
+    truth = logits.double().requires_grad_()
+    log_p = (truth / temperature).log_softmax(-1)
+    expected = [log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)][: 1 + with_entropy]
+    objective = torch.stack([(a * b.double()).sum() for a, b in zip(expected, slopes, strict=False)]).sum()
+    (gradient,) = torch.autograd.grad(objective, truth)
 
-    def function(x: Tensor) -> Tensor:
-        logp, entropy = head_logprob(x, torch.eye(vocab, dtype=kind), targets, temperature, with_entropy)
-        return logp if entropy is None else torch.stack([logp, entropy])
+    logp, log_normaliser, entropy = logprob_rows(kernels, logits, targets, temperature, with_entropy)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for found, wanted in zip((logp, entropy), expected, strict=False):
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=tolerance, atol=tolerance)
+    logit_gradients_(
+        kernels, logits, targets, log_normaliser, entropy, slopes[0], slopes[1] if with_entropy else None, temperature
+    )
+    largest = gradient.abs().amax(1, keepdim=True)
+    rounding = 2.0**-8 * gradient.abs() if dtype == torch.bfloat16 else 0.0  # half a unit of its last place, and some
+    assert bool(((logits.double() - gradient).abs() <= rounding + 3 * tolerance * (largest + 1)).all())
 
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_under_a_soft_cap(dtype: torch.dtype) -> None:
     library(torch.float32)
-    x = 3 * normal(seed, rows, vocab, dtype=kind)
-    found = results(function, x)
-    with without_c():
-        expected = results(function, x)
-    near(found[0], expected[0], 10.0)
-    # A slope within float32's error of the middle between two numbers of bfloat16 is rounded to either.
-    near(found[1], expected[1], 1e3) if in_half else near(found[1], expected[1])
+    hidden, weight = 3 * normal(0, 50, 24, dtype=dtype), normal(1, 130, 24, dtype=dtype)
+    targets = torch.arange(50)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        logp, entropy = head_logprob(x, weight, targets, 0.7, True, softcap=5.0)
+        assert entropy is not None
+        return torch.stack([logp, entropy])
+
+    found, truth = results(function, hidden, weight), results(function, hidden.double(), weight.double())
+    for a, b in zip(found, truth, strict=True):
+        assert error(a, b) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_a_target_outside_the_vocabulary_is_refused() -> None:
+    for target in (-1, 5):
+        with pytest.raises(IndexError, match="below 5"):
+            logprob_rows(library(torch.float32), torch.zeros(2, 5), torch.tensor([0, target]), 1.0, False)
 
 
 @settings(max_examples=20)
@@ -307,33 +334,60 @@ def decode_error(dtype: torch.dtype, arch: Architecture | None = None, rows: int
     return error(found, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 19, 75])
-def test_decode_steps_on_matrix_tiles(rows: int) -> None:
-    """Inputs of products are multiples of 32, outputs are not; one row, some tiles, and tasks of whole and partial tiles."""
-    if "amx_bf16" not in BFLOAT16_FEATURES & processor_features():
-        pytest.skip("this processor has no matrix tiles (AMX)")
-    arch = Architecture("qwen2", 61, 96, 2, 4, 2, 16, 160, 64, qkv_bias=True)
-    assert decode_error(torch.bfloat16, arch, rows) < 0.02  # keys, values and the inputs of products are rounded
+@pytest.fixture(scope="module", params=["AMX", "in C"])
+def with_tiles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernels with matrix tiles: the processor's own, or `tiles_in_c.h` instead of its instructions."""
+    found = library(torch.float32)
+    if request.param == "AMX":
+        if not found.has_tiles():
+            pytest.skip("this processor has no matrix tiles (AMX)")
+        return found
+    if "avx512f" not in processor_features():
+        pytest.skip("this processor has no AVX-512, whose panels are two tiles wide")
+    header = Path(__file__).with_name("tiles_in_c.h")
+    flags = (*(flag for flag in c_library.FLAGS if flag != "-O3"), "-O1", "-mavx512f", "-mavx2", "-mfma")
+    flags = (*flags, "-D__AMX_BF16__", "-include", str(header))
+    path = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    return c_library._open_library(c_library._compile(c_library._compiler(), flags, path))
 
 
-def test_freed_memory_is_kept_for_the_next_allocation() -> None:
-    found = subprocess.run([sys.executable, "-c", KEPT_MEMORY], capture_output=True, text=True, check=True)
-    before, after = map(int, found.stdout.split())
-    assert after < before / 10
+@pytest.fixture
+def tiles(with_tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations in bfloat16 and float32 run in the kernels with matrix tiles."""
+    assert with_tiles.has_tiles()
+    monkeypatch.setattr(c_library, "_library", lambda is_double: None if is_double else with_tiles)
 
 
-KEPT_MEMORY = """
-import resource, torch
-from burnish.models.kernels.cpu.host_memory import keep_freed_memory
+TILED = Architecture("qwen2", 61, 96, 2, 4, 2, 16, 160, 64, qkv_bias=True)
+"""Inputs of its products are multiples of 32, outputs are not."""
 
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(1 << 24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-faults()
-print(faults())
-keep_freed_memory()
-faults()
-print(faults())
-"""
+@pytest.mark.usefixtures("tiles")
+def test_decode_steps_on_matrix_tiles() -> None:
+    for rows in (1, 19, 75):  # one row, some tiles, and tasks of whole and partial tiles
+        assert decode_error(torch.bfloat16, TILED, rows) < 0.02  # keys, values and the inputs of products are rounded
+
+
+def test_a_rows_bits_on_matrix_tiles_do_not_depend_on_the_rows_beside_it(with_tiles: Any) -> None:
+    depth = 96
+    a, b = normal(0, 96, depth, dtype=torch.bfloat16), normal(1, depth, 32, dtype=torch.bfloat16)
+    start = normal(2, 75, 32, dtype=torch.float32)
+    pairs = b.view(depth // 2, 2, 32).transpose(1, 2).contiguous()
+
+    def product(adds: bool, first: int, rows: int, columns: int) -> Tensor:
+        left, c = a[first:].clone(), start[first : first + rows].clone()
+        with_tiles.begin_tiles()
+        with_tiles.product_tiles(
+            adds, Long(rows), Long(columns), Long(depth), address(left), address(pairs), address(c), Long(32)
+        )
+        with_tiles.end_tiles()
+        return c
+
+    for adds in (False, True):
+        truth = a[:75].double() @ b.double() + (start if adds else 0)
+        for columns in (32, 20):
+            found = product(adds, 0, 75, columns)
+            assert error(found[:, :columns], truth[:, :columns]) < 1e-6
+            assert torch.equal(found[:, columns:], start[:, columns:])
+            for first, rows in ((0, 32), (0, 22), (43, 32), (10, 1)):
+                assert torch.equal(product(adds, first, rows, columns), found[first : first + rows])
