@@ -34,9 +34,8 @@ struct attention {
 /* Copies rows of a head to a dense matrix whose rows are padded with zeros to `columns`. */
 static void gather(const int64_t *rows, long first, long last, const real *x, long x_row, long dim, real *into, long columns) {
     for (long j = first; j < last; j++) {
-        real *y = into + (j - first) * columns;
-        memcpy(y, x + rows[j] * x_row, dim * sizeof(real));
-        memset(y + dim, 0, (columns - dim) * sizeof(real));
+        const real *from = x + rows[j] * x_row;
+        for (long d = 0; d < dim; d += LANES) store(into + (j - first) * columns + d, load_upto(from + d, dim - d));
     }
 }
 
@@ -76,16 +75,17 @@ static void forward_head(const struct attention *a, const struct sequence *s, lo
             long begin = first_key(a, at) / LANES * LANES, across = padded(seen - begin);
             const real *q = a->q + (s->first + i) * a->q_row + h * dim;
             product(0, count, across, dim, q, a->q_row, 1, keys + begin, width, scores, width);
-            real sums[QUERIES];
+            real sums[QUERIES]; /* and then their inverses */
             for (long r = 0; r < count; r++) {
                 real best;
                 sums[r] = exponentials(scores + r * width, across, first_key(a, at + r) - begin, at + r + 1 - begin, scale, &best);
-                a->lse[(s->first + i + r) * a->heads + h] = best + (real)log((double)sums[r]);
+                a->lse[(s->first + i + r) * a->heads + h] = best + logarithm(sums[r]);
+                sums[r] = 1 / sums[r];
             }
             product(0, count, columns, seen - begin, scores, width, 1, values + begin * columns, columns, mixed, columns);
             for (long r = 0; r < count; r++) {
                 real *out = a->out + ((s->first + i + r) * a->heads + h) * dim;
-                for (long d = 0; d < dim; d++) out[d] = mixed[r * columns + d] / sums[r];
+                for (long d = 0; d < dim; d++) out[d] = mixed[r * columns + d] * sums[r];
             }
         }
 }
@@ -125,17 +125,22 @@ static void backward_head(const struct attention *a, const struct sequence *s, l
             for (long r = 0; r < count; r++) {
                 real *p = weights + r * width, *slope = slopes + r * width, lse = a->lse[(s->first + i + r) * a->heads + h];
                 real along = inner(outs + r * columns, grads + r * columns, columns);
-                for (long j = 0; j < across; j += LANES) store(p + j, exponential(fused(load(p + j), all(scale), all(-lse))));
-                for (long j = 0; j < first_key(a, at + r) - begin; j++) p[j] = 0;
-                for (long j = at + r + 1 - begin; j < across; j++) p[j] = 0;
-                for (long j = 0; j < across; j += LANES) store(slope + j, load(p + j) * (load(slope + j) - along) * scale);
+                long first = first_key(a, at + r) - begin, last = at + r + 1 - begin;
+                for (long j = 0; j < across; j += LANES) {
+                    vec e = exponential(fused(load(p + j), all(scale), all(-lse)));
+                    e = pick(between(j, first, last), e, (vec){0});
+                    store(p + j, e);
+                    store(slope + j, e * (load(slope + j) - along) * scale);
+                }
             }
             long keys_seen = seen - begin;
             product(0, count, columns, keys_seen, slopes, width, 1, keys + begin * columns, columns, grad_queries, columns);
             product(1, keys_seen, columns, count, slopes, 1, width, queries, columns, grad_keys + begin * columns, columns);
             product(1, keys_seen, columns, count, weights, 1, width, grads, columns, grad_values + begin * columns, columns);
-            for (long r = 0; r < count; r++)
-                memcpy(a->grad_q + (s->first + i + r) * h_row + h * dim, grad_queries + r * columns, dim * sizeof(real));
+            for (long r = 0; r < count; r++) {
+                real *grad_q = a->grad_q + (s->first + i + r) * h_row + h * dim;
+                for (long d = 0; d < dim; d += LANES) store_upto(grad_q + d, load(grad_queries + r * columns + d), dim - d);
+            }
         }
     for (long j = 0; j < length; j++) {
         real *k = a->grad_k + (rows[j] * a->kv_heads + head) * dim, *v = a->grad_v + (rows[j] * a->kv_heads + head) * dim;

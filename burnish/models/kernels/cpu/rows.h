@@ -37,17 +37,24 @@ static inline void rotate_row(const real *x, const real *cos, const real *sin, r
     }
 }
 
+/* Which of the columns from j on are in [first, last). */
+INLINE bits between(long j, long first, long last) {
+    bits column = numbers_from(0);
+    return (column >= (__typeof__(column[0]))(first - j)) & (column < (__typeof__(column[0]))(last - j));
+}
+
 /* x = exp(scale * x - best) at columns [first, last) and 0 elsewhere, with best the largest scale * x there; `width` is a
    multiple of LANES. Returns the sum. */
 static inline real exponentials(real *x, long width, long first, long last, real scale, real *best) {
-    for (long j = 0; j < first; j++) x[j] = -INFINITY;
-    for (long j = last; j < width; j++) x[j] = -INFINITY;
-    vec top = all(-INFINITY);
-    for (long j = 0; j < width; j += LANES) top = pick(load(x + j) > top, load(x + j), top);
+    vec top = all(-INFINITY), sum = {0};
+    for (long j = 0; j < width; j += LANES) {
+        vec y = load(x + j);
+        top = pick(between(j, first, last) & (y > top), y, top);
+    }
     *best = largest(top) * scale;
-    vec sum = {0};
     for (long j = 0; j < width; j += LANES) {
         vec e = exponential(fused(load(x + j), all(scale), all(-*best)));
+        e = pick(between(j, first, last), e, (vec){0});
         sum += e;
         store(x + j, e);
     }

@@ -68,25 +68,61 @@ INLINE vec fused(vec a, vec b, vec c) {
 }
 
 INLINE vec pick(bits where, vec yes, vec no) { return (vec)((where & (bits)yes) | (~where & (bits)no)); }
+/* x, or `bound` where it is larger or smaller; NaN stays NaN. */
+INLINE vec at_least(vec x, vec bound) {
+#if defined(__AVX512F__) && !defined(WIDE)
+    return _mm512_max_ps(bound, x);
+#else
+    return pick(x < bound, bound, x);
+#endif
+}
+INLINE vec at_most(vec x, vec bound) {
+#if defined(__AVX512F__) && !defined(WIDE)
+    return _mm512_min_ps(bound, x);
+#else
+    return pick(x > bound, bound, x);
+#endif
+}
+
+INLINE real logarithm(real x) { return sizeof(real) == 8 ? (real)log((double)x) : (real)logf((float)x); }
 INLINE long padded(long n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
+typedef bits loose_bits __attribute__((aligned(sizeof(real)), may_alias));
+
+/* (first, first + 1, ...), for first < 9. */
+INLINE bits numbers_from(long first) {
+    static const __typeof__((bits){0}[0]) number[] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11,
+                                                      12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23};
+    return *(const loose_bits *)(number + first);
+}
+
+/* Lane i of the result is lane i + by of x, counted modulo LANES. */
+INLINE vec shifted_lanes(vec x, long by) {
+#ifdef __clang__ /* which makes one shuffle of this loop; gcc would store and load the vector */
+    vec y = x;
+    for (long i = 0; i < LANES; i++) y[i] = x[(i + by) % LANES];
+    return y;
+#else
+    return __builtin_shuffle(x, numbers_from(by));
+#endif
+}
+
 /* The sum of all lanes, in a fixed order: the upper half is added to the lower half, repeatedly. */
 INLINE real total(vec x) {
-    real lane[WIDTH / sizeof(real)];
-    store(lane, x);
-    for (long half = LANES / 2; half; half /= 2)
-        for (long i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+#pragma GCC unroll 4
+    for (long half = LANES / 2; half; half /= 2) x += shifted_lanes(x, half);
+    return x[0];
 }
 
 INLINE real largest(vec x) {
-    real lane[WIDTH / sizeof(real)];
-    store(lane, x);
-    for (long half = LANES / 2; half; half /= 2)
-        for (long i = 0; i < half; i++) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
-    return lane[0];
+#pragma GCC unroll 4
+    for (long half = LANES / 2; half; half /= 2) {
+        vec y = shifted_lanes(x, half);
+        x = pick(y > x, y, x);
+    }
+    return x[0];
 }
 
 /* The first n < LANES numbers, padded with zeros. */
@@ -165,8 +201,7 @@ INLINE vec exponential(vec x) {
     const real magic = is_wide ? (real)6755399441055744.0 : (real)12582912.0; /* 1.5 * 2^52 or 2^23: adding it rounds */
     const real upper = is_wide ? (real)6.93147180369123816490e-01 : (real)0.693359375;
     const real lower = is_wide ? (real)1.90821492927058770002e-10 : (real)-2.12194440e-4;
-    vec inside = pick(x < low, all(low), x);
-    inside = pick(inside > high, all(high), inside);
+    vec inside = at_most(at_least(x, all(low)), all(high));
     vec shifted = fused(inside, all((real)1.4426950408889634), all(magic));
     vec n = shifted - magic;
     vec r = fused(n, all(-lower), fused(n, all(-upper), inside));
