@@ -3,8 +3,8 @@
 - `paged_forward`: over a paged cache on any device. Residual and norm are fused, as are rotation and cache write.
 - `DecodeStep`: one new token per row on a CPU in torch. For a hundred rows of a small model the calls cost as much as the
   arithmetic, so views of the weights are created once for many steps, and the residual is updated in place.
-- `CDecodeStep`: the whole step in one call of a C kernel (`kernels/cpu/decode.c`). Threads synchronise once per step. The
-  kernel reads its own packed copy of the weights, which is renewed when weights were written. The weights, keys and values of
+- `CDecodeStep`: the whole step in one call of a C kernel (`kernels/cpu/decode.c`), or several steps with the draws between them.
+  Threads synchronise once per call. The kernel reads its own packed copy of the weights, which is renewed when weights were written. The weights, keys and values of
   a bfloat16 model stay in bfloat16; the arithmetic is in float32, and so are the logits.
 - `exact_logprobs`: log-probs by the batch-invariant operations of an exact engine, bit for bit.
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.attention import window_of
-from burnish.models.kernels.cpu.c_library import STORED_TYPES, c_kernels, num_threads
+from burnish.models.kernels.cpu.c_library import STORED_TYPES, address, c_kernels, num_threads
 from burnish.models.kernels.exact import exact_attention, exact_logits, token_logp
 from burnish.models.kernels.half_products import PLAIN_LINEARS, is_slow_half
 from burnish.models.kernels.inference_ops import add_norm, rotate_store
@@ -204,13 +204,22 @@ def c_decode_step(model: Decoder) -> CDecodeStep | None:
     return None if library is None else CDecodeStep(model, library)
 
 
+class Sampled(NamedTuple):
+    """Tokens that rows drew one after the other."""
+
+    tokens: Tensor  # [n, K]
+    logp: Tensor
+    counts: Tensor  # [n]; the tokens after so many are not set
+
+
 class CDecodeStep:
-    """One token per row in one C call. Valid while the model's modules are the same; weights may be written in place."""
+    """One token per row in one C call, or several in one call of `sample`. Valid while the model's modules are the same; weights may be written in place."""
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
         self.model, self.dtype = model, model.embedding.weight.dtype
         suffix = "_bfloat16" if self.dtype == torch.bfloat16 else ""
         self.decode, self.pack = library["decode" + suffix], library["pack" + suffix]
+        self.decode_and_draw = library["decode_and_draw" + suffix]
         self.workspace_size, panel_width = (
             library["decode_workspace_size" + suffix],
             library["panel_width" + suffix],
@@ -241,6 +250,48 @@ class CDecodeStep:
         `rotation` [n] are the rows of the rotation tables, if other than the positions and not above `longest`.
         Keys are [layers, rows, kv_heads, head_dim, capacity], values [layers, rows, kv_heads, capacity, head_dim].
         """
+        threads, workspace_size = self._prepare(keys, values, longest)
+        logits = self.workspace.new_empty(tokens.shape[0], self.decoder.vocab)
+        self.decode(
+            ctypes.byref(self.decoder), Long(tokens.shape[0]), address(tokens), address(positions),
+            address(positions if rotation is None else rotation), Long(keys.shape[-1]), address(logits),
+            address(self.workspace), Long(workspace_size), Long(threads),
+        )  # fmt: skip
+        return logits
+
+    def sample(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        longest: int,
+        uniforms: Tensor,
+        temperatures: Tensor | None,
+        limits: Tensor,
+        stops: Tensor,
+        never: Tensor | None,
+    ) -> Sampled:
+        """Draw up to K tokens of each row one after the other, with `uniforms` [n, K], and without a pause between them.
+
+        `longest` is the largest position that a row can reach. A row ends with its limit [n] or a token of `stops`. Temperatures [n]
+        are 1 if there are none, and tokens of `never` are not drawn.
+        """
+        threads, workspace_size = self._prepare(keys, values, longest)
+        rows, steps = uniforms.shape
+        logits = self.workspace.new_empty(rows, self.decoder.vocab)
+        drawn, counts = tokens.new_empty(rows, steps), tokens.new_zeros(rows)
+        logp = self.workspace.new_empty(rows, steps)
+        self.decode_and_draw(
+            ctypes.byref(self.decoder), Long(rows), Long(steps), address(tokens), address(positions), Long(keys.shape[-1]),
+            address(uniforms), address(temperatures), address(limits), address(never),
+            Long(0 if never is None else never.shape[0]), address(stops), Long(stops.shape[0]), address(drawn), address(logp),
+            address(counts), address(logits), address(self.workspace), Long(workspace_size), Long(threads),
+        )  # fmt: skip
+        return Sampled(drawn, logp, counts)
+
+    def _prepare(self, keys: Tensor, values: Tensor, longest: int) -> tuple[int, int]:
+        """Bring weights and addresses up to date for positions up to `longest`; returns threads and the working memory of each."""
         self.refresh()
         for index, layer in enumerate(self.layers):
             cos, sin = self.model.rotations(longest + 1, index)
@@ -250,12 +301,7 @@ class CDecodeStep:
         workspace_size = self.workspace_size(ctypes.byref(self.decoder), Long(longest))
         if self.workspace.numel() < threads * workspace_size:
             self.workspace = self.workspace.new_empty(threads * workspace_size)
-        logits = self.workspace.new_empty(tokens.shape[0], self.decoder.vocab)
-        self.decode(
-            ctypes.byref(self.decoder), Long(tokens.shape[0]), Pointer(tokens.data_ptr()), Pointer(positions.data_ptr()),
-            Pointer((positions if rotation is None else rotation).data_ptr()), Long(keys.shape[-1]), Pointer(logits.data_ptr()), Pointer(self.workspace.data_ptr()), Long(workspace_size), Long(threads),
-        )  # fmt: skip
-        return logits
+        return threads, workspace_size
 
     @property
     def is_current(self) -> bool:

@@ -168,6 +168,13 @@ class OptionsInUse(NamedTuple):
     raw_logprobs: bool
     stops: bool
     """Stop tokens or stop strings."""
+    shared_stops: tuple[int, ...] | None
+    """The stop tokens of every row; None if rows have different ones, or if one has stop strings."""
+
+    @property
+    def only_temperature(self) -> bool:
+        """Whether tokens are drawn from all of the distribution, and only their log-probs under it are wanted."""
+        return not (self.top_k or self.top_p or self.min_p or self.bias or self.raw_logprobs)
 
 
 class RunningRows:
@@ -191,6 +198,7 @@ class RunningRows:
         self.top_p = np.zeros(size, dtype=np.float64)
         self.min_p = np.zeros(size, dtype=np.float64)
         self.rotation_delta = np.zeros(size, dtype=np.int64)  # rotation position minus position
+        self.steps_taken = np.zeros(size, dtype=np.int64)  # of the last call that took several
         self.tokens = np.zeros((size, 0), dtype=np.int64)
         self.logp = np.zeros((size, 0), dtype=np.float32)
         self.raw_logp = np.zeros((size, 0), dtype=np.float32)  # of rows whose requests ask for it
@@ -206,6 +214,7 @@ class RunningRows:
         """The options that any row uses; cached until the rows change."""
         if self._in_use is None:
             options = {id(request.sampling): request.sampling for request in self.requests}.values()
+            stops = {tuple(o.stop_tokens) for o in options}
             self._in_use = OptionsInUse(
                 any(o.temperature != 1 for o in options),
                 any(o.top_k for o in options),
@@ -214,6 +223,7 @@ class RunningRows:
                 any(o.logit_bias for o in options),
                 any(o.raw_logprobs for o in options),
                 any(o.stop_tokens or o.stop for o in options),
+                stops.pop() if len(stops) == 1 and not any(o.stop for o in options) else None,
             )
         return self._in_use
 
@@ -253,6 +263,21 @@ class RunningRows:
         for count in (self.position, self.produced, self.drawn):
             count[rows] += 1
 
+    def record_many(self, tokens: np.ndarray, logp: np.ndarray, counts: np.ndarray) -> None:
+        """Append to every row the first `counts` of its drawn tokens."""
+        rows = counts.shape[0]
+        longest = int((self.produced[:rows] + counts).max())
+        if longest > self.tokens.shape[1]:
+            self._grow(max(64, 2 * self.tokens.shape[1], longest))
+        row, at = (np.arange(tokens.shape[1]) < counts[:, None]).nonzero()
+        column = self.produced[row] + at
+        self.tokens[row, column] = tokens[row, at]
+        self.logp[row, column] = logp[row, at]
+        self.last_token[:rows] = tokens[self.index[:rows], counts - 1]
+        self.steps_taken[:rows] = counts
+        for count in (self.position, self.produced, self.drawn):
+            count[:rows] += counts
+
     def _grow(self, capacity: int) -> None:
         for name in ("tokens", "logp", "raw_logp"):
             old = getattr(self, name)
@@ -281,7 +306,8 @@ class RunningRows:
             self.requests[row], self.versions[row] = self.requests[last], self.versions[last]
             for column in (
                 self.last_token, self.position, self.produced, self.limit, self.key, self.drawn,
-                self.temperature, self.top_k, self.top_p, self.min_p, self.rotation_delta, self.tokens, self.logp, self.raw_logp,
+                self.temperature, self.top_k, self.top_p, self.min_p, self.rotation_delta, self.steps_taken,
+                self.tokens, self.logp, self.raw_logp,
             ):  # fmt: skip
                 column[row] = column[last]
         self.requests.pop()

@@ -46,6 +46,9 @@ PREFILL_CHUNK_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill forward. A longer prompt is computed alone."""
 
 
+PRODUCTS_AT_ONCE, MAX_STEPS_AT_ONCE = 1 << 31, 32
+"""Decode steps that one call takes: as many as multiply at most so many numbers, some hundredths of a second, in which the engine cannot
+be interrupted. A clock would make them, and so what an interrupted rollout has, differ from run to run."""
 PromptKey = tuple[int, ...]
 """A prompt's tokens, with a number of its own for every token of a picture."""
 
@@ -89,6 +92,7 @@ class DenseEngine:
         self._ids: set[str] = set()
         self._step = decode_step_of(model)
         self._c_step: CDecodeStep | None = None
+        self._num_weights = sum(p.numel() for p in model.parameters())
         self._interrupted = False
         vision = model.arch.vision
         self._has_rotations = vision is not None and vision.rotation is not None
@@ -112,7 +116,7 @@ class DenseEngine:
                 with torch.inference_mode():
                     finished = self._admit() if self.waiting and len(self.rows) < self.max_rows else []
                     if not finished and len(self.rows):
-                        finished = self._decode_step()
+                        finished = self._decode()
                 self.ready.extend(finished)
             while self.ready:
                 yield self.ready.popleft()
@@ -228,6 +232,45 @@ class DenseEngine:
             del self.waiting_by_prompt[key]
             self.prefilled.pop(key, None)
 
+    def _steps_at_once(self) -> int:
+        """Decode steps of the next call; 1 if something is to be done between two of them."""
+        n, in_use = len(self.rows), self.rows.options_in_use
+        if self._c_step is None or self.listener is not None or self._has_rotations:
+            return 1
+        if in_use.shared_stops is None or not in_use.only_temperature:
+            return 1
+        remaining = self.rows.limit[:n] - self.rows.produced[:n]
+        if self.waiting:  # a row that ends is filled at once
+            until_free = 1 if in_use.shared_stops else int(remaining.min())
+        else:
+            until_free = int(remaining.max())
+        return max(1, min(until_free, MAX_STEPS_AT_ONCE, PRODUCTS_AT_ONCE // (n * self._num_weights)))
+
+    def _decode(self) -> list[Completion]:
+        """Draw one token for every row, or several; return the completions that ended."""
+        steps = self._steps_at_once()
+        return self._decode_step() if steps == 1 or self._c_step is None else self._decode_steps(steps, self._c_step)
+
+    def _decode_steps(self, steps: int, c_step: CDecodeStep) -> list[Completion]:
+        n, state = len(self.rows), self.rows
+        remaining = state.limit[:n] - state.produced[:n]
+        last = int((state.position[:n] + np.minimum(steps, remaining)).max()) - 1
+        self.cache.reserve(n, last + 2, running=n)
+        drawn = torch.from_numpy(state.drawn[:n, None] + np.arange(steps))
+        found = c_step.sample(
+            state.tokens_in[:n], state.positions[:n], self.cache.keys, self.cache.values, last,
+            uniforms(torch.from_numpy(state.key[:n, None]), drawn),
+            torch.from_numpy(state.temperature[:n]) if state.options_in_use.temperature else None,
+            torch.from_numpy(remaining), torch.tensor(state.options_in_use.shared_stops, dtype=torch.long), self._never,
+        )  # fmt: skip
+        counts = found.counts.numpy()
+        state.record_many(found.tokens.numpy(), found.logp.numpy(), counts)
+        self.stats.decode_steps += int(counts.max())
+        self.stats.row_steps += int(counts.sum())
+        self.stats.tokens += int(counts.sum())
+        # Rows end in the order of steps taken one by one: completions and the rows that are left are in the same order.
+        return [ended for step in np.unique(counts) for ended in self._finish(slice(0, len(state)), step)]
+
     def _decode_step(self) -> list[Completion]:
         n = len(self.rows)
         positions = self.rows.positions[:n]
@@ -276,8 +319,13 @@ class DenseEngine:
         if self.listener is not None:
             for request, token in zip(state.requests[rows], drawn.tolist(), strict=True):
                 self.listener(request.id, token)
+        return self._finish(rows)
+
+    def _finish(self, rows: slice, step: int | None = None) -> list[Completion]:
+        """Remove those of the rows that ended with their last token, or those of them that took so many steps."""
+        ended = [e for e in self._ended(rows) if step is None or self.rows.steps_taken[e[0]] == step]
         # From the last row down: removing a row moves the last one, which must have been checked before.
-        return [self._remove(row, finish) for row, finish in reversed(self._ended(rows))][::-1]
+        return [self._remove(row, finish) for row, finish in reversed(ended)][::-1]
 
     def _ended(self, rows: slice) -> list[tuple[int, str]]:
         """The rows that ended with their last token, with the finish reason."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from burnish.core.engine import Completion, Request, SamplingOptions
+from burnish.inference.native import dense_engine
 from burnish.inference.native.dense_engine import DenseEngine
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
@@ -188,6 +189,39 @@ def test_bfloat16_logprobs_are_near_the_learners(tools: Any, native: Any, make: 
     got = tools.run(make(model, max_rows=8), wanted)
     gap = np.concatenate([np.abs(got[r.id].logp - native.learner_logp(model, r, got[r.id])) for r in wanted])
     assert gap.mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_several_steps_in_a_call_draw_the_tokens_of_single_steps(
+    tools: Any, dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tools.decoder(dtype)
+    base = tools.requests([(3, 4, 5), (9,), (2, 2, 7, 1, 8, 11)], 8)
+    wanted = [
+        replace(r, generated=i % 3, sampling=SamplingOptions(max_tokens=5 + 4 * (i % 10), temperature=temperature, stop_tokens=(4, 6)))
+        for i, r in enumerate(base)
+    ]  # fmt: skip
+    found, calls = [], []
+    for most in (1, 32):
+        monkeypatch.setattr(dense_engine, "MAX_STEPS_AT_ONCE", most)
+        engine = DenseEngine(model, max_rows=32)
+        calls.append(0)
+
+        def counted(decode: Any = engine._decode) -> list[Completion]:
+            calls[-1] += 1
+            return list(decode())
+
+        monkeypatch.setattr(engine, "_decode", counted)
+        found.append(tools.run(engine, wanted))
+        if engine._c_step is None:
+            pytest.skip("no C compiler here")
+        assert engine.stats.tokens == sum(len(c.tokens) for c in found[-1].values())
+    for one, many in zip(*(found_in.values() for found_in in found), strict=True):
+        assert (one.id, one.finish, one.tokens.tolist()) == (many.id, many.finish, many.tokens.tolist())
+        assert np.array_equal(one.logp, many.logp)
+    assert {c.finish for c in found[0].values()} == {"stop", "length"}
+    assert calls[1] < calls[0] / 3
 
 
 # --- the work done ---------------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-/* One decode step: one new token per row through all layers of a decoder, over a dense KV cache.
+/* Decode steps: one new token per row through all layers of a decoder, over a dense KV cache.
 
-   Rows are independent, so a thread takes a block of rows from the embedding to the logits. Threads synchronise once per
-   step, and a block's activations stay in the core's cache. Weights are transposed and stored in panels (`pack`).
+   Rows are independent, so a thread takes a block of rows from the embedding to the logits, and may draw their tokens and go on
+   for several steps (`decode_and_draw`). Threads synchronise once per call, and a block's activations stay in the core's cache.
+   Weights are transposed and stored in panels (`pack`).
 
    Matrices, keys and values are stored in the type of the arithmetic, or in bfloat16 (`decode_bfloat16.c`). */
 
+#include "draw.h"
 #include "product.h"
 #include "rows.h"
 
@@ -51,6 +53,23 @@ struct step {
     long rows, block, capacity, workspace_size;
     const int64_t *tokens, *positions, *rotations; /* rotations: rows of cos and sin */
     real *logits, *workspace;
+};
+
+/* Several steps, each token drawn from the logits before it. */
+struct sampling {
+    struct step step;
+    long steps;
+    const double *uniforms, *temperatures; /* [rows, steps], [rows] or NULL */
+    const int64_t *limits;                 /* [rows] most tokens to draw */
+    struct token_list never, stops;          /* a row ends with a token of `stops` */
+    int64_t *tokens, *counts;              /* [rows, steps], [rows] tokens drawn */
+    real *logp;                            /* [rows, steps] */
+};
+
+/* Rows of the cache that run now, with their last tokens, the positions of those and their rotations. */
+struct running {
+    long number;
+    const int64_t *rows, *tokens, *positions, *rotations;
 };
 
 #ifndef BLOCK
@@ -229,20 +248,17 @@ static long narrowed_size(const struct decoder *m) {
     return sizeof(stored) == 2 ? BLOCK * max_long(m->hidden, max_long(m->heads * m->head_dim, m->mlp)) / 2 : 0;
 }
 
-static void some_rows(void *arguments, long task, long thread) {
-    const struct step *s = arguments;
+/* Logits [rows, vocab] of the next token of up to a block of rows. */
+static void forward_rows(const struct step *s, struct running now, real *logits, long thread) {
     const struct decoder *m = s->model;
-    long first = task * s->block, rows = min_long(s->block, s->rows - first);
+    long rows = now.number;
     long heads = m->heads * m->head_dim, all_heads = heads + 2 * m->kv_heads * m->head_dim;
     real *x = s->workspace + thread * s->workspace_size, *normed = x + s->block * m->hidden, *wide = normed + s->block * m->hidden;
     real *mixed = wide + s->block * max_long(all_heads, 2 * m->mlp), *narrowed = mixed + s->block * max_long(heads, m->mlp);
     real *scores = narrowed + narrowed_size(m);
-#ifdef ON_TILES
-    begin_tiles();
-#endif
     for (long i = 0; i < rows; i++) {
         long row = m->hidden;
-        const real *from = as_real(m->embedding + s->tokens[first + i] * m->hidden, 1, m->hidden, &row, normed);
+        const real *from = as_real(m->embedding + now.tokens[i] * m->hidden, 1, m->hidden, &row, normed);
         for (long c = 0; c < m->hidden; c++) x[i * m->hidden + c] = from[c] * (real)m->embedding_scale;
     }
     for (const struct layer *l = m->layers; l < m->layers + m->num_layers; l++) {
@@ -250,8 +266,8 @@ static void some_rows(void *arguments, long task, long thread) {
             norm_row(x + i * m->hidden, l->attention_norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
         project(l->qkv, 0, normed, wide, rows, m->hidden, all_heads, narrowed);
         for (long i = 0; i < rows; i++) {
-            long row = first + i, at = s->positions[row];
-            place(m, l, wide + i * all_heads, row, at, s->rotations[row], s->capacity);
+            long row = now.rows[i], at = now.positions[i];
+            place(m, l, wide + i * all_heads, row, at, now.rotations[i], s->capacity);
             attend(m, l, wide + i * all_heads, mixed + i * heads, scores, row, at, s->capacity);
         }
         add_to_residual(m, l->out, l->attention_out_norm, mixed, x, normed, rows, heads, narrowed);
@@ -263,10 +279,59 @@ static void some_rows(void *arguments, long task, long thread) {
     }
     for (long i = 0; i < rows; i++)
         norm_row(x + i * m->hidden, m->norm, normed + i * m->hidden, m->hidden, m->eps, m->shift, 1);
-    project(m->head, 0, normed, s->logits + first * m->vocab, rows, m->hidden, m->vocab, narrowed);
+    project(m->head, 0, normed, logits, rows, m->hidden, m->vocab, narrowed);
+}
+
+static void step_task(void *arguments, long task, long thread) {
+    const struct step *s = arguments;
+    long first = task * s->block;
+    int64_t rows[BLOCK];
+    struct running now = {min_long(s->block, s->rows - first), rows, s->tokens + first, s->positions + first, s->rotations + first};
+    for (long i = 0; i < now.number; i++) rows[i] = first + i;
+#ifdef ON_TILES
+    begin_tiles();
+#endif
+    forward_rows(s, now, s->logits + first * s->model->vocab, thread);
 #ifdef ON_TILES
     end_tiles();
 #endif
+}
+
+static void sampling_task(void *arguments, long task, long thread) {
+    const struct sampling *g = arguments;
+    const struct step *s = &g->step;
+    long first = task * s->block, vocab = s->model->vocab;
+    int64_t rows[BLOCK], tokens[BLOCK], positions[BLOCK];
+    real *logits = s->logits + first * vocab;
+    struct running now = {min_long(s->block, s->rows - first), rows, tokens, positions, positions};
+    for (long i = 0; i < now.number; i++) rows[i] = first + i, tokens[i] = s->tokens[first + i], positions[i] = s->positions[first + i];
+#ifdef ON_TILES
+    begin_tiles();
+#endif
+    for (long t = 0; t < g->steps && now.number; t++) {
+        forward_rows(s, now, logits, thread);
+        long left = 0;
+        for (long i = 0; i < now.number; i++) {
+            long row = rows[i], at = row * g->steps + t;
+            double temperature = g->temperatures ? g->temperatures[row] : 1;
+            g->tokens[at] = draw_token(logits + i * vocab, vocab, g->uniforms[at], temperature, g->never, g->logp + at);
+            g->counts[row] = t + 1;
+            if (t + 1 == g->limits[row] || is_one_of(g->stops, g->tokens[at])) continue;
+            rows[left] = row, tokens[left] = g->tokens[at], positions[left] = positions[i] + 1;
+            left++;
+        }
+        now.number = left;
+    }
+#ifdef ON_TILES
+    end_tiles();
+#endif
+}
+
+/* The rows are divided evenly among threads, into blocks of at most BLOCK. */
+static struct step step_of(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
+                           const int64_t *rotations, long capacity, real *logits, real *workspace, long workspace_size, long threads) {
+    long block = max_long(1, min_long(BLOCK, (rows + threads - 1) / threads));
+    return (struct step){model, rows, block, capacity, workspace_size, tokens, positions, rotations, logits, workspace};
 }
 
 /* Elements of working memory per thread for a step over positions up to `longest`. */
@@ -280,7 +345,18 @@ EXPORT long NAMED(decode_workspace_size)(const struct decoder *m, long longest) 
 /* Logits [rows, vocab] of the token after each row's last token, which is at `positions` and turns by `rotations`. */
 EXPORT void NAMED(decode)(const struct decoder *model, long rows, const int64_t *tokens, const int64_t *positions,
                    const int64_t *rotations, long capacity, real *logits, real *workspace, long workspace_size, long threads) {
-    long block = min_long(BLOCK, (rows + threads - 1) / threads);
-    struct step step = {model, rows, max_long(1, block), capacity, workspace_size, tokens, positions, rotations, logits, workspace};
-    in_parallel(some_rows, &step, (rows + step.block - 1) / step.block, threads);
+    struct step step = step_of(model, rows, tokens, positions, rotations, capacity, logits, workspace, workspace_size, threads);
+    in_parallel(step_task, &step, (rows + step.block - 1) / step.block, threads);
+}
+
+/* Draws up to `steps` tokens for each row after its last token, which is at `positions`; rotations are the positions.
+   `counts` says how many. `logits` [rows, vocab] is working memory. */
+EXPORT void NAMED(decode_and_draw)(const struct decoder *model, long rows, long steps, const int64_t *last, const int64_t *positions,
+                                   long capacity, const double *uniforms, const double *temperatures, const int64_t *limits,
+                                   const int64_t *never, long num_never, const int64_t *stops, long num_stops, int64_t *tokens,
+                                   real *logp, int64_t *counts, real *logits, real *workspace, long workspace_size, long threads) {
+    struct step step = step_of(model, rows, last, positions, positions, capacity, logits, workspace, workspace_size, threads);
+    struct sampling sampling = {step,   steps,  uniforms, temperatures, limits, {never, num_never}, {stops, num_stops},
+                                tokens, counts, logp};
+    in_parallel(sampling_task, &sampling, (rows + step.block - 1) / step.block, threads);
 }
