@@ -49,7 +49,8 @@ def test_the_loop_makes_the_steps_of_burnish_train(model: Path) -> None:
     assert max(map(abs, losses)) > 1e-3  # the losses say something
     assert len({reward for reward, _ in loop}) > 3  # and so do the rewards
     ours, theirs = (burnish.Policy.load(path).module.state_dict() for path in (f"{model}-grpo", run.checkpoint))
-    assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
+    # Six steps of 0.03 each. AdamW divides a gradient by its size, so the rounding of one near 0 is a visible part of a step.
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-3 for name in ours)
 
 
 def test_the_loop_is_short() -> None:

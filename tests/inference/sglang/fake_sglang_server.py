@@ -154,6 +154,7 @@ class SglangServer:
                 listening.close()
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
+            self._event_loop.call_later(0.01, cut)  # again: a connection that was just accepted is not in the list yet
 
         self._event_loop.call_soon_threadsafe(cut)
         server.force_exit = True
