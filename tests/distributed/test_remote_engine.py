@@ -289,7 +289,7 @@ def test_an_engine_that_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no more tokens")
 
-    worker.thread.engine._decode_step = broken
+    worker.thread.engine._decode = broken
     parts.engine.submit(requests(2))
     with pytest.raises(RuntimeError, match="no more tokens"):
         list(parts.engine.stream())

@@ -107,7 +107,7 @@ def test_samples_are_stopped_where_they_are_and_keep_their_tokens(parts: Parts, 
 
 def hold(engine: Any) -> threading.Event:
     """Make an engine with its first weights wait after five steps until it is interrupted; the event says that it does."""
-    reached, step, before = threading.Event(), engine._decode_step, engine.stats.decode_steps
+    reached, step, before = threading.Event(), engine._decode, engine.stats.decode_steps
 
     def holding() -> Any:
         while engine.version == 0 and engine.stats.decode_steps >= before + 5 and not engine._interrupted:
@@ -115,5 +115,5 @@ def hold(engine: Any) -> threading.Event:
             time.sleep(0.001)
         return step()
 
-    engine._decode_step = holding
+    engine._decode, engine._steps_at_once = holding, lambda: 1
     return reached

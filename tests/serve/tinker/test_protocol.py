@@ -357,7 +357,7 @@ def test_a_cancelled_request_ends_before_any_sample_does(
     pool = SamplerPool(tiny_base, Rollout(max_rows=8), TOKEN_BUDGET)
     engine = pool.slot_with(job.weights).engine
     assert isinstance(engine, DenseEngine)
-    decode, steps = engine._decode_step, list[int]()
+    decode, steps = engine._decode, list[int]()
 
     def counted() -> list[Completion]:
         steps.append(1)
@@ -366,7 +366,8 @@ def test_a_cancelled_request_ends_before_any_sample_does(
             pool.interrupt()
         return decode()
 
-    monkeypatch.setattr(engine, "_decode_step", counted)
+    monkeypatch.setattr(engine, "_decode", counted)
+    monkeypatch.setattr(engine, "_steps_at_once", lambda: 1)
     pool.run([job], list)
     assert [result.error for result in results] == ["the request was cancelled"]
     assert len(steps) == 3
