@@ -83,32 +83,32 @@ class Runner:
         self.began, self.seconds = time.monotonic(), seconds
         self.is_stopping = False
         out.mkdir(parents=True, exist_ok=True)
+        self.path = out / "state.json"
+        saved = [Job(**row) for row in json.loads(self.path.read_text())] if self.path.is_file() else []
+        names = {job.name for job in jobs}
+        self.others = [job for job in saved if job.name not in names]
+        """Jobs of earlier calls that this one was not asked for."""
+        done = {job.name for job in saved if job.state == DONE}
         for job in jobs:
-            if self.saved().get(job.name) == DONE:
+            if job.name in done:
                 job.state, job.note = DONE, "in an earlier call"
-
-    def saved(self) -> dict[str, str]:
-        """States of the jobs of earlier calls."""
-        path = self.out / "state.json"
-        return {row["name"]: row["state"] for row in json.loads(path.read_text())} if path.is_file() else {}
 
     def save(self) -> None:
         """Write the state of all jobs, in one step."""
         temporary = self.out / "state.json.new"
-        temporary.write_text(json.dumps([asdict(job) for job in self.jobs], indent=1) + "\n")
-        temporary.replace(self.out / "state.json")
+        temporary.write_text(json.dumps([asdict(job) for job in [*self.others, *self.jobs]], indent=1) + "\n")
+        temporary.replace(self.path)
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:6.0f} s] {text}", flush=True)
 
     def run(self) -> int:
         """Run all jobs; returns how many did not succeed."""
-        while any(job.state in (WAITING, RUNNING) for job in self.jobs):
+        while self.running or self.may_start_any():
             self.end_finished()
             self.start_ready()
-            if not self.running and all(job.state != RUNNING for job in self.jobs) and not self.may_start_any():
-                break
-            time.sleep(POLL_S)
+            if self.running:
+                time.sleep(POLL_S)
         self.save()
         return sum(job.state != DONE for job in self.jobs)
 
@@ -121,10 +121,8 @@ class Runner:
 
     def never(self, job: Job) -> str:
         """Why a waiting job cannot start any more; empty if it can."""
-        states = {other.name: other.state for other in self.jobs} | {
-            name: state for name, state in self.saved().items() if name not in {other.name for other in self.jobs}
-        }
-        lost = [name for name in job.after if states.get(name, FAILED) in (FAILED, SKIPPED)]
+        may_succeed = {other.name for other in self.jobs if other.state in (WAITING, RUNNING)} | self.done()
+        lost = [name for name in job.after if name not in may_succeed]
         if lost:
             return f"{', '.join(lost)} did not succeed"
         if self.is_stopping:
@@ -135,25 +133,26 @@ class Runner:
             return "no time left"
         return ""
 
+    def done(self) -> set[str]:
+        """Names of the jobs that have succeeded, in this call or before."""
+        return {job.name for job in [*self.others, *self.jobs] if job.state == DONE}
+
     def start_ready(self) -> None:
         """Start the jobs that may run beside those that do."""
-        done = {job.name for job in self.jobs if job.state == DONE} | {n for n, s in self.saved().items() if s == DONE}
         for job in self.jobs:
-            if job.state != WAITING or not set(job.after) <= done or self.never(job):
+            if job.state != WAITING or not set(job.after) <= self.done() or self.never(job):
                 continue
             now = [other for other in self.jobs if other.state == RUNNING]
-            if any(other.alone for other in now):
-                return
-            if job.alone and now:
+            if any(other.alone for other in now) or (job.alone and now):
                 return
             if sum(other.gib for other in now) + job.gib <= self.gib:
                 self.start(job)
 
     def start(self, job: Job) -> None:
-        log = (self.out / f"{job.name}.log").open("wb")
-        process = subprocess.Popen(
-            ["bash", "-c", job.command], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with (self.out / f"{job.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", job.command], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         self.running[job.name] = process, time.monotonic()
         self.mark(job, RUNNING, "")
 

@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).parents[1] / "bench" / "side_by_side.py"
 JOBS = """
 first: {command: "echo first {word} >> {out}/order", gib: 1}
 alone: {command: "test $(ls {out}/*.now 2>/dev/null | wc -l) = 0; echo alone >> {out}/order", alone: true}
-left: {command: "touch {out}/left.now; until test -e {out}/right.now; do sleep 0.05; done", gib: 3}
-right: {command: "touch {out}/right.now; until test -e {out}/left.now; do sleep 0.05; done", gib: 3}
+left: {command: "touch {out}/left.now; until test -e {out}/right.now; do sleep 0.05; done", gib: 3, limit_s: 100}
+right: {command: "touch {out}/right.now; until test -e {out}/left.now; do sleep 0.05; done", gib: 3, limit_s: 100}
 broken: {command: "echo why; exit 3", gib: 1}
 behind: {command: "echo never", gib: 1, after: [broken]}
 slow: {command: "sleep 600", gib: 1, limit_s: 0.5}
@@ -20,18 +20,9 @@ large: {command: "echo never", gib: 9}
 """
 
 
-def run(folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        str(folder / "jobs.yaml"),
-        "--out",
-        str(folder / "out"),
-        "--gib",
-        "8",
-        "--set",
-        "word=here",
-    ]
+def run(folder: Path, *options: str) -> tuple[int, dict[str, dict[str, object]]]:
+    paths = [str(SCRIPT), str(folder / "jobs.yaml"), "--out", str(folder / "out")]
+    command = [sys.executable, *paths, "--gib", "8", "--set", "word=here", *options]
     status = subprocess.run(command, capture_output=True, text=True).returncode
     rows = json.loads((folder / "out" / "state.json").read_text())
     return status, {row["name"]: row for row in rows}
@@ -54,8 +45,11 @@ def test_jobs_run_side_by_side_as_far_as_memory_goes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "order").read_text() == "first here\nalone\n"
 
     (tmp_path / "jobs.yaml").write_text(JOBS.replace("exit 3", "exit 0").replace("sleep 600", "true"))
+    for name in ("broken", "behind"):  # what this call is not asked for keeps its state
+        status, jobs = run(tmp_path, "--only", name)
+        assert (status, jobs[name]["state"], jobs["first"]["state"]) == (0, "done", "done")
     status, jobs = run(tmp_path)
     assert status == 1  # one job is too large
-    assert jobs["behind"]["state"] == "done"
-    assert jobs["first"]["note"] == "in an earlier call"
+    assert jobs["slow"]["state"] == "done"
+    assert jobs["behind"]["note"] == jobs["first"]["note"] == "in an earlier call"
     assert (tmp_path / "out" / "order").read_text() == "first here\nalone\n"
