@@ -219,9 +219,8 @@ def _head_bytes(decoder: Decoder, passes: LearnerPasses, on_gpu: bool) -> tuple[
     if not weight.requires_grad:
         return head + logits + before, 0
     gradient = weight.numel() * weight.itemsize
-    product = (
-        gradient if weight.dtype in HALF_DTYPES and not is_widened else 0
-    )  # the others are added to the sum in place
+    makes_product = weight.dtype in HALF_DTYPES and not is_widened  # the others add to the sum in place
+    product = gradient if makes_product else 0
     return head + logits + weight.numel() * wide + max(before, product), gradient
 
 

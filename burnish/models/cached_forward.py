@@ -4,8 +4,8 @@
 - `DecodeStep`: one new token per row on a CPU in torch. For a hundred rows of a small model the calls cost as much as the
   arithmetic, so views of the weights are created once for many steps, and the residual is updated in place.
 - `CDecodeStep`: the whole step in one call of a C kernel (`kernels/cpu/decode.c`), or several steps with the draws between them.
-  Threads synchronise once per call. The kernel reads its own packed copy of the weights, which is renewed when weights were written. The weights, keys and values of
-  a bfloat16 model stay in bfloat16; the arithmetic is in float32, and so are the logits.
+  Threads synchronise once per call. The kernel reads its own packed copy of the weights, which is renewed when weights were
+  written. The weights, keys and values of a bfloat16 model stay in bfloat16; the arithmetic is in float32, and so are the logits.
 - `exact_logprobs`: log-probs by the batch-invariant operations of an exact engine, bit for bit.
 
 All have the arithmetic of `Decoder.forward`; tests compare them for every family.
@@ -213,7 +213,10 @@ class Sampled(NamedTuple):
 
 
 class CDecodeStep:
-    """One token per row in one C call, or several in one call of `sample`. Valid while the model's modules are the same; weights may be written in place."""
+    """One token per row in one C call, or several in one call of `sample`.
+
+    Valid while the model's modules are the same; weights may be written in place.
+    """
 
     def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
         self.model, self.dtype = model, model.embedding.weight.dtype

@@ -198,7 +198,6 @@ class RunningRows:
         self.top_p = np.zeros(size, dtype=np.float64)
         self.min_p = np.zeros(size, dtype=np.float64)
         self.rotation_delta = np.zeros(size, dtype=np.int64)  # rotation position minus position
-        self.steps_taken = np.zeros(size, dtype=np.int64)  # of the last call that took several
         self.tokens = np.zeros((size, 0), dtype=np.int64)
         self.logp = np.zeros((size, 0), dtype=np.float32)
         self.raw_logp = np.zeros((size, 0), dtype=np.float32)  # of rows whose requests ask for it
@@ -274,7 +273,6 @@ class RunningRows:
         self.tokens[row, column] = tokens[row, at]
         self.logp[row, column] = logp[row, at]
         self.last_token[:rows] = tokens[self.index[:rows], counts - 1]
-        self.steps_taken[:rows] = counts
         for count in (self.position, self.produced, self.drawn):
             count[:rows] += counts
 
@@ -306,8 +304,7 @@ class RunningRows:
             self.requests[row], self.versions[row] = self.requests[last], self.versions[last]
             for column in (
                 self.last_token, self.position, self.produced, self.limit, self.key, self.drawn,
-                self.temperature, self.top_k, self.top_p, self.min_p, self.rotation_delta, self.steps_taken,
-                self.tokens, self.logp, self.raw_logp,
+                self.temperature, self.top_k, self.top_p, self.min_p, self.rotation_delta, self.tokens, self.logp, self.raw_logp,
             ):  # fmt: skip
                 column[row] = column[last]
         self.requests.pop()

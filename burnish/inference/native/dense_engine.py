@@ -44,11 +44,9 @@ from burnish.models.vision.pieces import Piece, piece_pass
 
 PREFILL_CHUNK_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill forward. A longer prompt is computed alone."""
-
-
-PRODUCTS_AT_ONCE, MAX_STEPS_AT_ONCE = 1 << 31, 32
-"""Decode steps that one call takes: as many as multiply at most so many numbers, some hundredths of a second, in which the engine cannot
-be interrupted. A clock would make them, and so what an interrupted rollout has, differ from run to run."""
+MAX_STEPS_AT_ONCE, PRODUCTS_AT_ONCE = 32, 1 << 31
+"""Most decode steps of one call, and most multiplications: some hundredths of a second, in which the engine cannot be interrupted. A
+limit in seconds would make the steps of a call, and so what an interrupted rollout has, differ from run to run."""
 PromptKey = tuple[int, ...]
 """A prompt's tokens, with a number of its own for every token of a picture."""
 
@@ -233,9 +231,9 @@ class DenseEngine:
             self.prefilled.pop(key, None)
 
     def _steps_at_once(self) -> int:
-        """Decode steps of the next call; 1 if something is to be done between two of them."""
+        """Decode steps of the next call of the C kernel; 1 if something is to be done between two of them."""
         n, in_use = len(self.rows), self.rows.options_in_use
-        if self._c_step is None or self.listener is not None or self._has_rotations:
+        if self.listener is not None or self._has_rotations:
             return 1
         if in_use.shared_stops is None or not in_use.only_temperature:
             return 1
@@ -248,8 +246,9 @@ class DenseEngine:
 
     def _decode(self) -> list[Completion]:
         """Draw one token for every row, or several; return the completions that ended."""
-        steps = self._steps_at_once()
-        return self._decode_step() if steps == 1 or self._c_step is None else self._decode_steps(steps, self._c_step)
+        if self._c_step is not None and (steps := self._steps_at_once()) > 1:
+            return self._decode_steps(steps, self._c_step)
+        return self._decode_step()
 
     def _decode_steps(self, steps: int, c_step: CDecodeStep) -> list[Completion]:
         n, state = len(self.rows), self.rows
@@ -266,10 +265,16 @@ class DenseEngine:
         counts = found.counts.numpy()
         state.record_many(found.tokens.numpy(), found.logp.numpy(), counts)
         self.stats.decode_steps += int(counts.max())
-        self.stats.row_steps += int(counts.sum())
-        self.stats.tokens += int(counts.sum())
+        num_tokens = int(counts.sum())
+        self.stats.row_steps += num_tokens
+        self.stats.tokens += num_tokens
         # Rows end in the order of steps taken one by one: completions and the rows that are left are in the same order.
-        return [ended for step in np.unique(counts) for ended in self._finish(slice(0, len(state)), step)]
+        taken = {request.id: count for request, count in zip(state.requests, counts.tolist(), strict=True)}
+        finished: list[Completion] = []
+        for step in sorted(set(taken.values())):
+            ended = self._ended(slice(0, len(state)))
+            finished += self._remove_all([end for end in ended if taken[state.requests[end[0]].id] == step])
+        return finished
 
     def _decode_step(self) -> list[Completion]:
         n = len(self.rows)
@@ -319,11 +324,10 @@ class DenseEngine:
         if self.listener is not None:
             for request, token in zip(state.requests[rows], drawn.tolist(), strict=True):
                 self.listener(request.id, token)
-        return self._finish(rows)
+        return self._remove_all(self._ended(rows))
 
-    def _finish(self, rows: slice, step: int | None = None) -> list[Completion]:
-        """Remove those of the rows that ended with their last token, or those of them that took so many steps."""
-        ended = [e for e in self._ended(rows) if step is None or self.rows.steps_taken[e[0]] == step]
+    def _remove_all(self, ended: list[tuple[int, str]]) -> list[Completion]:
+        """Remove rows that ended, given in ascending order with their finish reasons."""
         # From the last row down: removing a row moves the last one, which must have been checked before.
         return [self._remove(row, finish) for row, finish in reversed(ended)][::-1]
 

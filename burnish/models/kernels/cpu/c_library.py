@@ -99,10 +99,8 @@ def c_kernels_status() -> tuple[bool, str]:
     except CKernelsUnavailable as reason:
         return False, str(reason)
     tiles = ", with matrix tiles (AMX)" if found.has_tiles() else ""
-    return (
-        True,
-        f"compiled for this processor{tiles}, {'on the threads of torch' if found.has_threads else 'on one thread'}",
-    )
+    threads = "on the threads of torch" if found.has_threads else "on one thread"
+    return True, f"compiled for this processor{tiles}, {threads}"
 
 
 def num_threads() -> int:

@@ -61,7 +61,7 @@ struct sampling {
     long steps;
     const double *uniforms, *temperatures; /* [rows, steps], [rows] or NULL */
     const int64_t *limits;                 /* [rows] most tokens to draw */
-    struct token_list never, stops;          /* a row ends with a token of `stops` */
+    struct token_list never, stops;        /* a row ends with a token of `stops` */
     int64_t *tokens, *counts;              /* [rows, steps], [rows] tokens drawn */
     real *logp;                            /* [rows, steps] */
 };
@@ -248,6 +248,19 @@ static long narrowed_size(const struct decoder *m) {
     return sizeof(stored) == 2 ? BLOCK * max_long(m->hidden, max_long(m->heads * m->head_dim, m->mlp)) / 2 : 0;
 }
 
+/* What a thread does before its first product and after its last one. Float32 would only lose time with tiles. */
+static void begin_products(void) {
+#ifdef ON_TILES
+    begin_tiles();
+#endif
+}
+
+static void end_products(void) {
+#ifdef ON_TILES
+    end_tiles();
+#endif
+}
+
 /* Logits [rows, vocab] of the next token of up to a block of rows. */
 static void forward_rows(const struct step *s, struct running now, real *logits, long thread) {
     const struct decoder *m = s->model;
@@ -288,13 +301,9 @@ static void step_task(void *arguments, long task, long thread) {
     int64_t rows[BLOCK];
     struct running now = {min_long(s->block, s->rows - first), rows, s->tokens + first, s->positions + first, s->rotations + first};
     for (long i = 0; i < now.number; i++) rows[i] = first + i;
-#ifdef ON_TILES
-    begin_tiles();
-#endif
+    begin_products();
     forward_rows(s, now, s->logits + first * s->model->vocab, thread);
-#ifdef ON_TILES
-    end_tiles();
-#endif
+    end_products();
 }
 
 static void sampling_task(void *arguments, long task, long thread) {
@@ -304,10 +313,12 @@ static void sampling_task(void *arguments, long task, long thread) {
     int64_t rows[BLOCK], tokens[BLOCK], positions[BLOCK];
     real *logits = s->logits + first * vocab;
     struct running now = {min_long(s->block, s->rows - first), rows, tokens, positions, positions};
-    for (long i = 0; i < now.number; i++) rows[i] = first + i, tokens[i] = s->tokens[first + i], positions[i] = s->positions[first + i];
-#ifdef ON_TILES
-    begin_tiles();
-#endif
+    for (long i = 0; i < now.number; i++) {
+        rows[i] = first + i;
+        tokens[i] = s->tokens[first + i];
+        positions[i] = s->positions[first + i];
+    }
+    begin_products();
     for (long t = 0; t < g->steps && now.number; t++) {
         forward_rows(s, now, logits, thread);
         long left = 0;
@@ -317,14 +328,13 @@ static void sampling_task(void *arguments, long task, long thread) {
             g->tokens[at] = draw_token(logits + i * vocab, vocab, g->uniforms[at], temperature, g->never, g->logp + at);
             g->counts[row] = t + 1;
             if (t + 1 == g->limits[row] || is_one_of(g->stops, g->tokens[at])) continue;
-            rows[left] = row, tokens[left] = g->tokens[at], positions[left] = positions[i] + 1;
-            left++;
+            rows[left] = row;
+            tokens[left] = g->tokens[at];
+            positions[left++] = positions[i] + 1;
         }
         now.number = left;
     }
-#ifdef ON_TILES
-    end_tiles();
-#endif
+    end_products();
 }
 
 /* The rows are divided evenly among threads, into blocks of at most BLOCK. */

@@ -339,10 +339,12 @@ def with_tiles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """The kernels with matrix tiles: the processor's own, or `tiles_in_c.h` instead of its instructions."""
     found = library(torch.float32)
     if request.param == "AMX":
-        if not found.has_tiles():
+        if not found.has_tiles():  # the other parameter runs the same code with the instructions written in C
             pytest.skip("this processor has no matrix tiles (AMX)")
         return found
-    if "avx512f" not in processor_features():
+    if (
+        "avx512f" not in processor_features()
+    ):  # `tiles.c` is compiled with AVX-512 only: all processors with AMX have it
         pytest.skip("this processor has no AVX-512, whose panels are two tiles wide")
     header = Path(__file__).with_name("tiles_in_c.h")
     flags = (*(flag for flag in c_library.FLAGS if flag != "-O3"), "-O1", "-mavx512f", "-mavx2", "-mfma")
