@@ -91,7 +91,9 @@ class Engine(Protocol):
         """Yield completions as they finish, until no request is left. Requests may be submitted meanwhile."""
 
     def interrupt(self) -> None:
-        """Make the current or next `stream` end after its current step. A later `stream` continues the requests.
+        """Make the current or next `stream` end after its current step, or steps, if a call of the engine takes several of a small model.
+
+        A later `stream` continues the requests.
 
         May be called from another thread. A server uses it to handle other calls between two completions.
         """

@@ -1,6 +1,6 @@
 """Splitting a trajectory into branches changes no number: advantages, weights, loss and gradients of every sampled token.
 
-The property is checked for every preset and for every value of every option in the tables of `test_records_and_functions.py`.
+The property is checked for every preset and for every value of every option in the tables of `option_moves.py`.
 Left out are methods whose rollouts are no trajectories of turns (trees, segments, pairs), and the random draws of Clip-Cov,
 which depend on a token's position in its sequence.
 """
@@ -40,15 +40,9 @@ from burnish.trainers.pipeline import AlgorithmPipeline, StepContext
 from burnish.training.learner import Learner
 from tests.algorithms.branches import branched, episodes, without_turns
 from tests.algorithms.functions_with_defaults import grpo
-from tests.algorithms.test_records_and_functions import (
-    CHOICES,
-    MOVES,
-    ROLES,
-    Scorer,
-    algorithm_of,
-    moved,
-    process_of,
-)
+from tests.algorithms.learners_view import ROLES, Scorer, algorithm_of, process_of
+from tests.algorithms.option_moves import CHOICES, MOVES
+from tests.algorithms.test_records_and_functions import moved
 from tests.trainers.traces import flat, model_of
 
 MAX_TOKENS = 12

@@ -2,110 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import random
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from burnish.config.errors import UserError
 from burnish.core.trajectory import Trajectory, pack
 from burnish.data.row import Message
-from burnish.environments.dialogue import ChatRenderer
 from burnish.environments.tools.call_formats import ParsedCall, call_format
 from burnish.gateway.message_keys import CallRefused
-from burnish.gateway.session_calls import CallPrompt
 from burnish.gateway.session_renderer import SessionRenderer
-from burnish.gateway.token_nodes import NodeTree
 from burnish.gateway.token_tree import SessionTree
-from burnish.models.tokenizer import Tokenizer
 from tests.environments.chat_templates import small_tokenizer
 from tests.environments.test_dialogue import TOOLS
-from tests.gateway.random_sessions import RandomSession, session_renderer
-from tests.models.test_tokenizer import real
-
-shared_renderer = functools.cache(session_renderer)
-oracle_of = functools.cache(ChatRenderer)
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def hermes(*values: int) -> str:
-    return call_format("hermes").write([ParsedCall("add", {"a": value}) for value in values])
-
-
-def result(message: Message, place: int, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": message["tool_calls"][place]["id"], "content": text}
-
-
-class Session:
-    """A tree with an engine that answers with given texts."""
-
-    def __init__(self, name: str = "qwen2.5", history: Any = "keep") -> None:
-        self.tokenizer: Tokenizer = small_tokenizer(name)
-        self.tree = SessionTree(shared_renderer(name, self.tokenizer, history))
-        self.num_answers = 0
-
-    def record(self, prompt: CallPrompt, text: str, **options: Any) -> Message:
-        tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]]
-        self.num_answers += 1
-        name = options.pop("response_id", f"r{self.num_answers - 1}")
-        return self.tree.record(prompt, tokens, [-0.5] * len(tokens), self.num_answers, "stop", name, **options)
-
-    def call(self, messages: list[Message], text: str, tools: Any = None) -> tuple[CallPrompt, Message]:
-        prompt = self.tree.place(messages, tools)
-        return prompt, self.record(prompt, text)
-
-    def shown(self, prompt: CallPrompt) -> str:
-        return self.tokenizer.decode(prompt.tokens, skip_special=False)
-
-
-# --- random sessions -------------------------------------------------------------------------------------------------------
-
-
-def play(name: str, tokenizer: Tokenizer, choose: Any, history: Any, is_canonical: bool, num_calls: int) -> None:
-    renderer = shared_renderer(name, tokenizer, history)
-    session = RandomSession(name, renderer, choose, is_canonical, oracle_of(tokenizer))
-    for _ in range(num_calls):
-        session.call()
-    session.check()
-
-
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["2,000 calls", "10,000 calls"])
-def test_thousands_of_random_calls_keep_every_token_as_it_was_drawn(every: int) -> None:
-    cheap, others = ["llama3", "llama3.1", "gemma"], ["qwen2.5", "qwen3", "mistral"]  # others have more to render
-    for seed in range(0, 250, every):
-        name = (others if seed % 8 == 0 else cheap)[seed // 8 % 3]
-        history = ("keep", "as_template")[seed // 24 % 2]
-        choose = random.Random(seed).randrange
-        play(name, small_tokenizer(name), choose, history, is_canonical=seed % 16 == 0, num_calls=40)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data(), st.sampled_from(["qwen2.5", "qwen3", "mistral"]), st.booleans(), st.booleans())
-def test_a_random_session_agrees_with_the_model(data: Any, name: str, keeps: bool, is_canonical: bool) -> None:
-    def choose(size: int) -> int:
-        return int(data.draw(st.integers(0, size - 1)))
-
-    play(name, small_tokenizer(name), choose, "keep" if keeps else "as_template", is_canonical, num_calls=8)
-
-
-@pytest.mark.parametrize("name", ["qwen2.5", "smollm2"])
-def test_random_sessions_with_the_template_of_a_model(name: str) -> None:
-    for seed, history in enumerate(("keep", "as_template")):
-        play(name, real(name), random.Random(seed).randrange, history, is_canonical=False, num_calls=100)
-    play(name, real(name), random.Random(2).randrange, "as_template", is_canonical=True, num_calls=30)
-
+from tests.gateway.answered_session import Session, hermes, result, system, user
 
 # --- rule 1: a call takes its tokens from the tree ----------------------------------------------------------------------------
 
@@ -555,64 +466,3 @@ def test_a_template_without_tools_gets_them_as_text_and_the_client_gets_calls() 
     again = session.tree.place([user("1+1?"), message, result(message, 0, "4")], TOOLS)
     assert again.kind == "continued"
     assert "```tool_output\n4\n```" in session.shown(again)
-
-
-# --- calls without messages ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_text_that_begins_with_a_prompt_and_its_answer_keeps_their_tokens() -> None:
-    session = Session()
-    prompt = session.tree.place_text("Q: 1+1? A:")
-    spelled = [session.tokenizer.encode(letter)[0] for letter in "the"]
-    message = session.tree.record(prompt, spelled, [-1.0] * 3, 1, "stop", "r0")
-    again = session.tree.place_text(f"Q: 1+1? A:{message['content']} Q: in? A:")
-    assert again.kind == "continued"
-    assert again.tokens == (*prompt.tokens, *spelled, *session.tokenizer.encode(" Q: in? A:"))
-    session.record(again, "yes")
-    assert session.tree.place_text("Q: 1+1? A:the Q: in? A:yes so").kind == "continued"
-    assert session.tree.place_text("Q: 1+1? A:the Q: in? A:yes so").kind == "retry"
-    assert session.tree.place_text("another").kind == "root"
-
-
-def test_tokens_share_what_is_equal_and_never_split_an_answer() -> None:
-    session = Session()
-    first = session.tree.place_tokens([1, 2, 3, 4])
-    session.tree.record(first, [5, 6, 7], [-1.0, -2.0, -3.0], 1, "stop", "r0")
-    continued = session.tree.place_tokens([1, 2, 3, 4, 5, 6, 7, 8])
-    within = session.tree.place_tokens([1, 2, 3, 4, 5, 6, 9])
-    before = session.tree.place_tokens([1, 2, 9])
-    assert [p.kind for p in (first, continued, within, before)] == ["root", "continued", "fork", "root"]
-    for number, prompt in enumerate((continued, within, before)):
-        session.tree.record(prompt, [20 + number], [-4.0], 2, "stop", f"s{number}")
-    export = session.tree.export()
-    nodes = [(node.parent, node.tokens.tolist(), node.is_sampled) for node in export.nodes]
-    assert nodes == [
-        (-1, [1, 2], False),
-        (0, [3, 4], False),
-        (1, [5, 6, 7], True),
-        (2, [8], False),
-        (3, [20], True),
-        (1, [5, 6, 9], False),
-        (5, [21], True),
-        (0, [9], False),
-        (7, [22], True),
-    ]
-    assert export.links == [-1, 0, 0, -1]
-    assert session.tree.place_tokens([]).parent == -1
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.booleans()), min_size=1, max_size=12))
-def test_inserted_contexts_are_found_again(contexts: list[tuple[list[int], bool]]) -> None:
-    """The number of tokens is that of a trie, as long as nothing was sampled."""
-    tree, prefixes = NodeTree(), set[tuple[int, ...]]()
-    ends = []
-    for tokens, _ in contexts:
-        ends.append(tree.insert(tree.root, tokens))
-        prefixes |= {tuple(tokens[: size + 1]) for size in range(len(tokens))}
-        assert sum(len(node.tokens) for node in tree.nodes) == len(prefixes)
-    for (tokens, is_sampled), end in zip(contexts, ends, strict=True):
-        assert tree.tokens_to(end) == tuple(tokens)
-        if is_sampled:
-            tree.add_sampled(end, np.array([3]), np.zeros(1, np.float32), np.zeros(1, np.int32))
-            assert tree.insert(tree.root, [*tokens, 3]).is_sampled
