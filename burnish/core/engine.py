@@ -93,9 +93,7 @@ class Engine(Protocol):
     def interrupt(self) -> None:
         """Make the current or next `stream` end after its current step, or steps, if a call of the engine takes several of a small model.
 
-        A later `stream` continues the requests.
-
-        May be called from another thread. A server uses it to handle other calls between two completions.
+        A later `stream` continues the requests. May be called from another thread. A server uses it to handle other calls between two completions.
         """
 
     def abort(self, ids: Iterable[str], keep: bool) -> list[Completion]:
