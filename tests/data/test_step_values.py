@@ -164,8 +164,11 @@ def test_an_unfinished_answer_of_a_chat_ends_inside_the_turn(tmp_path: Path, del
     assert found.positions[-1] == len(pieces) - 1
 
 
-def test_the_name_of_a_special_token_divides_and_a_template_s_last_line_break_is_not_read(tmp_path: Path) -> None:
+def test_the_name_of_a_special_token_divides_and_a_template_s_last_line_break_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = Tokenizer.from_characters(LETTERS, [STEP_MARK, "<end>"], CHAT)
+    monkeypatch.setattr(tokenizer._inner, "get_vocab", lambda: pytest.fail("reads the whole vocabulary for a row"))
     steps = StepValues(delimiter=STEP_MARK)
     ((row,), _) = load(tmp_path, tokenizer, steps, {"prompt": "p", "steps": ["ab", "c", "d"], "values": [1, 1, 0]})
     pieces = tokenizer.pieces(row.tokens, skip_special=False)
