@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reject": ("burnish.cli.data_commands:reject", "turn right completions into demonstrations (rejection sampling)"),
     "pairs": (
         "burnish.cli.data_commands:pairs",
-        "turn completions into preference pairs, the shortest right one chosen",
+        "turn completions into preference pairs: short against long, or right against wrong",
     ),
     "steps": (
         "burnish.cli.search_data_commands:steps",
@@ -419,20 +419,35 @@ def add_pairs_arguments(parser: argparse.ArgumentParser) -> None:
     add_trees(parser)
     add_output(parser)
     add(
+        "--reject",
+        choices=("longer", "wrong"),
+        default="longer",
+        help="longer (default): the shortest right completion against longer ones. wrong: right ones against wrong ones",
+    )
+    add(
         "--ratio",
         type=float,
-        default=1.5,
-        help="a right completion this many times longer than the chosen one is rejected (default 1.5)",
+        help="of longer: a right completion this many times longer than the chosen one is rejected (default 1.5)",
     )
-    add("--most", type=int, metavar="M", help="most pairs of one prompt, longest rejected first (default: all)")
+    add(
+        "--most",
+        type=int,
+        metavar="M",
+        help="most pairs of one prompt; of longer, longest rejected first (default: all)",
+    )
+    add("--seed", type=int, help="of wrong: of the order in which right and wrong completions meet (default 0)")
 
 
 def run_pairs(args: argparse.Namespace) -> int:
-    """Write preference pairs for `burnish prefer`: the shortest right completion against longer ones."""
+    """Write preference pairs: the shortest right completion against longer ones, or right completions against wrong ones."""
     from burnish.data.curation.output_files import aligned_table, summary
     from burnish.evaluation.rejection_sampling import PairingOptions, write_pairs
 
-    options = PairingOptions(args.ratio, args.most, args.trees)
+    unused = {"longer": ("--seed", args.seed), "wrong": ("--ratio", args.ratio)}[args.reject]
+    if unused[1] is not None:
+        raise UserError(f"{unused[0]} has no effect with --reject {args.reject}")
+    ratio, seed = 1.5 if args.ratio is None else args.ratio, args.seed or 0
+    options = PairingOptions(ratio, args.most, args.reject, seed, args.trees)
     manifest, is_new = write_pairs(args.source, args.out, options, args.prompts, args.force, print_progress)
     print_result(summary(manifest, args.out, is_new))
     print_result([f"  prompts      {manifest['prompts_paired']:,} of {manifest['prompts']:,} have a pair"])

@@ -2,8 +2,9 @@
 
 Rejection sampling turns right completions into demonstrations for `burnish sft`. DeepSeek-R1 (2501.12948) fine-tunes on
 right, readable, single-language samples of its first RL stage; Kimi k1.5 (2501.12599) on the shortest right sample of each
-prompt. Pairs are preferences for `burnish prefer`: the shortest right sample is chosen; rejected are longer wrong samples, and
-right ones at least `ratio` times as long (long2short DPO of Kimi k1.5).
+prompt. Pairs are preferences for `burnish prefer` and `burnish reward-model`. Of short and long, the shortest right sample is chosen; rejected
+are longer wrong samples, and right ones at least `ratio` times as long (long2short DPO of Kimi k1.5). Of right and wrong, right samples are
+chosen and wrong ones rejected, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -200,7 +201,11 @@ class PairingOptions:
 
     ratio: float = 1.5
     most: int | None = None
-    """Pairs per prompt; those with the longest rejected sample come first."""
+    """Pairs per prompt. Of longer ones, those with the longest rejected sample come first."""
+    reject: str = "longer"
+    """longer: the shortest right sample is chosen. wrong: right samples are chosen, each in one pair at most."""
+    seed: int = 0
+    """Of the order in which right and wrong samples meet."""
     trees: bool = False
     """Pair all finished answers of searches with trees, and not only those that the strategy chose."""
 
@@ -239,7 +244,11 @@ def _paired(source: Path, options: PairingOptions, prompts: Path | None, report:
         "completions": len(samples),
         "prompts": len({sample.prompt_id for sample in samples}),
         "prompts_paired": len({chosen.prompt_id for chosen, _ in found}),
-        "rejected": {"wrong and longer": kinds["wrong"], "right and much longer": kinds["right"]},
+        "rejected": (
+            {"wrong": kinds["wrong"], "of them longer": sum(worse.length > better.length for better, worse in found)}
+            if options.reject == "wrong"
+            else {"wrong and longer": kinds["wrong"], "right and much longer": kinds["right"]}
+        ),
     }
     return kept
 
@@ -258,6 +267,33 @@ def _drop_unpaired(samples: Sequence[ScoredSample], paired: set[str], kept: Kept
 
 def pairs_of(samples: Sequence[ScoredSample], options: PairingOptions) -> list[tuple[ScoredSample, ScoredSample]]:
     """Return (chosen, rejected) pairs, prompt by prompt. A truncated sample is never chosen; equal texts are no pair."""
+    return _right_and_wrong(samples, options) if options.reject == "wrong" else _short_and_longer(samples, options)
+
+
+def _right_and_wrong(
+    samples: Sequence[ScoredSample], options: PairingOptions
+) -> list[tuple[ScoredSample, ScoredSample]]:
+    """Right samples and wrong ones of a prompt, each in a drawn order, in pairs until one of the two has run out."""
+    by_prompt: dict[str, dict[str, ScoredSample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt_id, {}).setdefault(sample.completion.strip(), sample)
+
+    def drawn(sample: ScoredSample) -> int:
+        return fold(options.seed, sample.prompt_id, sample.completion)
+
+    found = []
+    for texts in by_prompt.values():
+        order = sorted(texts.values(), key=drawn)
+        right = [sample for sample in order if is_right(sample) and sample.is_whole]
+        wrong = [sample for sample in order if not is_right(sample)]
+        found += list(zip(right, wrong, strict=False))[: options.most]
+    return found
+
+
+def _short_and_longer(
+    samples: Sequence[ScoredSample], options: PairingOptions
+) -> list[tuple[ScoredSample, ScoredSample]]:
+    """The shortest right sample of a prompt with each longer one."""
     import torch
 
     from burnish.algorithms.curriculum.prompt_selection import long2short_pairs

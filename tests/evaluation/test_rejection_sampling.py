@@ -193,6 +193,26 @@ def test_what_was_cut_off_is_never_chosen_and_equal_texts_are_no_pair() -> None:
     assert pairs_of([sample(0, 10, 0.0)], PairingOptions()) == []
 
 
+def test_pairs_wrong_ones_are_right_and_wrong_ones_of_any_length() -> None:
+    rights = [sample(k, 10 + k, 1.0) for k in range(4)]
+    wrongs = [sample(k, 5 * (k - 4) ** 2, 0.0) for k in range(4, 7)]
+    cut_off, twin = sample(7, 30, 1.0, whole=False), sample(8, 10, 1.0, text="0")
+    wrong_ones = PairingOptions(reject="wrong")
+    found = pairs_of([*rights, *wrongs, cut_off, twin], wrong_ones)
+    assert (
+        len(found) == len({chosen.where for chosen, _ in found}) == len({rejected.where for _, rejected in found}) == 3
+    )
+    assert {chosen.where for chosen, _ in found} <= {one.where for one in rights}
+    assert {rejected.where for _, rejected in found} == {one.where for one in wrongs}
+    assert len({rejected.length > chosen.length for chosen, rejected in found}) == 2, (
+        "a short answer may be the wrong one"
+    )
+    assert pairs_of(list(reversed([*rights, *wrongs])), wrong_ones) == found, "the order of the file does not matter"
+    orders = {tuple(pairs_of([*rights, *wrongs], PairingOptions(reject="wrong", seed=seed))) for seed in range(8)}
+    assert len(orders) > 1
+    assert len(pairs_of([*rights, *wrongs], PairingOptions(reject="wrong", most=2))) == 2
+
+
 def test_a_source_without_pairs_says_why_no_prompt_gave_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "rows.jsonl", ROWS)
     write(
