@@ -1,12 +1,12 @@
 """A whole GRPO step of a 1.5B model on one GPU: rollouts of R1 in groups of 8, then one update of all weights.
 
-python bench/grpo_step.py [--steps 4] [--budget 36864] [--layers fp8] [--rollout fp8] [--trl-python /path/to/python [--trl-vllm]]
+python bench/grpo_step.py [--steps 4] [--budget 36864] [--layers fp8] [--rollout fp8] [--deterministic] [--trl-python /path/to/python [--trl-vllm]]
 
 Random weights in bfloat16 with float32 master weights and moments, 32 prompts of 128 tokens x 8 samples x 256 new tokens,
 no reference model, one update a batch and therefore no pass for old log-probs. The engine samples from the learner's own
 tensors, and its cache is released while the learner works. The samples of a group share the forward and backward of their
 prompt. `--layers fp8` is `training.layers`, and `--rollout fp8` both `rollout.weights` and `rollout.cache_dtype`; their rows are saved
-beside that of bfloat16, and their shares of the peak are of bfloat16's.
+beside that of bfloat16, and their shares of the peak are of bfloat16's. `--deterministic` is `training.deterministic`, saved likewise.
 
 TRL runs the same work afterwards in a separate process (`bench/peers/trl_grpo_step_gpu.py`), if this interpreter or the
 one named has it. With `--trl-vllm` it generates with vLLM.
@@ -38,6 +38,7 @@ from burnish.core.engine import Completion, Request
 from burnish.core.segments import offsets_from_lengths
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.fp8_layers import set_fp8
+from burnish.models.kernels.device import use_deterministic_algorithms
 from burnish.training.learner import Learner
 from burnish.training.meter import MeterReading
 
@@ -93,6 +94,8 @@ def one_step(k: int, engine: PagedEngine, learner: Learner, vocab: int, is_profi
 def burnish_row(num_steps: int, budget: int, is_profiled: bool, layers: str, rollout: str) -> dict[str, Any]:
     """The median step after the first."""
     settings = {"layers": layers, "rollout": rollout}
+    words = [f"{name}=fp8" for name, value in settings.items() if value == "fp8"]
+    words += ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
     model = random_model(WORK.shape)
     set_fp8(model, layers == "fp8")
     engine = PagedEngine(model, max_rows=WORK.requests, **(FP8 if rollout == "fp8" else {}))
@@ -113,7 +116,7 @@ def burnish_row(num_steps: int, budget: int, is_profiled: bool, layers: str, rol
     assert step.reading.needed is not None
     return {
         "work": NAME,
-        "system": ", ".join(["burnish", *(f"{name}=fp8" for name, value in settings.items() if value == "fp8")]),
+        "system": ", ".join(["burnish", *words]),
         "budget": budget,
         "step_s": step.step_s,
         "rollout_s": step.rollout_s,
@@ -153,10 +156,13 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=36864, help="tokens of a micro-batch")
     parser.add_argument("--layers", choices=("plain", "fp8"), default="plain")
     parser.add_argument("--rollout", choices=("plain", "fp8"), default="plain", help="weights and cache of the engine")
+    parser.add_argument("--deterministic", action="store_true", help="training.deterministic")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--trl-python", help="interpreter of an environment with trl; this one where it has it")
     parser.add_argument("--trl-vllm", action="store_true", help="let TRL generate with vLLM")
     args = parser.parse_args()
+    if args.deterministic:
+        use_deterministic_algorithms()
     rows = [burnish_row(args.steps, args.budget, args.profile, args.layers, args.rollout)]
     gc.collect()
     torch.cuda.empty_cache()

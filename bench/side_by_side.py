@@ -1,6 +1,6 @@
 """Runs benches on one GPU next to each other, as far as its memory goes, and keeps what each printed.
 
-    python bench/side_by_side.py JOBS.yaml --out DIR [--gib 140] [--only NAME ...] [--set model=DIR data=DIR] [--seconds S]
+    python bench/side_by_side.py JOBS.yaml --out DIR [--gib 140] [--only NAME ...] [--set model=DIR data=DIR] [--seconds S] [--mps]
 
 JOBS.yaml maps names to jobs (`bench/one_gpu.yaml` has those of docs/numbers.md that train or sample for minutes):
 
@@ -11,6 +11,7 @@ JOBS.yaml maps names to jobs (`bench/one_gpu.yaml` has those of docs/numbers.md 
 A job takes `gib` of the GPU; one that is `alone` measures time, so nothing runs beside it. Words in braces are those of `--set`; {out} is the folder.
 Jobs start in the order of the file. One that does not fit yet lets later ones pass, but nothing passes a job that is alone.
 A job whose `after` failed is not run. After `--seconds` no job is started, nor one whose `limit_s` would end later. Ctrl-C or SIGTERM ends them all.
+`--mps` starts NVIDIA's Multi-Process Service for the jobs that are not alone: kernels of different jobs then run at the same time and not in turns.
 `DIR/NAME.log` has the output of each and `DIR/state.json` the state of all, rewritten whenever it changes; a second call runs those that have not succeeded.
 """
 
@@ -19,10 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -74,11 +79,31 @@ def read_jobs(path: Path, words: dict[str, str], only: list[str] | None) -> list
     return jobs
 
 
+@contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """The variables with which processes share the GPU by NVIDIA's Multi-Process Service, which runs for the block."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        raise SystemExit("--mps: there is no nvidia-cuda-mps-control on PATH; it comes with NVIDIA's driver")
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:  # a short path: the daemon's sockets are in it
+        shared = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        variables = {**os.environ, **shared}
+        subprocess.run([control, "-d"], env=variables, check=True)
+        try:
+            yield shared
+        finally:
+            subprocess.run([control], input="quit\n", text=True, env=variables, check=False)
+
+
 class Runner:
     """The jobs of one call, those that run, and the folder of what they print."""
 
-    def __init__(self, jobs: list[Job], out: Path, gib: float, seconds: float | None) -> None:
+    def __init__(
+        self, jobs: list[Job], out: Path, gib: float, seconds: float | None, variables: dict[str, str]
+    ) -> None:
         self.jobs, self.out, self.gib = jobs, out, gib
+        self.variables = variables
+        """Of jobs that are not alone."""
         self.running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         self.began, self.seconds = time.monotonic(), seconds
         self.is_stopping = False
@@ -151,7 +176,11 @@ class Runner:
     def start(self, job: Job) -> None:
         with (self.out / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(
-                ["bash", "-c", job.command], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                ["bash", "-c", job.command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | ({} if job.alone else self.variables),
             )
         self.running[job.name] = process, time.monotonic()
         self.mark(job, RUNNING, "")
@@ -191,12 +220,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--set", nargs="+", default=[], metavar="word=text")
     parser.add_argument("--seconds", type=float, help="start nothing that may end later than this")
+    parser.add_argument("--mps", action="store_true", help="let kernels of different jobs run at the same time")
     args = parser.parse_args()
     words = dict(text.split("=", 1) for text in args.set) | {"out": str(args.out)}
-    runner = Runner(read_jobs(args.jobs, words, args.only), args.out, args.gib, args.seconds)
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, runner.stop)
-    sys.exit(1 if runner.run() else 0)
+    jobs = read_jobs(args.jobs, words, args.only)
+    with multi_process_service() if args.mps else nullcontext({}) as variables:
+        runner = Runner(jobs, args.out, args.gib, args.seconds, variables)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, runner.stop)
+        failed = runner.run()
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "side_by_side.py"
 JOBS = """
@@ -53,3 +56,21 @@ def test_jobs_run_side_by_side_as_far_as_memory_goes(tmp_path: Path) -> None:
     assert jobs["slow"]["state"] == "done"
     assert jobs["behind"]["note"] == jobs["first"]["note"] == "in an earlier call"
     assert (tmp_path / "out" / "order").read_text() == "first here\nalone\n"
+
+
+def test_mps_runs_for_the_jobs_that_are_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs.yaml").write_text(
+        "alone: {command: 'echo of $CUDA_MPS_PIPE_DIRECTORY none', alone: true}\n"
+        "shared: {command: 'cat $CUDA_MPS_PIPE_DIRECTORY/said', gib: 1}\n"
+    )
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    control.write_text(
+        f'#!/bin/sh\necho "$1" >> "$CUDA_MPS_PIPE_DIRECTORY/said"\n[ -n "$1" ] || cat > {tmp_path}/ended\n'
+    )
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    assert run(tmp_path, "--mps")[0] == 0
+    assert [(tmp_path / "out" / f"{name}.log").read_text() for name in ("alone", "shared")] == ["of none\n", "-d\n"]
+    assert (tmp_path / "ended").read_text() == "quit\n"
