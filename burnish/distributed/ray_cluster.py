@@ -186,6 +186,12 @@ def start_local_ray(num_cpus: int) -> None:
                     f"this Ray checks no tokens ({AUTH_MODE} is not token, or Ray {ray.__version__} is too old): its ports are open to the network"
                 )
             return
+        except PermissionError as error:
+            ray.shutdown()
+            raise UserError(
+                f"Ray cannot run a program of its own: {error}. Its files are on a disk that is mounted noexec, or were copied without their modes; "
+                "pip install --force-reinstall ray"
+            ) from error
         except Exception as error:  # Ray raises bare exceptions for a node that started too slowly
             ray.shutdown()
             if attempt == MAX_RAY_STARTS:

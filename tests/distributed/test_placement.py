@@ -282,6 +282,26 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_a_loss_not_a_bug(
     assert capsys.readouterr().err.count("Ray did not start (the node timed out during startup); trying again") == 2
 
 
+def test_ray_whose_programs_cannot_be_run_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'burnish[ray]'")
+    from burnish.distributed import ray_cluster
+
+    tried = []
+
+    def forbidden(**options: object) -> None:
+        tried.append(options)
+        raise PermissionError(13, "Permission denied", "ray/core/src/ray/gcs/gcs_server")
+
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ray, "init", forbidden)
+    with pytest.raises(
+        UserError, match=r"Permission denied: 'ray/core/src/ray/gcs/gcs_server'\. Its files are on a disk"
+    ):
+        ray_cluster._connect()
+    assert len(tried) == 1
+
+
 @pytest.mark.parametrize(
     ("mode", "permissions", "error", "warning"),
     [
