@@ -55,6 +55,10 @@ def _check_group_demonstrations(config: TrainConfig) -> None:
         )
     if data.budget is not None:
         raise ValueError(f"{what}: data.budget asks for lengths that demonstrations do not have: remove one")
+    if algorithm.kl.reference.name == "rollout":
+        raise ValueError(
+            f"{what}: kl.reference=rollout compares with the policy that sampled, and demonstrations are not sampled: use kl.reference=frozen"
+        )
 
 
 def check_distillation_fits(config: TrainConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from burnish.algorithms.advantages.spec import SpoChainAdvantage, SpoTreeAdvantage
 from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.terms.spec import TeacherReference
 from burnish.config.data import Source
 from burnish.config.environment import AGENT, TRAIN_CALLS
 from burnish.config.loading import algorithm_from_preset
@@ -365,6 +366,13 @@ def _notes_on_algorithm(config: TrainConfig) -> list[str]:
     if algorithm.kl.loss.coef > 0 and algorithm.kl.reward.coef > 0:
         notes.append(
             "algorithm.kl is both in the loss and in the reward: the distance to the reference is penalised twice"
+        )
+    teacher = algorithm.kl.reference
+    reads_more = algorithm.kl.context.name != "prompt"
+    if isinstance(teacher, TeacherReference) and teacher.path is None and teacher.url is None and not reads_more:
+        notes.append(
+            "algorithm.kl.reference=teacher names no model, so the policy's own starting weights are the teacher: set "
+            "algorithm.kl.reference.path to a model directory, or algorithm.kl.reference=frozen if that is what you want"
         )
     one_update = training.mini_batches * training.epochs == 1
     # The clip of a preset is part of its name. Only a clip that was set by hand is expected to have an effect.

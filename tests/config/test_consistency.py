@@ -158,6 +158,10 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         (["data.demonstration_column=a"], "no effect without data.demonstrations_per_group"),
         (["algorithm=luffy"], "set data.demonstrations_per_group=1"),
         (
+            [*SHOWN, "algorithm.kl.reference=rollout", "algorithm.kl.loss={estimator: k2, coef: 0.1}"],
+            "demonstrations are not sampled",
+        ),
+        (
             ["algorithm=luffy", "data.demonstrations_per_group=1"],
             "give data.demonstrations or data.demonstration_column",
         ),

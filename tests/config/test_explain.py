@@ -102,6 +102,7 @@ def said(*overrides: str) -> list[str]:
         (["rollout.source=ahead"], "weights one step old, and algorithm.correction=none does not correct for it"),
         (["rollout.source={name: async, max_staleness: 3}"], "weights up to 3 steps old"),
         (["algorithm=ppo", "algorithm.clip=ppo", "algorithm.ratio=sequence"], "use ratio seq_token"),
+        (["algorithm=kdrl"], "names no model, so the policy's own starting weights are the teacher"),
     ],
 )
 def test_it_says_so(overrides: list[str], words: str) -> None:
