@@ -21,7 +21,7 @@ from burnish.config.algorithm_guide import (
 )
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset, dump
-from burnish.config.records import Record
+from burnish.config.records import Record, field_help
 
 WIDTH = 120
 
@@ -86,7 +86,7 @@ def _slot(slot: str, choice: Record) -> list[str]:
     lines = [f"{slot}: {describe_slot(choice)}", *(f"    {line}" for line in record_summary(type(choice)))]
     if isinstance(choice, Kl):
         if choice.loss.coef > 0 or choice.reward.coef > 0:
-            lines.append(f"    {KlLoss.model_fields['estimator'].description}")
+            lines.append(f"    {field_help(KlLoss, 'estimator')}")
         lines += [f"    reference: {line}" for line in record_summary(type(choice.reference))]
         if choice.context.name != "prompt":
             lines += [f"    context: {line}" for line in record_summary(type(choice.context))]

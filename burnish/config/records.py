@@ -10,9 +10,13 @@ same slot and name, and a test compares the two.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -34,9 +38,12 @@ REQUIRED = PydanticUndefined
 
 
 class Record(BaseModel):
-    """A frozen config section. Unknown keys are errors, and the docstrings of fields are their help texts."""
+    """A frozen config section. Unknown keys are errors, and the docstrings of fields are their help texts (`field_help`).
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    Pydantic makes the validator of a section when it is first needed: most processes validate few of the 200 sections or none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class Slot(Record):
@@ -153,12 +160,16 @@ class ConfigKey:
     path: str
     """Dotted path. `<i>` stands for a list index, `<name>` for a key of a mapping."""
     node: SchemaNode
-    doc: str
     default: Any
     record: type[Record]
     """The record that has this field."""
     choice: str = ""
     """The slot choice that has this option; empty outside the slots."""
+
+    @property
+    def doc(self) -> str:
+        """The help text; empty if there is none."""
+        return field_help(self.record, self.path.rpartition(".")[2])
 
     @property
     def is_leaf(self) -> bool:
@@ -248,6 +259,27 @@ def _bounds_text(metadata: Sequence[Any]) -> str:
     return " " + ", ".join(parts) if parts else ""
 
 
+def field_help(record_type: type[Record], name: str) -> str:
+    """The docstring of a field, in the class that declares it; empty if there is none."""
+    declaring = next(one for one in record_type.__mro__ if name in inspect.get_annotations(one))
+    return _field_docstrings(declaring.__module__).get((declaring.__qualname__, name), "")
+
+
+@cache
+def _field_docstrings(module: str) -> dict[tuple[str, str], str]:
+    """The docstrings of the fields of a module's classes, by class and field. They are read from the source, since Python keeps none."""
+    found = {}
+    classes = [
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    ]
+    for node in classes:
+        for field, text in pairwise(node.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    found[node.name, name] = inspect.cleandoc(doc)
+    return found
+
+
 def explicit_values(record: Record) -> dict[str, Any]:
     """The values that were given to a record explicitly, and the name of a slot."""
     name = {"name": record.name} if isinstance(record, Slot) and hasattr(record, "name") else {}
@@ -267,15 +299,11 @@ def walk_keys(
     `instance` holds the defaults of a section at this position if they differ from those of its type.
     """
     keys = []
-    for name, field in record_type.model_fields.items():
+    for name in record_type.model_fields:
         if choice and name == "name":
             continue  # the slot's own key shows its choices
         default = default_of(record_type, name) if instance is None else getattr(instance, name)
-        keys.append(
-            ConfigKey(
-                prefix + name, field_node(record_type, name), field.description or "", default, record_type, choice
-            )
-        )
+        keys.append(ConfigKey(prefix + name, field_node(record_type, name), default, record_type, choice))
     for key in sorted(keys, key=lambda k: not k.is_leaf):
         yield key
         yield from _walk_inside(key.node, key.path, key.default, choice)
