@@ -25,6 +25,8 @@ from burnish.models.flops import causal_pairs
 
 PASS_SHARE = 0.506
 """Of the peak FLOP/s in forward and backward passes: 0.47 to 0.57 in `bench/results/learner-h200.json`."""
+EXPERT_PASS_SHARE = 0.165
+"""The same for products of routed experts, with the sorting of their rows: Qwen3-30B-A3B's shape with adapters, row f there."""
 DECODE_SHARE, BANDWIDTH_SHARE = 0.62, 0.85
 """Of the peak FLOP/s and of the memory bandwidth in decode steps."""
 OPTIMIZER_SHARE = 0.4
@@ -98,13 +100,29 @@ class Workload:
         """Operations of forward and backward, with what is computed twice: scores, logits, and layers if they are recomputed."""
         layers = 2.0 * self.rows * self.shape.active_size
         again = self._pair_product + self.head_flops
-        if self.activations in ("recompute", "offload"):
+        if self.is_recomputed:
             # A layer is recomputed up to the input of its last product.
             last = 2.0 * self.rows * self.shape.num_layers * self.shape.hidden_size * self.shape.active_mlp_size
             again += layers - last + 2 * self._pair_product
         # Frozen weights below adapters have no gradient of their own.
         backward = (1 if self.lora is not None else 2) * (layers + self.head_flops) + 4 * self._pair_product
         return self.forward_flops + backward + again
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether a backward computes the layers again."""
+        return self.activations in ("recompute", "offload")
+
+    @property
+    def expert_forward_flops(self) -> float:
+        """Operations of the routed experts in a forward pass over the batch. `forward_flops` has them too."""
+        return 2.0 * self.rows * self.shape.active_routed_size
+
+    @property
+    def expert_update_flops(self) -> float:
+        """Operations of the routed experts in forward and backward. `update_flops` has them too."""
+        passes = 2 if self.lora is not None else 3
+        return self.expert_forward_flops * (passes + (2 / 3 if self.is_recomputed else 0))  # all but the last product
 
     @property
     def _pair_product(self) -> float:
@@ -236,11 +254,27 @@ def _footprint(work: Workload, mesh: MeshSizes, count: int) -> LearnerFootprint:
     scale = own / (arch.num_parameters / mesh.shards)
     weights = int(own * work.element)
     if work.lora is not None:
-        return replace(one, weights=weights)
+        adapters, of_equivalent = _adapter_size(shape, work.lora), _adapter_size(shape, work.lora, as_dense=True)
+        scale = adapters / of_equivalent
+        weights += adapters // (mesh.pipeline * mesh.shards) * work.element
     scaled: dict[str, Any] = {
         name: int(getattr(one, name) * scale) for name in ("master", "moments", "on_host", "sums", "gradients")
     }
     return replace(one, weights=weights, **scaled)
+
+
+def _adapter_size(shape: ModelShape, lora: Lora, as_dense: bool = False) -> int:
+    """Parameters of the adapters of all layers; `as_dense` of the dense decoder that computes as much, whose MLPs have one each."""
+    heads, kv_heads = (num * shape.head_dim for num in (shape.num_heads, shape.num_kv_heads))
+    widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+    attention = sum(shape.hidden_size + widths[name] for name in lora.projections if name in widths)
+    of_mlp = sum(name in lora.projections for name in ("gate_proj", "up_proj", "down_proj"))
+    dense, sparse = shape.num_layers - shape.num_expert_layers, shape.num_expert_layers
+    mlps = [(shape.num_layers, shape.active_mlp_size)] if as_dense else [(dense, shape.mlp_size)]
+    if not as_dense and sparse:
+        mlps += [(sparse * shape.num_experts, shape.expert_size), (sparse * (shape.shared_size > 0), shape.shared_size)]
+    in_mlps = sum(number * of_mlp * (shape.hidden_size + width) for number, width in mlps)
+    return lora.rank * (shape.num_layers * attention + in_mlps)
 
 
 _footprints: dict[str, LearnerFootprint] = {}
@@ -359,9 +393,13 @@ def step_time(work: Workload, mesh: MeshSizes, engine_gpus: int, cache: int, clu
     count = micro_batches(work, mesh)
     bubble = (mesh.pipeline - 1) / (count + mesh.pipeline - 1)
     again = (mesh.tensor - 1) * work.head_flops  # every rank of a tensor-parallel group computes all logits
-    scoring = work.num_scoring_passes * (work.forward_flops + again) / rate
+    slower = (
+        PASS_SHARE / EXPERT_PASS_SHARE - 1
+    )  # what an operation of a routed expert takes beyond one of another product
+    scoring = work.num_scoring_passes * (work.forward_flops + again + slower * work.expert_forward_flops) / rate
     head_passes = 3 if work.lora is not None else 4  # forward, backward, and logits that are computed twice
-    update = work.num_learners * work.epochs * (work.update_flops + head_passes * again) / rate
+    passed = work.update_flops + head_passes * again + slower * work.expert_update_flops
+    update = work.num_learners * work.epochs * passed / rate
     traffic = learner_traffic(work, mesh, cluster)
     hidden = sum(one.seconds for one in traffic if one.overlaps)
     exposed = sum(one.seconds for one in traffic if not one.overlaps)
@@ -395,8 +433,9 @@ def rollout_seconds(work: Workload, engine_gpus: int, cache: int, cluster: Clust
     rows = max(1, min(work.max_rows, sequences, room))
     groups = max(1, sequences // work.samples if sequences >= work.samples else 1)
     pairs = 4.0 * causal_pairs(work.prompt) * work.shape.num_layers * work.shape.num_heads * work.shape.head_dim
-    prefill = groups * (2.0 * work.prompt * work.shape.active_size + pairs)
-    prefill_s = prefill / (engine_gpus * cluster.gpu.half_flops * PASS_SHARE)
+    others = groups * (2.0 * work.prompt * (work.shape.active_size - work.shape.active_routed_size) + pairs)
+    experts = groups * 2.0 * work.prompt * work.shape.active_routed_size
+    prefill_s = (others / PASS_SHARE + experts / EXPERT_PASS_SHARE) / (engine_gpus * cluster.gpu.half_flops)
     waves = sequences / rows
     return prefill_s + waves * work.answer * decode_step_seconds(work, rows, mean_length, engine_gpus, cluster)
 
@@ -405,14 +444,15 @@ def decode_step_seconds(work: Workload, rows: int, length: float, engine_gpus: i
     """Seconds of one decode step of `rows` sequences of a mean `length` on `engine_gpus` GPUs that split every layer."""
     shape, gpu, element = work.shape, cluster.gpu, work.element
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE * engine_gpus
+    peak = gpu.half_flops * DECODE_SHARE * engine_gpus
     read = shape.common_size + shape.embedding_size
+    flops = 2.0 * rows * read
+    products = max(read * element / bandwidth, flops / peak)
     if shape.num_experts:
-        chosen = (
-            1 - (1 - shape.experts_per_token / shape.num_experts) ** rows
-        )  # share of the experts that some row chooses
-        read += int(shape.num_expert_layers * shape.routed_size * chosen)
-    flops = 2.0 * rows * (shape.active_size + shape.embedding_size)
-    products = max(read * element / bandwidth, flops / (gpu.half_flops * DECODE_SHARE * engine_gpus))
+        # Their matrices are read once, and the products of their few rows are not hidden behind that (docs/experts.md has both).
+        chosen = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows  # share of experts that some row chooses
+        products += shape.num_expert_layers * shape.routed_size * chosen * element / bandwidth
+        products += 2.0 * rows * shape.active_routed_size / peak
     cached, parts = rows * length * shape.kv_size * shape.num_layers, shape.cache_parts(engine_gpus)
     keys = cached * element / (gpu.bandwidth * BANDWIDTH_SHARE * parts)
     small = shape.num_layers * LAYER_OVERHEAD_S

@@ -101,9 +101,12 @@ class ModelShape:
     @property
     def active_size(self) -> int:
         """Parameters of the layers that compute one token."""
-        return (
-            self.common_size + self.num_expert_layers * 3 * self.hidden_size * self.expert_size * self.experts_per_token
-        )
+        return self.common_size + self.active_routed_size
+
+    @property
+    def active_routed_size(self) -> int:
+        """Parameters of the routed experts that compute one token, over all layers."""
+        return self.num_expert_layers * 3 * self.hidden_size * self.expert_size * self.experts_per_token
 
     @property
     def num_active_parameters(self) -> int:

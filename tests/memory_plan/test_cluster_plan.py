@@ -117,13 +117,8 @@ def test_plans_are_within_a_tenth_of_what_was_measured_on_one_gpu(monkeypatch: p
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     import plan_accuracy
 
-    rows = [
-        *plan_accuracy.rollouts(),
-        *plan_accuracy.long_updates(),
-        plan_accuracy.grpo_step(),
-        *plan_accuracy.big_models(),
-    ]
-    assert len(rows) == 16
+    rows = plan_accuracy.all_rows()
+    assert len(rows) == 21
     assert {row["work"]: row["error"] for row in rows if abs(row["error"]) > 0.1} == {}
 
 
