@@ -45,7 +45,7 @@ SYSTEMS: tuple[System, ...] = (
     System("understand-r1-zero", "2503.20783", ("dr_grpo",), "no ablation of templates", ("Dr.GRPO", "Oat-Zero")),
     System("Open-Reasoner-Zero", "2503.24290", ("orz",), "the last phase on hard prompts is unchecked", ("ORZ",)),
     System("DAPO", "2503.14476", ("dapo",), "the number of steps"),
-    System("VAPO", "2504.05118", ("vapo",), "nothing of the algorithm; length and steps are ours"),
+    System("VAPO", "2504.05118", ("vapo",), "the algorithm is the same; length and steps are ours"),
     System("VC-PPO", "2503.01491", ("vc_ppo",), "not its supervised start"),
     System("GPG", "2504.02546", ("gpg",), "sizes and steps are ours"),
     System("CPPO", "2503.22342", ("cppo",), "not the reward for the form"),
@@ -60,15 +60,15 @@ SYSTEMS: tuple[System, ...] = (
     System("T1", "2501.11651", ("t1",), "not the data of its cold start"),
     System("Kimi k1.5", "2501.12599", ("kimi_k15", "long2short", "long2short_toy"), "not Kimi's model and data; partial rollouts are rollout.source", ("k1.5",)),
     System("PF-PPO", "2409.06957", ("pf_ppo",), "a verifier in place of its reward model"),
-    System("L1", "2503.04697", ("lcpo", "lcpo_max"), "nothing of the algorithm", ("LCPO",)),
+    System("L1", "2503.04697", ("lcpo", "lcpo_max"), "the algorithm is the same; some sizes are ours", ("LCPO",)),
     System("Demystify", "2502.03373", ("demystify",), "not its supervised start and web data", ("demystify-long-cot",)),
     System("LIMR", "2502.11886", ("limr",), "the selection is `burnish data impact`, made before"),
     System("Tina", "2504.15777", ("tina",), "no dropout of adapters, plain accuracy for its cosine of the length"),
     System("PRIME", "2502.01456", ("prime",), "mathematics alone, not its supervised stage"),
     System("SPO", "2505.23564", ("spo_chain", "spo_tree"), "not their small KL; data and base are ours"),
-    System("Clip-Cov/KL-Cov", "2505.22617", ("clip_cov", "kl_cov"), "nothing of the algorithm", ("Clip-Cov", "KL-Cov", "entropy mechanism")),
+    System("Clip-Cov/KL-Cov", "2505.22617", ("clip_cov", "kl_cov"), "the algorithm is the same; some sizes are ours", ("Clip-Cov", "KL-Cov", "entropy mechanism")),
     System("LUFFY", "2504.14945", ("luffy", "rl_sft"), "not its own prompt"),
-    System("PACS", "2509.02522", ("pacs",), "nothing of the algorithm"),
+    System("PACS", "2509.02522", ("pacs",), "the algorithm is the same; some sizes are ours"),
     System("RL-PLUS", "2508.00222", ("rl_plus",), "group statistics hold the demonstrations too"),
     System("Code-R1", "github.com/ganler/code-r1", ("code_r1", "mbpp"), "sizes are ours; Python's standard library alone in the sandbox"),
     System("CodeForces", "github.com/huggingface/open-r1", ("codeforces",), "Python in place of C++", ("CodeForces-style stdin/stdout", "stdin/stdout", "stdio")),
@@ -190,23 +190,20 @@ def systems_page() -> str:
     lines = [
         "# Published systems",
         "",
-        "`python -m burnish.config.systems` writes this page. What a system is made of is read from its recipe; the recipe's header says which settings come",
+        "`python -m burnish.config.systems` writes this page. What a system is made of is read from its first recipe; a recipe's header says which settings come",
         "from the paper and which are chosen here.",
         "",
         "    burnish recipes --system search-r1        # case and punctuation do not matter",
         "    burnish train search_r1 --shrink          # its algorithm in seconds on a CPU",
         "",
-        "| system | paper | recipes | made of here | not the same |",
+        "| system | paper | recipes | made of here | differences from the paper |",
         "|---|---|---|---|---|",
     ]
     runs = [system for system in SYSTEMS if system.recipes]
     lines += [_page_row(system) for system in runs]
-    lines += ["", "## Systems that cannot run here", "", "| system | paper | missing |", "|---|---|---|"]
-    lines += [
-        f"| {system.name} | {_paper_link(system.paper)} | {system.differs} |"
-        for system in SYSTEMS
-        if not system.recipes
-    ]
+    missing = [f"| {one.name} | {_paper_link(one.paper)} | {one.differs} |" for one in SYSTEMS if not one.recipes]
+    if missing:
+        lines += ["", "## Systems that cannot run here", "", "| system | paper | missing |", "|---|---|---|", *missing]
     return "\n".join(lines) + "\n"
 
 
