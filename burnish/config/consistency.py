@@ -55,10 +55,13 @@ def _check_group_demonstrations(config: TrainConfig) -> None:
         )
     if data.budget is not None:
         raise ValueError(f"{what}: data.budget asks for lengths that demonstrations do not have: remove one")
-    if algorithm.kl.reference.name == "rollout":
-        raise ValueError(
-            f"{what}: kl.reference=rollout compares with the policy that sampled, and demonstrations are not sampled: use kl.reference=frozen"
-        )
+    samplers = {
+        "kl.reference=rollout": algorithm.kl.reference.name == "rollout",
+        "kl.reward.policy=rollout": algorithm.kl.reward.coef > 0 and algorithm.kl.reward.policy == "rollout",
+    }
+    for key in [key for key, is_set in samplers.items() if is_set]:
+        other = "kl.reference=frozen" if "reference" in key else "kl.reward.policy=old"
+        raise ValueError(f"{what}: {key} reads log-probs of the sampler, and demonstrations have none: use {other}")
 
 
 def check_distillation_fits(config: TrainConfig) -> None:

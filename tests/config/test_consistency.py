@@ -159,7 +159,11 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
         (["algorithm=luffy"], "set data.demonstrations_per_group=1"),
         (
             [*SHOWN, "algorithm.kl.reference=rollout", "algorithm.kl.loss={estimator: k2, coef: 0.1}"],
-            "demonstrations are not sampled",
+            "use kl.reference=frozen",
+        ),
+        (
+            [*SHOWN, "algorithm.kl={reward: {coef: 0.1, policy: rollout}, reference: frozen}"],
+            "use kl.reward.policy=old",
         ),
         (
             ["algorithm=luffy", "data.demonstrations_per_group=1"],
