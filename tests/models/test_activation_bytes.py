@@ -121,8 +121,7 @@ def test_a_layer_on_a_cpu_keeps_what_the_formula_says(family: str, lora: Lora | 
     assert wrong(family, torch.float32, lora, on_gpu=False) == []
 
 
-@pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("family", ALL_ADAPTERS)
 def test_so_it_does_in_float64(family: str) -> None:
     assert wrong(family, torch.float64, None, on_gpu=False) == []
 
