@@ -70,11 +70,14 @@ def row(work: str, what: str, planned: float, found: float) -> dict[str, Any]:
 
 
 def rollouts() -> list[dict[str, Any]]:
-    found = measured("rollout")
-    return [
-        row(name, "rollout s", rollout_seconds(workload(size, prompts=num, samples=1, answer=new), 1, 100 * GIB, H200), found[name]["wall_s"])
-        for name, (size, num, new) in ROLLOUTS.items()
-    ]  # fmt: skip
+    found, rows = measured("rollout"), []
+    for suffix, in_8_bits in (("", False), (", fp8", True)):
+        options = {"samples": 1, "weights_in_8_bits": in_8_bits, "cache_in_8_bits": in_8_bits}
+        for name, (size, num, new) in ROLLOUTS.items():
+            if (name := name + suffix) in found:
+                work = workload(size, prompts=num, answer=new, **options)
+                rows.append(row(name, "rollout s", rollout_seconds(work, 1, 100 * GIB, H200), found[name]["wall_s"]))
+    return rows
 
 
 def long_updates() -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from burnish.memory_plan.model_shapes import ModelShape
 from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, MemoryPart
 from burnish.models.architecture import Architecture
 from burnish.models.flops import causal_pairs
+from burnish.models.kernels.fp8 import FP8_SCALE_BYTES
 
 PASS_SHARE = 0.506
 """Of the peak FLOP/s in forward and backward passes: 0.47 to 0.57 in `bench/results/learner-h200.json`."""
@@ -29,6 +30,10 @@ EXPERT_PASS_SHARE = 0.165
 """The same for products of routed experts, with the sorting of their rows: Qwen3-30B-A3B's shape with adapters, row f there."""
 DECODE_SHARE, BANDWIDTH_SHARE = 0.62, 0.85
 """Of the peak FLOP/s and of the memory bandwidth in decode steps."""
+PRODUCT_SPEED_8_BITS = 1.55
+"""Speed of an engine's products in 8 bits beside bfloat16, where operations limit them."""
+KEY_BYTES_8_BITS = 1.4
+"""Bytes that take as long to read as a number of an 8-bit cache with its scale: attention takes 0.7 of its time in bfloat16."""
 OPTIMIZER_SHARE = 0.4
 """Of the memory bandwidth in an optimizer step."""
 OPTIMIZER_BYTES = {"adamw": 42, "adam8bit": 160, "muon": 42}
@@ -38,6 +43,8 @@ HOST_BANDWIDTH = 55e9
 """Bytes per second between a GPU and host memory in one direction, for optimizer state that is kept there."""
 LAYER_OVERHEAD_S = 14e-6
 """Seconds of a layer's small kernels in a decode step."""
+QUANTISATION_S, QUANTISATION_ROW_S = 8e-6, 12e-9
+"""Seconds of a layer's quantisation of activations in a decode step with 8-bit weights, and those of each row."""
 STEP_OVERHEAD_S = 0.2
 """Seconds of a step in which the engine's cache is freed and mapped again, and rollouts are packed."""
 OVERLAP_SHARE = 0.8
@@ -68,6 +75,9 @@ class Workload:
     mini_batches: int = 1
     epochs: int = 1
     max_rows: int = 256
+    weights_in_8_bits: bool = False
+    """Whether the engine multiplies by 8-bit copies of the layers' matrices."""
+    cache_in_8_bits: bool = False
     shares_prefixes: bool = True
     reference: str = "none"
     """none, off or copy, as in `planner.RunSetup`."""
@@ -79,6 +89,14 @@ class Workload:
     @property
     def element(self) -> int:
         return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def cached_token_bytes(self) -> float:
+        """Bytes of a token in the KV cache of all layers."""
+        size, shape = float(self.element), self.shape
+        if self.cache_in_8_bits:
+            size = 1 + FP8_SCALE_BYTES / (shape.kv_size if shape.is_latent else shape.head_dim)
+        return shape.kv_size * shape.num_layers * size
 
     @property
     def sequences(self) -> int:
@@ -190,6 +208,9 @@ def device_memory(work: Workload, mesh: MeshSizes, engine_gpus: int, cluster: Cl
         MemoryPart("reference", one.weights if work.reference == "copy" else 0),
         MemoryPart("critic", one.resident * (work.num_learners - 1), "weights, master copies, moments"),
         MemoryPart("engine's weights", engine_weights(work, engine_gpus, cluster), f"a copy on {engine_gpus} GPUs"),
+        MemoryPart(
+            "engine's fp8 matrices", shape.common_size * work.weights_in_8_bits, "8-bit copies of the layers' matrices"
+        ),
         context,
     ]
     common, routed = stage_sizes(shape, mesh)
@@ -428,14 +449,15 @@ def rollout_seconds(work: Workload, engine_gpus: int, cache: int, cluster: Clust
     engines = max(1, cluster.num_gpus // engine_gpus)
     sequences = -(-work.sequences // engines)
     mean_length = work.prompt + work.answer / 2
-    token_bytes = work.shape.kv_size * work.shape.num_layers * work.element
+    token_bytes = work.cached_token_bytes
     room = max(1, int(cache * work.shape.cache_parts(engine_gpus) / (token_bytes * mean_length))) if cache else 1
     rows = max(1, min(work.max_rows, sequences, room))
     groups = max(1, sequences // work.samples if sequences >= work.samples else 1)
     pairs = 4.0 * causal_pairs(work.prompt) * work.shape.num_layers * work.shape.num_heads * work.shape.head_dim
     others = groups * (2.0 * work.prompt * (work.shape.active_size - work.shape.active_routed_size) + pairs)
     experts = groups * 2.0 * work.prompt * work.shape.active_routed_size
-    prefill_s = (others / PASS_SHARE + experts / EXPERT_PASS_SHARE) / (engine_gpus * cluster.gpu.half_flops)
+    faster = PRODUCT_SPEED_8_BITS if work.weights_in_8_bits else 1.0
+    prefill_s = (others / PASS_SHARE / faster + experts / EXPERT_PASS_SHARE) / (engine_gpus * cluster.gpu.half_flops)
     waves = sequences / rows
     return prefill_s + waves * work.answer * decode_step_seconds(work, rows, mean_length, engine_gpus, cluster)
 
@@ -445,17 +467,24 @@ def decode_step_seconds(work: Workload, rows: int, length: float, engine_gpus: i
     shape, gpu, element = work.shape, cluster.gpu, work.element
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE * engine_gpus
     peak = gpu.half_flops * DECODE_SHARE * engine_gpus
-    read = shape.common_size + shape.embedding_size
-    flops = 2.0 * rows * read
-    products = max(read * element / bandwidth, flops / peak)
+    small = shape.num_layers * LAYER_OVERHEAD_S
+    if work.weights_in_8_bits:
+        faster = peak * PRODUCT_SPEED_8_BITS
+        layers = max(shape.common_size / bandwidth, 2.0 * rows * shape.common_size / faster)
+        head = max(shape.embedding_size * element / bandwidth, 2.0 * rows * shape.embedding_size / peak)
+        products = layers + head
+        small += shape.num_layers * (QUANTISATION_S + QUANTISATION_ROW_S * rows)
+    else:
+        read = shape.common_size + shape.embedding_size
+        products = max(read * element / bandwidth, 2.0 * rows * read / peak)
     if shape.num_experts:
         # Their matrices are read once, and the products of their few rows are not hidden behind that (docs/experts.md has both).
         chosen = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows  # share of experts that some row chooses
         products += shape.num_expert_layers * shape.routed_size * chosen * element / bandwidth
         products += 2.0 * rows * shape.active_routed_size / peak
     cached, parts = rows * length * shape.kv_size * shape.num_layers, shape.cache_parts(engine_gpus)
-    keys = cached * element / (gpu.bandwidth * BANDWIDTH_SHARE * parts)
-    small = shape.num_layers * LAYER_OVERHEAD_S
+    key_bytes = cached * (KEY_BYTES_8_BITS if work.cache_in_8_bits else element)
+    keys = key_bytes / (gpu.bandwidth * BANDWIDTH_SHARE * parts)
     if shape.is_latent:  # every head multiplies the whole latent, as a key and as a value
         keys = max(keys, 4.0 * cached * shape.num_heads / (gpu.half_flops * DECODE_SHARE * engine_gpus))
     if shape.is_latent and parts > 1:  # queries and results of the ranks that divide the cache
