@@ -18,7 +18,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Lora, Model
 from burnish.config.placement import Parallel
 from burnish.config.plugins import is_reference
-from burnish.config.rollout import WEIGHT_FAULTS
+from burnish.config.rollout import WEIGHT_FAULTS, Opponents
 from burnish.config.schema import PreferConfig, Preference, RewardModel, RewardModelConfig, Sft, SftConfig, TrainConfig
 from burnish.data.tasks.registry import alphabet_of
 from burnish.memory_plan.kv_cache import cache_token_bytes, plan_cache
@@ -308,6 +308,7 @@ def _rl_setup(
         ),
         fp8_copy=rollout.weights.name == "fp8",
         plain_copy=rollout.engine == "vllm",
+        opponents=rollout.opponents.at_once if isinstance(rollout.opponents, Opponents) else 0,
         overlaps=rollout.source.name != "sync",
     )
     return replace(setup, cache=_cache_bytes(config, setup, sequences, capacity))
@@ -359,6 +360,12 @@ def _process_architecture(config: TrainConfig, arch: Architecture, base: Path | 
     return f"algorithm.process.path={process.path}: {found}" if isinstance(found, str) else found[0]
 
 
+HELD_WHILE_SAMPLING = (
+    "weights", "reference", "teacher", "engine's weights", "engine's fp8 matrices", "opponents", "reward models"
+)  # fmt: skip
+"""Parts of a plan that are there when the engine makes its cache."""
+
+
 def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity: int | None) -> int:
     """Bytes of the engine's KV cache: as configured, or for all rows at their longest, at most a share of a GPU."""
     arch, rollout = setup.arch, config.rollout
@@ -372,12 +379,7 @@ def _cache_bytes(config: TrainConfig, setup: RunSetup, sequences: int, capacity:
     token = cache_token_bytes(arch, element, scale, is_expanded=rollout.exact or is_dense)
     if is_dense:
         return min(rollout.max_rows, sequences) * setup.longest * token
-    held = [
-        part.bytes
-        for part in plan_memory(setup).resident
-        if part.name
-        in ("weights", "reference", "teacher", "engine's weights", "engine's fp8 matrices", "reward models")
-    ]
+    held = [part.bytes for part in plan_memory(setup).resident if part.name in HELD_WHILE_SAMPLING]
     free = None if capacity is None else max(0, capacity - CUDA_CONTEXT_BYTES - sum(held))
     return plan_cache(
         token_bytes=token,

@@ -76,6 +76,8 @@ class RunSetup:
     """Whether the engine has copies of the layers' matrices in 8 bits."""
     plain_copy: bool = False
     """Whether that copy is unquantised even if the policy's weights are in 4 bits."""
+    opponents: int = 0
+    """Copies of the policy that play earlier weights; with adapters they share the frozen weights."""
     section: str = "training"
     """Section of the config with the learner's keys."""
     may_quantise: bool = True
@@ -170,6 +172,9 @@ def plan_memory(setup: RunSetup) -> MemoryPlan:
         others.append(
             MemoryPart("engine's fp8 matrices", fp8_copy_bytes(model), "8-bit copies of the layers' matrices")
         )
+    if setup.opponents:
+        own = weights if setup.lora is None else sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        others.append(MemoryPart("opponents", setup.opponents * own, "copies of the policy for earlier weights"))
     if setup.reward_model_bytes:
         others.append(MemoryPart("reward models", setup.reward_model_bytes, "weights, in this process"))
     if setup.critic is not None:

@@ -69,6 +69,16 @@ def test_a_plan_needs_config_json_alone(directory: Path) -> None:
         (["model.lora={}"], "reference", "off"),
         (["algorithm.kl.loss.estimator=full"], "full_kl", True),
         (["rollout.mismatch=stale"], "engine_copy", True),
+        (
+            [
+                "rollout.opponents={name: pool, at_once: 2}",
+                "environment={name: kuhn_poker, max_turns: 3}",
+                "data.train.path=null",
+                "data.train.task=kuhn_poker",
+            ],
+            "opponents",
+            2,
+        ),
         (["rollout.cache_gib=2"], "cache", 4681 * 16 * 28672),  # whole pages
         (["training.mini_batches=4"], "update_tokens", 128 * 1280),
         (["environment={name: x.py:E, max_turns: 3}"], "longest", 1024 + 3 * 256),

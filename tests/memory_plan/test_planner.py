@@ -245,6 +245,8 @@ def test_parts_are_the_bytes_of_the_tensors_they_name() -> None:
         ({"reference": "copy"}, "reference", 2),
         ({"reference": "ema"}, "reference", 6),
         ({"engine_copy": True}, "engine's weights", 2),
+        ({"opponents": 2}, "opponents", 4),
+        ({"opponents": 2, "lora": Lora(rank=1)}, "opponents", 4 * 1_154_048 / OF_1_5B.num_parameters),
     ],
     ids=str,
 )
