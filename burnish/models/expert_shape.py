@@ -208,8 +208,9 @@ def deepseek_why_unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def deepseek_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts of a DeepSeek-V3 config; the first `first_k_dense_replace` layers are dense. Missing keys have transformers' defaults."""
-    num_layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 3)
+    """Experts of a DeepSeek-V3 config; the first `first_k_dense_replace` layers are dense. Missing keys have transformers' defaults, and
+    null is none of something."""
+    num_layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 3) or 0
     if dense >= num_layers:
         return {}
     size = config.get("moe_intermediate_size", 2048)
@@ -224,7 +225,7 @@ def deepseek_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         num_groups=config.get("n_group", 8) or 1,
         chosen_groups=config.get("topk_group", 4) or 1,
         weight_scale=config.get("routed_scaling_factor", 2.5),
-        shared_size=size * config.get("n_shared_experts", 1),
+        shared_size=size * (config.get("n_shared_experts", 1) or 0),
     )
     return {"experts": shape}
 

@@ -202,6 +202,14 @@ def test_groups_that_a_config_does_not_give_are_checked_with_their_default() -> 
     assert "12 experts are not 8 groups" in str(why_not_native({**config, "n_routed_experts": 12}))
 
 
+def test_null_is_no_shared_expert_and_no_dense_layer() -> None:
+    config = {**CONFIG, "n_shared_experts": None, "first_k_dense_replace": None}
+    assert why_not_native(config) is None
+    experts = architecture_from_hf(config).experts
+    assert experts is not None
+    assert (experts.shared_size, experts.layers) == (0, None)
+
+
 def test_tensor_parallelism_is_refused() -> None:
     with pytest.raises(UserError, match="does not divide latent attention"):
         check_divisible(architecture_from_hf(CONFIG), 2)
