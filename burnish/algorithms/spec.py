@@ -222,12 +222,25 @@ def _check_policy(a: Algorithm) -> None:
             raise ValueError(
                 f"the soft mean of advantage opmd has tau {tau:g} and loss opmd has tau {a.loss.tau:g}: they are one temperature, set both"
             )
-    if isinstance(a.advantage, MaxRlAdvantage) and a.kl.reward.coef > 0:
-        raise ValueError(
-            "kl.reward makes rewards negative, and advantage max_rl divides by their mean: use algorithm.kl.loss instead"
-        )
+    if isinstance(a.advantage, MaxRlAdvantage):
+        _check_positive_rewards(a)
     if a.kl.reward.coef > 0 and a.advantage.name == "reinforce" and a.advantage.gamma == 0:
         raise ValueError("gamma 0 discards every reward after the next token; with KL in the reward use gamma > 0")
+
+
+def _check_positive_rewards(a: Algorithm) -> None:
+    """Checks that nothing makes rewards negative for an advantage that divides by their mean. A plug-in's rewards are not known."""
+    name = a.advantage.name
+    if a.kl.reward.coef > 0:
+        raise ValueError(
+            f"kl.reward makes rewards negative, and advantage {name} divides by their mean: use algorithm.kl.loss instead"
+        )
+    for shaper in a.shaping:
+        if not isinstance(shaper, Plugin) and shaper.may_be_negative:
+            raise ValueError(
+                f"shaping {shaper.name} can make rewards negative, and advantage {name} divides by their mean: remove it, or give its options "
+                "values of 0 or more (signed, cosine and stop_properly take them)"
+            )
 
 
 def _check_prompt_values(a: Algorithm) -> None:

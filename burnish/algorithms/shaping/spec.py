@@ -20,6 +20,11 @@ class Shaper(Slot):
     of_turns: ClassVar[bool] = False
     """Whether its token rewards are of whole turns, so that an advantage of turns can read them too."""
 
+    @property
+    def may_be_negative(self) -> bool:
+        """Whether a reward of 0 or more can become negative."""
+        return True
+
 
 # --- Length
 
@@ -103,6 +108,10 @@ class CosineShaper(Shaper):
     margin: int = Field(0, ge=0)
     """An answer is too long from this many tokens before max_tokens on; the paper's code has 16."""
 
+    @property
+    def may_be_negative(self) -> bool:
+        return min(*self.correct, *self.wrong, self.exceeded) < 0
+
 
 class LcpoExactShaper(Shaper):
     """Replaces the reward: 1 for a right answer, minus a penalty for every token off the length that the prompt asks for."""
@@ -126,6 +135,10 @@ class LcpoMaxShaper(Shaper):
     """Change of the reward per token."""
     delta: float = Field(0.5, ge=0, le=1)
     """Reward of a right answer that uses the whole budget."""
+
+    @property
+    def may_be_negative(self) -> bool:
+        return False
 
 
 # --- Repetition
@@ -193,6 +206,10 @@ class StopProperlyShaper(Shaper):
     coef: float = Field(0.5, lt=1)
     """0 to 1: the share of its reward that a truncated sample keeps. Negative: its reward."""
 
+    @property
+    def may_be_negative(self) -> bool:
+        return self.coef < 0
+
 
 class T1PenaltyShaper(Shaper):
     """Penalises answers that are truncated, repeat themselves or mix scripts, whether right or wrong."""
@@ -227,6 +244,10 @@ class SignedShaper(Shaper):
     """Reward of a right answer."""
     wrong: float = -1.0
     """Reward of a wrong answer."""
+
+    @property
+    def may_be_negative(self) -> bool:
+        return min(self.right, self.wrong) < 0
 
 
 SHAPER_RECORDS: tuple[type[Shaper], ...] = (

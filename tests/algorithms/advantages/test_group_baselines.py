@@ -94,6 +94,32 @@ def test_taus_of_opmd_that_do_nothing_or_differ_are_refused() -> None:
         Algorithm.model_validate({"advantage": "max_rl", "kl": {"reward": {"coef": 0.1}, "reference": "frozen"}})
 
 
+@pytest.mark.parametrize(
+    ("shaper", "is_refused"),
+    [
+        ("signed", True),
+        ({"name": "signed", "wrong": 0.0}, False),
+        ("soft_overlong", True),
+        ("repetition_dense", True),
+        ("t1_penalty", True),
+        ("cosine", True),
+        ({"name": "cosine", "wrong": (0.0, 0.5), "exceeded": 0.0}, False),
+        ("stop_properly", False),
+        ({"name": "stop_properly", "coef": -1.0}, True),
+        ("lcpo_exact", True),
+        ("lcpo_max", False),
+        ("plug.py:any", False),
+    ],
+)
+def test_max_rl_refuses_shapers_that_make_rewards_negative(shaper: Any, is_refused: bool) -> None:
+    given = {"advantage": "max_rl", "shaping": [shaper]}
+    if not is_refused:
+        assert Algorithm.model_validate(given).shaping
+        return
+    with pytest.raises(ValidationError, match="can make rewards negative, and advantage max_rl divides by their mean"):
+        Algorithm.model_validate(given)
+
+
 def test_replay_needs_a_ratio_or_a_baseline_below_the_mean() -> None:
     for advantage, loss in (("asymre", "logprob"), ("opmd", "opmd")):
         assert Algorithm.model_validate({**BARE, "advantage": advantage, "loss": loss, "replay": {}}).replay is not None
