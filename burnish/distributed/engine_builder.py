@@ -27,6 +27,7 @@ from burnish.inference.transformers_engine import TransformersEngine
 from burnish.inference.vllm.vllm_engine import VllmEngine
 from burnish.inference.vllm.vllm_server import VllmServer
 from burnish.memory_plan.kv_cache import GIB
+from burnish.models.architecture import Architecture
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
 from burnish.models.policy import (
@@ -39,20 +40,24 @@ from burnish.rollout.validation import sampling_options
 
 def set_expert_recording(config: TrainConfig, policy: PolicyModel) -> None:
     """Make engines on the policy record the experts of every token, if the algorithm reads them. Call it before `build_engine`."""
+    check_router(config, policy.arch)
+    if config.algorithm.router.engine_experts != "ignore":
+        assert isinstance(policy.module, Decoder), "a policy with an architecture"
+        policy.module.records_experts = True
+
+
+def check_router(config: TrainConfig, arch: Architecture | None) -> None:
+    """Refuse `algorithm.router` for a model without experts, and recorded experts from an engine that does not record them."""
     router = config.algorithm.router
     if router == Router():
         return
-    if policy.arch is None or policy.arch.experts is None:
+    if arch is None or arch.experts is None:
         raise UserError("algorithm.router is set, and the model has no experts: remove the section")
-    if router.engine_experts == "ignore":
-        return
-    if engine_kind(config.rollout, is_native=True) != "native":
+    if router.engine_experts != "ignore" and engine_kind(config.rollout, is_native=True) != "native":
         raise UserError(
             f"algorithm.router.engine_experts={router.engine_experts} needs the native engine, which records the experts: "
             "set rollout.engine=native"
         )
-    assert isinstance(policy.module, Decoder), "a policy with an architecture"
-    policy.module.records_experts = True
 
 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:

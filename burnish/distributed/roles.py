@@ -13,26 +13,28 @@ from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Reward, Source, Template
 from burnish.config.environment import AGENT, CREDIT, TRAIN_CALLS, Environment
 from burnish.config.errors import UserError
-from burnish.config.model import Model
+from burnish.config.model import Lora, Model
 from burnish.config.placement import RayPlacement
 from burnish.config.records import slot_options
 from burnish.config.schema import Layers, TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
-from burnish.distributed.engine_builder import find_paged_engine
+from burnish.distributed.engine_builder import check_router, find_paged_engine
 from burnish.distributed.judge_process import EngineJudge
 from burnish.distributed.server_teacher import ServerTeacher
 from burnish.environments.registry import environment_of, environment_renderer, num_workers, worker_limits
 from burnish.environments.tools.call_formats import call_format, detect_format
 from burnish.environments.workers import ObjectWorkers
+from burnish.inference.native.parallel_decoder import CONFIG_KEY
+from burnish.models import tensor_shards
 from burnish.models.activation_checkpointing import set_activations
-from burnish.models.architecture import read_config, why_not_native
+from burnish.models.architecture import architecture_from_hf, read_config, why_not_native
 from burnish.models.compiled_layers import compile_layers
-from burnish.models.fp8_layers import set_fp8
+from burnish.models.fp8_layers import check_fp8_architecture, set_fp8
 from burnish.models.heads import ValueModel
 from burnish.models.kernels.aligned_groups import GroupComparison
 from burnish.models.kernels.logprob import Divergence
-from burnish.models.lora.peft_files import is_adapter
+from burnish.models.lora.peft_files import is_adapter, read_lora_config
 from burnish.models.policy import (
     AnyPolicy,
     PolicyModel,
@@ -49,7 +51,7 @@ from burnish.rollout.runner import RolloutRunner
 from burnish.training.aligned_teacher import AlignedTeacher
 from burnish.training.auxiliary_models import Critic, ProcessRewardModel, trainable_copy
 from burnish.training.learner import Learner
-from burnish.training.parallel.ranks import SOLO, Ranks, parallelize_model
+from burnish.training.parallel.ranks import SOLO, Ranks, check_model_divides, parallelize_model
 from burnish.training.reference import Reference, make_reference
 from burnish.training.reward_scorer import ModelScorer, delimiter_to_read
 
@@ -153,6 +155,40 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
         ranks,
         config.algorithm.router,
     )
+
+
+def check_architecture(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
+    """Refuse what the layers of the policy cannot do: 8-bit products, routing, and divisions over the processes of a cluster."""
+    arch, placement = policy.arch, config.placement
+    check_router(config, arch)
+    if arch is None:
+        return  # `model_support.py` refuses what needs the native decoder
+    lora = _lora_of(config, policy)
+    if config.training.layers == "fp8":
+        check_fp8_architecture(arch, lora is not None and lora.base != "dtype")
+    if not isinstance(placement, RayPlacement):
+        return
+    check_model_divides(arch, config.parallel, lora)
+    if placement.engine_tensor > 1:
+        tensor_shards.check_divisible(arch, placement.engine_tensor, CONFIG_KEY)
+    process, reference = config.algorithm.process, config.algorithm.kl.reference
+    others = {"algorithm.kl.reference.path": getattr(reference, "path", None)}
+    others["algorithm.process.path"] = None if process is None else process.path
+    for key, path in others.items():
+        directory = None if path is None else find_directory(path, base, with_weights=False)
+        if directory is None or is_adapter(directory) or why_not_native(read_config(directory)) is not None:
+            continue
+        try:
+            check_model_divides(architecture_from_hf(read_config(directory), str(directory)), config.parallel)
+        except UserError as error:
+            raise UserError(f"{key}={path}: {error}") from error
+
+
+def _lora_of(config: TrainConfig, policy: AnyPolicy) -> Lora | None:
+    """The adapters of the policy; those of an outline are read from the adapter's directory."""
+    if isinstance(policy, PolicyModel):
+        return policy.lora
+    return config.model.lora if policy.adapter is None else read_lora_config(policy.adapter)
 
 
 def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:

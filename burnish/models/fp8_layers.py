@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.config.errors import UserError
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.kernels.fp8 import FP8_CAPABILITY, SCALED_PRODUCT_MULTIPLE
 from burnish.models.kernels.fp8_linear import fp8_linear
@@ -51,18 +52,24 @@ def check_fp8(model: nn.Module, device: torch.device | None = None) -> None:
         raise UserError(
             "training.layers=fp8 needs the native decoder, and this model runs through transformers: " + HINT
         )
-    if decoder.arch.experts is not None:
+    is_quantised = any(isinstance(linear.weight, Nf4Weight) for linear in _layer_linears(model).values())
+    check_fp8_architecture(decoder.arch, is_quantised)
+    device = decoder.embedding.weight.device if device is None else device
+    if device.type == "cuda":
+        _check_gpu(model, decoder.embedding.weight, device)
+
+
+def check_fp8_architecture(arch: Architecture, is_quantised: bool) -> None:
+    """Raise if layers of an architecture have no products in 8 bits. `is_quantised`: their frozen matrices are in 4 bits."""
+    if arch.experts is not None:
         raise UserError("training.layers=fp8: the grouped products of experts have no 8-bit form here: " + HINT)
-    if decoder.arch.latent is not None:
+    if arch.latent is not None:
         raise UserError("training.layers=fp8: the projections of latent attention have no 8-bit form here: " + HINT)
-    if any(isinstance(linear.weight, Nf4Weight) for linear in _layer_linears(model).values()):
+    if is_quantised:
         raise UserError(
             "training.layers=fp8: a matrix in 4 bits would be dequantised and quantised again for every product: "
             f"set model.lora.base=dtype, or {HINT}"
         )
-    device = decoder.embedding.weight.device if device is None else device
-    if device.type == "cuda":
-        _check_gpu(model, decoder.embedding.weight, device)
 
 
 def _check_gpu(model: nn.Module, weight: Tensor, device: torch.device) -> None:

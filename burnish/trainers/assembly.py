@@ -147,6 +147,7 @@ def build_inputs(
     pipeline = AlgorithmPipeline(config.algorithm, updates, base, rewards.weights, has_demonstrations)
     check_process_reward_model(config, policy, base)
     roles.check_teacher(config, policy, base)
+    roles.check_architecture(config, policy, base)
     if "kl" in pipeline.loss.needs and policy.arch is None:
         raise UserError(
             "algorithm.kl.loss.estimator=full (or loss divergence) needs the native decoder, which has both models' hidden states; this model runs "

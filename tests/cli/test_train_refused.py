@@ -93,6 +93,44 @@ def test_a_dry_run_fails_where_the_run_would(
     assert train("files.yaml", *overrides) == 2
 
 
+EXPERTS = "model.new={family: qwen3_moe, experts: [7, 2, 12], num_heads: 6, num_kv_heads: 6, hidden_size: 24}"
+TWO = ("placement={name: ray, workers: 2, engines: 2}", "rollout.prompts=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("algorithm.router.balance=0.1",),
+            "algorithm.router is set, and the model has no experts: remove the section",
+        ),
+        (("algorithm.router.engine_experts=replay",), "algorithm.router is set, and the model has no experts"),
+        ((EXPERTS, "training.layers=fp8"), "the grouped products of experts have no 8-bit form"),
+        ((*TWO, "parallel.expert=2"), "parallel.expert=2 has no effect: the model has no experts"),
+        ((*TWO, EXPERTS, "parallel.expert=2"), "parallel.expert=2 does not divide the model's 7 experts"),
+        (
+            (*TWO, EXPERTS, "placement.engine_tensor=2"),
+            "placement.engine_tensor=2 does not divide the model's 7 experts",
+        ),
+        (
+            (*TWO, "parallel.tensor=2", "model.new.num_heads=3", "model.new.hidden_size=24"),
+            "parallel.tensor=2 does not divide the model's 3 query heads",
+        ),
+        ((*TWO, "parallel.pipeline=2"), "parallel.pipeline=2 needs as many layers, and the model has 1"),
+        (
+            (*TWO, "model.new={family: gemma2, num_heads: 3, hidden_size: 24}", "parallel.context=2"),
+            "gathered keys has no soft-capped scores",
+        ),
+    ],
+)
+def test_what_the_architecture_cannot_do_is_refused_before_anything_starts(
+    overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("new.yaml", "--dry-run", *overrides) == 2
+    assert words in capsys.readouterr().out
+    assert words in refused(capsys, "new.yaml", *overrides)
+
+
 def test_a_dry_run_says_whether_the_run_fits_and_how_often_it_draws_each_row(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

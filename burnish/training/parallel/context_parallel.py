@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.models.architecture import Windows
+from burnish.models.architecture import Architecture, Windows
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels import tree_attention as tree
 from burnish.models.kernels.attention import has_varlen_kernel, window_of
@@ -67,18 +67,23 @@ def apply_context_parallel(model: nn.Module, group: ProcessGroup, policy_kv_head
     if is_exchanged and (policy_kv_heads is None or policy_kv_heads % group.size() == 0):
         apply_sequence_parallel(backbone, group)
         return
-    if backbone.arch.score_softcap is not None:
-        raise UserError(
-            f"parallel.context={group.size()} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
-            "gathered keys has no soft-capped scores: use a divisor of them"
-        )
-    if backbone.arch.attends_both_ways:
-        raise UserError(
-            f"parallel.context={group.size()} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
-            "gathered keys is causal, also for the tokens of a picture, which attend to each other in this model: use a divisor of them"
-        )
+    check_keys_gathered(backbone.arch, kv_heads, group.size())
     windows = backbone.arch.windows
     backbone.shard_rows = lambda lengths, rows, wanted: ContextShard(group, lengths, rows, wanted, windows)
+
+
+def check_keys_gathered(arch: Architecture, kv_heads: int, num_ranks: int) -> None:
+    """Refuse an architecture whose attention must exchange heads. `kv_heads` are the key/value heads on one tensor-parallel rank."""
+    if arch.score_softcap is not None:
+        raise UserError(
+            f"parallel.context={num_ranks} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
+            "gathered keys has no soft-capped scores: use a divisor of them"
+        )
+    if arch.attends_both_ways:
+        raise UserError(
+            f"parallel.context={num_ranks} does not divide the {kv_heads} key/value heads (of one tensor-parallel rank), and attention over "
+            "gathered keys is causal, also for the tokens of a picture, which attend to each other in this model: use a divisor of them"
+        )
 
 
 @dataclass(frozen=True)

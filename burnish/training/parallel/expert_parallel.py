@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.config.model import Lora
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.experts import Choice, Dispatch, ExchangeRows, ExpertLinear, ExpertMlp, dispatch
 from burnish.models.kernels.grouped_products import sum_slots
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+EXPERT_PROJECTIONS = frozenset({"gate_proj", "up_proj", "down_proj"})
+IN_4_BITS = "experts in 4 bits cannot be divided over processes: set model.lora.base=dtype, or parallel.expert=1"
+WITH_ADAPTERS = "parallel.tensor cannot split experts with adapters: use parallel.expert, or adapt attention only"
 ComputeExperts = Callable[[Tensor, Choice], Tensor]
 """(rows [N, hidden], their experts among this rank's) -> outputs [N, hidden]."""
 
@@ -51,7 +56,23 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.expert needs the native decoder; this model runs through transformers")
     shape, num_ranks, columns = backbone.arch.experts, sizes.get("expert", 1), sizes.get("tensor", 1)
-    if shape is None and num_ranks == 1:
+    check_experts_divisible(backbone.arch, num_ranks, columns, backbone.lora)
+    if shape is None:
+        return
+    backbone.expert_ranks = num_ranks
+    for layer in cast("list[Layer]", backbone.layers):
+        if layer.experts is not None:
+            _divide(layer.experts, mesh, expert_row_order(shape, num_ranks, columns) if columns > 1 else None)
+            if num_ranks > 1:
+                layer.experts.exchange = ExpertExchange(mesh.get_group("expert"), shape.num_experts)
+            if columns > 1:
+                layer.experts.exchange = ExpertColumns(mesh.get_group("tensor"), layer.experts.exchange)
+
+
+def check_experts_divisible(arch: Architecture, num_ranks: int, columns: int, lora: Lora | None) -> None:
+    """Refuse experts that cannot be divided over `num_ranks` processes, or each over `columns` of them."""
+    shape = arch.experts
+    if num_ranks == 1 and (shape is None or columns == 1):
         return
     if shape is None:
         raise UserError(f"parallel.expert={num_ranks} has no effect: the model has no experts; use parallel.data")
@@ -61,14 +82,10 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     ):
         if size % parts:
             raise UserError(f"parallel.{key}={parts} does not divide the model's {size} {what}")
-    backbone.expert_ranks = num_ranks
-    for layer in cast("list[Layer]", backbone.layers):
-        if layer.experts is not None:
-            _divide(layer.experts, mesh, expert_row_order(shape, num_ranks, columns) if columns > 1 else None)
-            if num_ranks > 1:
-                layer.experts.exchange = ExpertExchange(mesh.get_group("expert"), shape.num_experts)
-            if columns > 1:
-                layer.experts.exchange = ExpertColumns(mesh.get_group("tensor"), layer.experts.exchange)
+    if lora is not None and lora.base != "dtype":
+        raise UserError(IN_4_BITS)
+    if lora is not None and columns > 1 and not EXPERT_PROJECTIONS.isdisjoint(lora.projections):
+        raise UserError(WITH_ADAPTERS)
 
 
 def _divide(experts: ExpertMlp, mesh: DeviceMesh, order: Tensor | None) -> None:
@@ -82,13 +99,9 @@ def _divide(experts: ExpertMlp, mesh: DeviceMesh, order: Tensor | None) -> None:
     for linear in (experts.gate_up, experts.down):
         has_adapters = isinstance(linear, LoraExpertLinear)
         if not isinstance(linear, ExpertLinear | LoraExpertLinear) or not isinstance(linear.weight, Tensor):
-            raise UserError(
-                "experts in 4 bits cannot be divided over processes: set model.lora.base=dtype, or parallel.expert=1"
-            )
+            raise UserError(IN_4_BITS)
         if has_adapters and "tensor" in names:
-            raise UserError(
-                "parallel.tensor cannot split experts with adapters: use parallel.expert, or adapt attention only"
-            )
+            raise UserError(WITH_ADAPTERS)
         is_first = linear is experts.gate_up
         places = [Shard(0 if name == "expert" or is_first else 1) for name in names]
         for name in ("weight", "lora_a", "lora_b") if has_adapters else ("weight",):

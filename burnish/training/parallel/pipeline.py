@@ -51,19 +51,25 @@ def head_layers(arch: Architecture) -> float:
     return arch.vocab_size * arch.hidden_size * arch.num_layers / layers
 
 
+def stage_layers(arch: Architecture, num_stages: int, has_head: bool = True) -> list[range]:
+    """The layers of each stage; raise if there are too few of them."""
+    ranges = layer_ranges(arch.num_layers, num_stages, head_layers(arch) if has_head else 0.0)
+    num_deep = 0 if arch.vision is None else arch.vision.num_deep_layers
+    if len(ranges[0]) < num_deep:
+        raise UserError(
+            f"parallel.pipeline={num_stages}: the first stage has {len(ranges[0])} layers, and the vision tower adds to {num_deep}; "
+            "use fewer stages"
+        )
+    return ranges
+
+
 def apply_pipeline(model: nn.Module, mesh: LearnerMesh, device: torch.device) -> None:
     """Leave a whole model with the layers of this process's stage, in place; names stay. Call it before all other divisions."""
     backbone = backbone_of(model)
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.pipeline needs the native decoder; this model runs through transformers")
     arch, is_policy = backbone.arch, backbone is model
-    ranges = layer_ranges(arch.num_layers, mesh.sizes.pipeline, head_layers(arch) if is_policy else 0.0)
-    num_deep = 0 if arch.vision is None else arch.vision.num_deep_layers
-    if len(ranges[0]) < num_deep:
-        raise UserError(
-            f"parallel.pipeline={mesh.sizes.pipeline}: the first stage has {len(ranges[0])} layers, and the vision tower adds to {num_deep}; "
-            "use fewer stages"
-        )
+    ranges = stage_layers(arch, mesh.sizes.pipeline, is_policy)
     stage = PipelineStage(
         mesh.stage,
         mesh.sizes.pipeline,

@@ -20,19 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.config.model import Lora
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.pictures import PICTURE_COLUMNS
 from burnish.core.segments import offsets_from_lengths
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
 from burnish.models.weight_files import load_deferred
 from burnish.training.packing import ATTENTION_COST, karmarkar_karp, prefix_trees, tree_cost, unshared_trees
-from burnish.training.parallel.context_parallel import apply_context_parallel
-from burnish.training.parallel.expert_parallel import apply_expert_parallel
+from burnish.training.parallel.context_parallel import apply_context_parallel, check_keys_gathered
+from burnish.training.parallel.expert_parallel import apply_expert_parallel, check_experts_divisible
 from burnish.training.parallel.fsdp import apply_fsdp, backbone_of, reshard
 from burnish.training.parallel.mesh import LearnerMesh, learner_mesh
-from burnish.training.parallel.pipeline import apply_pipeline, sum_tied_gradient
-from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
+from burnish.training.parallel.pipeline import apply_pipeline, stage_layers, sum_tied_gradient
+from burnish.training.parallel.tensor_parallel import apply_tensor_parallel, check_divisible, reduce_partial_gradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -236,6 +238,16 @@ def balanced_shares(batch: Batch, num_ranks: int, attention_cost: float = ATTENT
     trees = prefix_trees(batch) if "group_ids" in batch.sequence else unshared_trees(range(len(lengths)))
     parts = karmarkar_karp([tree_cost(lengths, tree, attention_cost) for tree in trees], num_ranks)
     return [torch.tensor(sorted(i for k in part for i in trees[k].members), dtype=torch.long) for part in parts]
+
+
+def check_model_divides(arch: Architecture, parallel: Parallel, lora: Lora | None = None) -> None:
+    """Raise what `parallelize_model` would, as far as the architecture and its adapters tell, before any process starts."""
+    stage_layers(arch, parallel.pipeline)
+    check_divisible(arch, parallel.tensor)
+    check_experts_divisible(arch, parallel.expert, parallel.tensor, lora)
+    kv_heads = arch.num_kv_heads // parallel.tensor
+    if kv_heads % parallel.context:
+        check_keys_gathered(arch, kv_heads, parallel.context)
 
 
 def parallelize_model(model: nn.Module, ranks: Ranks, offload: bool = False, policy: nn.Module | None = None) -> None:

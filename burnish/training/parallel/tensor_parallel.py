@@ -49,8 +49,6 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(backbone, Decoder):
         raise UserError("parallel.tensor needs the native decoder; this model runs through transformers")
     check_divisible(backbone.arch, num_ranks)
-    if backbone.arch.wide_qk_norm:
-        raise UserError("parallel.tensor does not divide norms over all heads: use parallel.data")
     if quantised_weights(backbone):
         raise UserError("parallel.tensor cannot cut matrices in 4 bits: use parallel.data, or model.lora.base=dtype")
     whole_plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in FUSED_MODULES}
@@ -71,13 +69,17 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_divisible(arch: Architecture, num_ranks: int) -> None:
-    """Refuse a number of ranks that cannot have equal numbers of heads and MLP columns."""
+    """Refuse an architecture that several ranks cannot divide into equal numbers of heads and MLP columns."""
+    if num_ranks == 1:
+        return
     if arch.latent is not None:
         raise UserError("parallel.tensor does not divide latent attention yet: use parallel.data or parallel.context")
     sizes = {"query heads": arch.num_heads, "key/value heads": arch.num_kv_heads, "MLP columns": arch.mlp_size}
     for what, size in sizes.items():
         if size % num_ranks:
             raise UserError(f"parallel.tensor={num_ranks} does not divide the model's {size} {what}")
+    if arch.wide_qk_norm:
+        raise UserError("parallel.tensor does not divide norms over all heads: use parallel.data")
 
 
 def local_architecture(arch: Architecture, num_ranks: int) -> Architecture:
