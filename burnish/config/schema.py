@@ -241,7 +241,7 @@ class TrainConfig(Record):
             )
         check_environment_fits(self)
         if self.training.layers == "fp8":
-            _check_fp8_fits(self)
+            check_fp8_fits(self)
         validation_keys = [k for k in ("every", "limit", "by") if getattr(self.validation, k)]
         if validation_keys and not self.data.validation:
             raise ValueError(
@@ -258,7 +258,7 @@ class TrainConfig(Record):
         return self
 
 
-def _check_fp8_fits(config: TrainConfig) -> None:
+def check_fp8_fits(config: TrainConfig) -> None:
     """Refuse what cannot train with 8-bit products."""
     hint = "set training.layers=plain"
     if config.rollout.exact:

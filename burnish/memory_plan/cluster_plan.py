@@ -1,7 +1,7 @@
 """`burnish train RECIPE --dry-run --cluster 64x8xH200`: the mesh, memory, traffic and time of a run on a cluster, as a plan on paper.
 
 All meshes that divide the GPUs and the model are compared, and one that fits with a fast step is proposed, with the settings that make it fit.
-`parallel` in the config fixes the mesh instead.
+`parallel` in the config fixes the mesh instead, and `placement.engine_tensor` the engines. What the run would refuse is refused here too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
-from burnish.config.placement import MeshSizes, Parallel, check_parallel_fits
-from burnish.config.schema import TrainConfig
+from burnish.config.placement import LocalPlacement, MeshSizes, Parallel, RayPlacement, check_placement_fits
+from burnish.config.schema import TrainConfig, check_fp8_fits
 from burnish.memory_plan.hardware import Cluster
 from burnish.memory_plan.mesh_cost import (
     DeviceMemory,
@@ -29,10 +30,13 @@ from burnish.memory_plan.mesh_cost import (
 from burnish.memory_plan.model_shapes import ModelShape, shape_of
 from burnish.memory_plan.planner import gib
 from burnish.memory_plan.suggestions import PLAN_TOLERANCE
+from burnish.models.fp8_layers import HINT
 
 SHORT_SHARE = 0.25
 """The second estimate of times, and the choice of the mesh, are for answers that take this share of their maximum."""
 MAX_ENGINE_GPUS = 64
+MOST_GPUS = 1024
+"""The largest cluster that is tried if a run does not fit."""
 MOST_COMPARED = 16
 """Of the plans that fit, those with the fastest learners are compared by the time of their whole steps."""
 LEAST_CACHE_SEQUENCES = 4
@@ -97,24 +101,21 @@ def workload_of(config: TrainConfig, shape: ModelShape) -> Workload:
 
 
 def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> ClusterPlan:
-    """The fastest plan that fits; UserError with the nearest one if none does."""
+    """The fastest plan that fits; UserError with the nearest one if none does, or with what the plan does not cover."""
     work = workload_of(config, shape_of(config.model, base))
-    meshes = (
-        list(possible_meshes(work, cluster))
-        if config.parallel == Parallel()
-        else [config.parallel.sizes(cluster.num_gpus)]
-    )
-    candidates = [
-        (replace(work, activations=policy), mesh)
-        for policy in _policies(work.activations)
-        for mesh in meshes
-        if _is_accepted(mesh, policy, config)
-    ]
+    check_covered(config, cluster, work.shape)
+    candidates = _candidates(config, work, cluster)
+    if not candidates:
+        raise UserError(
+            f"no mesh of {_plural(cluster.num_gpus)} divides {work.shape.name} and the {work.sequences // work.mini_batches} sequences of a "
+            "mini-batch: use fewer GPUs, or more rollout.prompts"
+        )
+    sizes = engine_sizes(config, work.shape, cluster)
     seconds = [(_learner_seconds(changed, mesh, cluster), changed, mesh) for changed, mesh in candidates]
     fitting: list[ClusterPlan] = []
     nearest: ClusterPlan | None = None
     for _, changed, mesh in sorted(seconds, key=lambda one: one[0]):
-        found = _with_engine(changed, mesh, cluster, work)
+        found = _with_engine(changed, mesh, cluster, work, sizes)
         if found is None:
             continue
         if found.memory.total <= _room(cluster):
@@ -124,24 +125,171 @@ def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> Cl
         if len(fitting) == MOST_COMPARED:
             break
     if fitting:
-        return min(fitting, key=lambda plan: plan.time(SHORT_SHARE).total)
+        return _with_engine_key(min(fitting, key=lambda plan: plan.time(SHORT_SHARE).total), config)
+    remedy = _remedy(config, work, cluster)
     if nearest is None:
+        weights, size = work.shape.num_parameters * work.element, max(sizes)
+        share = f", {gib(weights // size)} on each GPU of an engine of {size}" if size > 1 else ""
         raise UserError(
-            f"no engine of up to {MAX_ENGINE_GPUS} GPUs has room for the weights of {work.shape.name} on {cluster.text}"
+            f"{work.shape.name} has no room on {cluster.text}, which is {_plural(cluster.num_gpus)} of {gib(cluster.gpu.memory)}: its weights "
+            f"are {gib(weights)}{share}, beside the learner's weights, master copies and moments; {remedy}"
         )
     raise UserError(
         f"this run does not fit on {cluster.text}: at least {gib(nearest.memory.total)} of {gib(cluster.gpu.memory)} on a GPU\n"
-        f"{plan_report(nearest)}\nmore GPUs, training.optimizer.offload=true, or a smaller training.token_budget need less on each"
+        f"{plan_report(_with_engine_key(nearest, config))}\n{remedy}; training.optimizer.offload=true, or a smaller training.token_budget need less on each"
     )
 
 
-def _is_accepted(mesh: MeshSizes, policy: str, config: TrainConfig) -> bool:
-    """Whether a config with this mesh is not refused."""
+def _plural(num_gpus: int) -> str:
+    return "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+
+
+# --- what a config allows ----------------------------------------------------------------------------------------------------
+
+
+def check_covered(config: TrainConfig, cluster: Cluster, shape: ModelShape) -> None:
+    """Refuse a placement that the plan does not cover, and a run that the model does not allow or that cannot be on several GPUs."""
+    if config.algorithm.router != Router() and not shape.num_experts:
+        raise UserError(f"algorithm.router is set, and {shape.name} has no experts: remove the section")
+    if config.training.layers == "fp8" and (shape.num_experts or shape.is_latent):
+        raise UserError(
+            f"training.layers=fp8 does not train experts or latent attention, which {shape.name} has: {HINT}"
+        )
+    placement, num = config.placement, cluster.num_gpus
+    turns = "the plan has a worker and an engine process on each GPU, which take turns"
+    if config.rollout.source.name != "sync":
+        raise UserError(f"--cluster does not plan rollout.source={config.rollout.source.name}: {turns}; set it to sync")
+    if isinstance(placement, RayPlacement):
+        if placement.pools:
+            raise UserError(f"--cluster does not plan placement.pools: {turns}; leave pools and roles out")
+        if placement.layout == "split":
+            raise UserError(f"--cluster does not plan placement.layout=split: {turns}; set it to colocated")
+        for key in ("workers", "engines"):
+            if getattr(placement, key) not in (1, num):  # 1 is the default
+                raise UserError(
+                    f"placement.{key}={getattr(placement, key)}, but {cluster.text} is {_plural(num)}: {turns}; set it to {num}, or plan "
+                    "another cluster"
+                )
+    if config.parallel.offload:
+        raise UserError(
+            "--cluster does not plan parallel.offload: set it to false; training.optimizer.offload=true is planned"
+        )
+    if num > 1 and (problem := config_conflict(_placed(config, cluster, Parallel()))) is not None:
+        raise UserError(f"this run cannot have a worker and an engine process on each GPU of {cluster.text}: {problem}")
+
+
+def config_conflict(config: TrainConfig) -> str | None:
+    """Why a config with another placement or mesh would be refused; None if it would not."""
     try:
-        check_parallel_fits(parallel_of(mesh), config.model, config.training.optimizer, policy)
-    except ValueError:
-        return False
-    return True
+        check_placement_fits(config)
+        if config.training.layers == "fp8":
+            check_fp8_fits(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _placed(
+    config: TrainConfig, cluster: Cluster, parallel: Parallel, engine_gpus: int = 1, activations: str | None = None
+) -> TrainConfig:
+    """The config with a worker and an engine process on each GPU. It is not validated."""
+    ray = config.placement if isinstance(config.placement, RayPlacement) else RayPlacement()
+    num = {"workers": cluster.num_gpus, "engines": cluster.num_gpus, "engine_tensor": engine_gpus}
+    training = config.training.model_copy(update={} if activations is None else {"activations": activations})
+    return config.model_copy(
+        update={"placement": ray.model_copy(update=num), "parallel": parallel, "training": training}
+    )
+
+
+def _candidates(config: TrainConfig, work: Workload, cluster: Cluster) -> list[tuple[Workload, MeshSizes]]:
+    """The meshes to compare, with each activation policy; raise if the config's own mesh cannot train the model."""
+    if config.parallel == Parallel():
+        meshes = list(possible_meshes(work, cluster))
+    else:
+        meshes = [config.parallel.sizes(cluster.num_gpus)]
+        problem = mesh_conflict(meshes[0], work)
+        if problem is None and cluster.num_gpus > 1:
+            problem = config_conflict(_placed(config, cluster, config.parallel))
+        if problem is not None:
+            raise UserError(problem)
+    return [
+        (replace(work, activations=policy), mesh)
+        for policy in _policies(work.activations)
+        for mesh in meshes
+        if mesh == MeshSizes()
+        or config_conflict(_placed(config, cluster, parallel_of(mesh), activations=policy)) is None
+    ]
+
+
+def mesh_conflict(mesh: MeshSizes, work: Workload) -> str | None:
+    """Why a mesh cannot train the model; None if it can."""
+    if mesh.pipeline > work.shape.num_layers:
+        return (
+            f"parallel.pipeline={mesh.pipeline} needs as many layers, and {work.shape.name} has {work.shape.num_layers}"
+        )
+    return work.shape.learner_conflict(mesh.tensor, mesh.expert, work.lora)
+
+
+def engine_sizes(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> list[int]:
+    """The numbers of GPUs that an engine may have, ascending: that of the config, or all that divide the GPUs and the model."""
+    placement, num = config.placement, cluster.num_gpus
+    if isinstance(placement, RayPlacement) and placement.engine_tensor > 1:
+        size = placement.engine_tensor
+        if num % size:
+            raise UserError(f"placement.engine_tensor={size} does not divide the {_plural(num)} of {cluster.text}")
+        if (problem := shape.engine_conflict(size)) is not None:
+            raise UserError(problem)
+        return [size]
+    sizes = [size for size in _divisors(min(MAX_ENGINE_GPUS, num)) if num % size == 0 and shape.divides_engine(size)]
+    if is_foreign(config):  # its servers divide the model by themselves
+        return sizes
+    return [s for s in sizes if s == 1 or config_conflict(_placed(config, cluster, Parallel(), engine_gpus=s)) is None]
+
+
+def is_foreign(config: TrainConfig) -> bool:
+    """Whether engines are servers, which have options of their own in place of `placement.engine_tensor`."""
+    return config.rollout.engine in ("vllm", "sglang")
+
+
+def _with_engine_key(plan: ClusterPlan, config: TrainConfig) -> ClusterPlan:
+    """The plan, which names the key that makes its engines if the config does not."""
+    if is_foreign(config) or plan.engine_gpus == getattr(config.placement, "engine_tensor", 1):
+        return plan
+    return replace(plan, changes=(f"placement.engine_tensor={plan.engine_gpus}", *plan.changes))
+
+
+def _remedy(config: TrainConfig, work: Workload, cluster: Cluster) -> str:
+    """What a user can do if no plan fits: leave out what the config fixes, or take more GPUs."""
+    free = config.model_copy(update={"placement": LocalPlacement(), "parallel": Parallel()})
+    work = replace(work, activations=_policies(work.activations)[-1])  # which needs least
+    for larger in _larger_clusters(cluster):
+        # The learner's state is least where all GPUs share it.
+        least = device_memory(work, MeshSizes(data=larger.num_gpus), larger.num_gpus, larger).resident
+        if sum(part.bytes for part in least) > _room(larger) or (larger == cluster and free == config):
+            continue
+        sizes = engine_sizes(free, work.shape, larger)
+        for changed, mesh in _candidates(free, work, larger):
+            found = _with_engine(changed, mesh, larger, work, sizes) if mesh.replicate == 1 else None
+            if found is not None and found.memory.total <= _room(larger):
+                if larger == cluster:
+                    return (
+                        "without parallel and placement.engine_tensor in the config it fits, and the plan proposes them"
+                    )
+                return f"the smallest cluster tried that has room is {larger.text} ({_plural(larger.num_gpus)})"
+    return f"no cluster of up to {MOST_GPUS} {cluster.gpu.name} that was tried has room"
+
+
+def _larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster itself, and those of more of its GPUs: first more in a machine, then more machines, in steps of a third or a half."""
+    yield cluster
+    per_machine, machines = cluster.gpus_per_machine, cluster.machines
+    while machines == 1 and per_machine < 8:
+        per_machine = min(8, 2 * per_machine)
+        yield Cluster(1, per_machine, cluster.gpu)
+    for steps in range(2, 2 * MOST_GPUS.bit_length()):
+        count = 2 ** (steps // 2) * (3 if steps % 2 else 2) // 2
+        if machines < count and count * per_machine <= MOST_GPUS:
+            yield Cluster(count, per_machine, cluster.gpu)
 
 
 def parallel_of(mesh: MeshSizes) -> Parallel:
@@ -173,7 +321,7 @@ def possible_meshes(work: Workload, cluster: Cluster) -> Iterator[MeshSizes]:
     sequences = work.sequences // work.mini_batches
     for tensor in _divisors(min(cluster.gpus_per_machine, num)):
         for expert in _divisors(num // tensor):
-            if not shape.divides_learner(tensor, expert):
+            if shape.learner_conflict(tensor, expert, work.lora) is not None:
                 continue
             for context in _divisors(num // tensor // expert):
                 for pipeline in _divisors(num // tensor // expert // context):
@@ -189,13 +337,13 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _with_engine(work: Workload, mesh: MeshSizes, cluster: Cluster, configured: Workload) -> ClusterPlan | None:
-    """The plan with the engine size that samples fastest beside this learner; None if none has room for its weights."""
+def _with_engine(
+    work: Workload, mesh: MeshSizes, cluster: Cluster, configured: Workload, sizes: list[int]
+) -> ClusterPlan | None:
+    """The plan with that of the engine sizes that samples fastest beside this learner; None if none has room for its weights."""
     plans: list[tuple[float, float, ClusterPlan]] = []
     alone = device_memory(work, mesh, 1, cluster)
     without = sum(part.bytes for part in alone.resident) - engine_weights(work, 1, cluster)
-    divisors = _divisors(min(MAX_ENGINE_GPUS, cluster.num_gpus))
-    sizes = [size for size in divisors if cluster.num_gpus % size == 0 and work.shape.divides_engine(size)]
     if alone.total - engine_weights(work, 1, cluster) > _room(cluster):
         sizes = sizes[-1:]  # the learner alone does not fit
     for size in sizes:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.config.model import Model
+from burnish.config.model import Lora, Model
 from burnish.memory_plan.kv_cache import num_cache_ranks
 from burnish.models.architecture import Architecture, architecture_from_hf, read_config, why_not_native
 from burnish.models.policy import find_directory
+from burnish.training.parallel.expert_parallel import EXPERT_PROJECTIONS, IN_4_BITS, WITH_ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,49 @@ class ModelShape:
 
     def divides_learner(self, tensor: int, expert: int) -> bool:
         """Whether these numbers of tensor- and expert-parallel processes can train the model (`training/parallel`)."""
-        divided = [self.num_heads, self.num_kv_heads, self.mlp_size, *([self.expert_size] if self.num_experts else [])]
-        if tensor > 1 and (self.is_latent or any(size % tensor for size in divided)):
-            return False
-        return expert == 1 or (self.num_experts > 0 and self.num_experts % expert == 0)
+        return self.learner_conflict(tensor, expert) is None
+
+    def learner_conflict(self, tensor: int, expert: int, lora: Lora | None = None) -> str | None:
+        """Why these numbers of processes cannot train the model, with its adapters; None if they can."""
+        if tensor > 1 and self.is_latent:
+            return f"parallel.tensor does not divide latent attention, which {self.name} has: use parallel.data or parallel.context"
+        if expert > 1 and not self.num_experts:
+            return f"parallel.expert={expert} has no effect: {self.name} has no experts; use parallel.data"
+        divided = {"query heads": self.num_heads, "key/value heads": self.num_kv_heads, "MLP columns": self.mlp_size}
+        divided |= {"columns of an expert": self.expert_size} if self.num_experts else {}
+        if (problem := self._undivided("parallel.tensor", tensor, divided)) is not None:
+            return problem
+        if (problem := self._undivided("parallel.expert", expert, {"experts": self.num_experts})) is not None:
+            return problem
+        if not self.num_experts or lora is None or tensor == expert == 1:
+            return None
+        if lora.base != "dtype":
+            return IN_4_BITS
+        return WITH_ADAPTERS if tensor > 1 and not EXPERT_PROJECTIONS.isdisjoint(lora.projections) else None
 
     def divides_engine(self, size: int) -> bool:
         """Whether the native engine can have this number of ranks (`models/tensor_shards.py`)."""
-        divided = [self.num_heads, *([self.mlp_size] if self.num_expert_layers < self.num_layers else [])]
-        divided += [self.num_experts, self.shared_size] if self.num_experts else []
-        return not any(one % size for one in divided) and not (self.num_kv_heads % size and size % self.num_kv_heads)
+        return self.engine_conflict(size) is None
+
+    def engine_conflict(self, size: int) -> str | None:
+        """Why the native engine cannot have this number of ranks; None if it can."""
+        divided = {"query heads": self.num_heads}
+        divided |= {"MLP columns": self.mlp_size} if self.num_expert_layers < self.num_layers else {}
+        if self.num_experts:
+            divided |= {"experts": self.num_experts, "columns of shared experts": self.shared_size}
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            return (
+                f"placement.engine_tensor={size} neither divides the {self.num_kv_heads} key/value heads of {self.name} nor is a multiple "
+                "of them"
+            )
+        return self._undivided("placement.engine_tensor", size, divided)
+
+    def _undivided(self, key: str, parts: int, divided: dict[str, int]) -> str | None:
+        """Which of these numbers a config key does not divide, in words; None if it divides all."""
+        for what, number in divided.items():
+            if number % parts:
+                return f"{key}={parts} does not divide the {number} {what} of {self.name}: use a divisor"
+        return None
 
     def cache_parts(self, size: int) -> int:
         """Parts into which the ranks of an engine divide the KV cache. With fewer key/value heads than ranks, several have the same one.

@@ -13,7 +13,7 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load
-from burnish.config.model import Model, Optimizer
+from burnish.config.model import Lora, Model, Optimizer
 from burnish.config.placement import MeshSizes
 from burnish.config.recipe_names import recipe_path
 from burnish.config.schema import TrainConfig
@@ -214,8 +214,8 @@ def test_machines_of_a_cluster_are_slower_to_reach_than_gpus_of_a_machine() -> N
             parse_cluster(text)
 
 
-def plan_of(cluster: str, *overrides: str) -> ClusterPlan:
-    loaded = load(TrainConfig, recipe_path("r1_zero"), list(overrides))
+def plan_of(cluster: str, *overrides: str, recipe: str = "r1_zero") -> ClusterPlan:
+    loaded = load(TrainConfig, recipe_path(recipe), list(overrides))
     return plan_cluster(loaded.config, loaded.base, parse_cluster(cluster))
 
 
@@ -242,7 +242,7 @@ def test_671_billion_parameters_fit_on_512_gpus_with_recomputed_layers() -> None
     plan = plan_of("64x8xH200", "model.path=deepseek-ai/DeepSeek-V3-Base", ray, mesh)
     assert plan.mesh == MeshSizes(data=32, context=2, expert=8)
     assert plan.memory.total < plan.cluster.gpu.memory
-    assert plan.changes == ("training.activations=recompute",)
+    assert plan.changes == (f"placement.engine_tensor={plan.engine_gpus}", "training.activations=recompute")
     state = sum(part.bytes for part in plan.memory.resident if part.name in ("weights", "master copies and moments"))
     assert state * 512 == pytest.approx(14 * plan.work.shape.num_parameters, rel=0.01)  # 2 + 4 + 8 bytes each
 
@@ -252,11 +252,106 @@ def test_the_config_fixes_the_mesh() -> None:
     assert plan.mesh == MeshSizes(data=2, context=8)
 
 
+def ray(workers: int, more: str = "") -> str:
+    return f"placement={{name: ray, workers: {workers}, engines: {workers}{more}}}"
+
+
+V3 = "model.path=deepseek-ai/DeepSeek-V3-Base"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster", "overrides", "words"),
+    [
+        ("r1_zero", "2x8xB200", (V3, ray(16), "parallel.tensor=2"), "parallel.tensor does not divide latent attention"),
+        ("r1_zero", "8xH200", (ray(8), "parallel.expert=8"), "parallel.expert=8 has no effect: Qwen2.5-32B has no exp"),
+        ("r1_zero", "16xH200", (ray(16), "parallel.tensor=16"), "parallel.tensor=16 does not divide the 40 query hea"),
+        (
+            "gspo",
+            "4x8xH200",
+            (ray(32), "parallel.tensor=32"),
+            "parallel.tensor=32 does not divide the 4 key/value heads",
+        ),
+        ("gspo", "9xH200", (ray(9), "parallel.expert=9"), "parallel.expert=9 does not divide the 128 experts"),
+        ("gspo", "64xH200", (ray(64), "parallel.pipeline=64"), "parallel.pipeline=64 needs as many layers"),
+        (
+            "gspo",
+            "8xH200",
+            (ray(8), "parallel.expert=8", "model.lora={rank: 8, base: nf4}"),
+            "experts in 4 bits cannot",
+        ),
+        (
+            "gspo",
+            "4xH200",
+            (ray(4), "parallel.tensor=4", "model.lora.rank=8"),
+            "parallel.tensor cannot split experts w",
+        ),
+        ("gspo", "8xH200", (ray(8), "parallel={data: 4}"), "does not make 8 processes"),
+        ("gspo", "8xH200", ("training.layers=fp8",), "training.layers=fp8 does not train experts"),
+        (
+            "r1_zero",
+            "8xH200",
+            ("algorithm.router.balance=0.1",),
+            "algorithm.router is set, and Qwen2.5-32B has no experts",
+        ),
+        ("r1_zero", "8xH200", (ray(8, ", layout: split"),), "does not plan placement.layout=split"),
+        ("r1_zero", "64x8xH200", (ray(8),), "placement.workers=8, but 64 x 8 x H200 is 512 GPUs"),
+        (
+            "r1_zero",
+            "8xH200",
+            ("placement={name: ray, pools: {a: {}}, roles: {actor: a, rollout: a}}",),
+            "does not plan placement.pools",
+        ),
+        (
+            "r1_zero",
+            "9x8xH200",
+            (ray(72, ", engine_tensor: 9"),),
+            "engine_tensor=9 neither divides the 8 key/value heads",
+        ),
+        ("gspo", "8xH200", ("rollout.source=ahead",), "does not plan rollout.source=ahead"),
+        ("gspo", "8xH200", ("model.device=cuda:1",), "each GPU of 1 x 8 x H200: model.device=cuda:1"),
+        ("gspo", "8xH200", (ray(8), "parallel.offload=true"), "does not plan parallel.offload"),
+    ],
+)
+def test_what_cannot_run_on_the_cluster_is_refused_with_the_reason(
+    recipe: str, cluster: str, overrides: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        plan_of(cluster, *overrides, recipe=recipe)
+    assert words in str(refused.value)
+
+
+def test_no_mesh_is_proposed_that_the_learner_or_the_config_refuses() -> None:
+    longer = plan_of("8xH200", "rollout.max_tokens=32768", recipe="gspo")
+    assert longer.mesh.context > 1
+    balanced = plan_of("8xH200", "rollout.max_tokens=32768", "algorithm.router.balance=0.001", recipe="gspo")
+    assert balanced.mesh.context == 1
+    quantised, adapted = (replace(longer.work, lora=Lora(base=base)) for base in ("nf4", "dtype"))
+    assert {mesh[3:5] for mesh in possible_meshes(quantised, longer.cluster)} == {(1, 1)}  # expert, tensor
+    assert {mesh.tensor for mesh in possible_meshes(adapted, longer.cluster)} == {1}
+
+
+def test_the_config_fixes_the_engine() -> None:
+    mesh = "parallel={expert: 4}"
+    fixed = plan_of("2x8xH200", ray(16, ", engine_tensor: 8"), mesh, recipe="gspo")
+    assert fixed.engine_gpus == 8
+    assert not any("engine_tensor" in change for change in fixed.changes)
+    free = plan_of("2x8xH200", ray(16), mesh, recipe="gspo")
+    assert free.engine_gpus < 8
+    assert f"placement.engine_tensor={free.engine_gpus}" in free.changes
+    too_small = (
+        r"218\.9 GiB on each GPU of an engine of 2.*without parallel and placement\.engine_tensor in the config it fits"
+    )
+    with pytest.raises(UserError, match=too_small):
+        plan_of("8x8xH200", "model.path=Qwen3-235B-A22B", ray(64, ", engine_tensor: 2"), mesh, recipe="gspo")
+
+
 def test_what_does_not_fit_is_refused_with_the_nearest_plan() -> None:
-    with pytest.raises(UserError, match=r"does not fit on 1 x 8 x A100: at least .* GiB of 79.1 GiB"):
-        plan_of("8xA100", "model.path=Qwen2.5-32B", "training.activations=recompute")
-    with pytest.raises(UserError, match="no engine of up to 64 GPUs has room"):
-        plan_of("H100", "model.path=deepseek-ai/DeepSeek-V3-Base")
+    least = r"(?s)does not fit on 1 x 8 x A100: at least .* GiB of 79.1 GiB.*tried that has room is 2 x 8 x A100 \(16 GPUs\)"
+    with pytest.raises(UserError, match=least):
+        plan_of("8xA100", "training.activations=recompute")
+    no_room = r"4 GPUs of 79.1 GiB: its weights are 61.0 GiB, 15.3 GiB on each GPU of an engine of 4, .* is 2 x 8 x A100 \(16 GPUs\)"
+    with pytest.raises(UserError, match=no_room):
+        plan_of("4xA100", "training.activations=recompute")
 
 
 def test_a_dry_run_prints_the_plan_without_files_or_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +361,7 @@ def test_a_dry_run_prints_the_plan_without_files_or_a_cluster(capsys: pytest.Cap
     for text in (
         "plan on paper for 64 x 8 x H200 (512 GPUs): Qwen2.5-32B, 32.8B parameters",
         "learner: parallel={pipeline: ",
+        "with placement.engine_tensor=8",
         "memory of a GPU: ",
         "master copies and moments",
         "weights gathered (FSDP)",
