@@ -39,6 +39,8 @@ OPTIMIZER_SHARE = 0.4
 OPTIMIZER_BYTES = {"adamw": 42, "adam8bit": 160, "muon": 42}
 """Bytes that an optimizer step reads and writes for each parameter, norm and clipping included; 8-bit moments are unpacked in parts. For muon
 its matrix products are not counted."""
+NF4_BYTES = {"nf4": 4.5 / 8, "nf4-double": 4.13 / 8}
+"""Bytes of a number in 4 bits with its share of the scales."""
 HOST_BANDWIDTH = 55e9
 """Bytes per second between a GPU and host memory in one direction, for optimizer state that is kept there."""
 LAYER_OVERHEAD_S = 14e-6
@@ -277,6 +279,9 @@ def _footprint(work: Workload, mesh: MeshSizes, count: int) -> LearnerFootprint:
     if work.lora is not None:
         adapters, of_equivalent = _adapter_size(shape, work.lora), _adapter_size(shape, work.lora, as_dense=True)
         scale = adapters / of_equivalent
+        if work.lora.base != "dtype":  # 4-bit matrices are not sharded
+            ends = _end_size(shape, mesh)
+            weights = int((common - ends + routed) * NF4_BYTES[work.lora.base]) + ends // mesh.shards * work.element
         weights += adapters // (mesh.pipeline * mesh.shards) * work.element
     scaled: dict[str, Any] = {
         name: int(getattr(one, name) * scale) for name in ("master", "moments", "on_host", "sums", "gradients")

@@ -287,6 +287,7 @@ V3 = "model.path=deepseek-ai/DeepSeek-V3-Base"
         ),
         ("gspo", "8xH200", (ray(8), "parallel={data: 4}"), "does not make 8 processes"),
         ("gspo", "8xH200", ("training.layers=fp8",), "training.layers=fp8 does not train experts"),
+        ("gspo", "8xH200", ("rollout.weights=fp8",), "rollout.weights=fp8 does not sample with experts"),
         (
             "r1_zero",
             "8xH200",
@@ -328,6 +329,26 @@ def test_no_mesh_is_proposed_that_the_learner_or_the_config_refuses() -> None:
     quantised, adapted = (replace(longer.work, lora=Lora(base=base)) for base in ("nf4", "dtype"))
     assert {mesh[3:5] for mesh in possible_meshes(quantised, longer.cluster)} == {(1, 1)}  # expert, tensor
     assert {mesh.tensor for mesh in possible_meshes(adapted, longer.cluster)} == {1}
+
+
+def test_rollouts_in_8_bits_are_planned_as_such() -> None:
+    plain, in_8_bits = (
+        plan_of("H200", *more, recipe="gsm8k") for more in ((), ("rollout.weights=fp8", "rollout.cache_dtype=fp8"))
+    )
+    shape = plain.work.shape
+    matrices = next(part.bytes for part in in_8_bits.memory.resident if part.name == "engine's fp8 matrices")
+    assert matrices == shape.common_size
+    assert plain.memory.cache - in_8_bits.memory.cache == matrices
+    assert in_8_bits.work.cached_token_bytes / plain.work.cached_token_bytes == (1 + 4 / shape.head_dim) / 2
+    assert in_8_bits.time().rollout < 0.85 * plain.time().rollout
+    assert in_8_bits.time().update == plain.time().update
+
+
+def test_frozen_weights_in_4_bits_are_planned_as_such() -> None:
+    plain, in_4_bits = (plan_of("H200", f"model.lora={{base: {base}}}", recipe="gsm8k") for base in ("dtype", "nf4"))
+    sizes = [next(part.bytes for part in one.memory.resident if part.name == "weights") for one in (plain, in_4_bits)]
+    shape = plain.work.shape
+    assert sizes[0] - sizes[1] == pytest.approx(shape.common_size * (2 - 4.5 / 8), rel=1e-6)
 
 
 def test_the_config_fixes_the_engine() -> None:
