@@ -122,7 +122,7 @@ class Algorithm(Record):
     entropy: Entropy = Entropy()
     """Entropy bonus, fixed or adaptive, and training on high-entropy tokens only."""
     router: Router = Router()
-    """Routers of a model with experts: balance loss, and replay of the engine's experts."""
+    """Routers of a model with experts: balance loss, and replay of the engine's or the learner's own experts."""
     auxiliary: Auxiliary = Auxiliary()
     """Supervised losses added to the policy loss."""
     filters: list[FilterSlot] = Field(default_factory=list)
@@ -170,6 +170,12 @@ class Algorithm(Record):
         metrics_only = None if self.correction.acts else self.correction
         return [c.name for _, c in self.choices() if what in _needs_of(c) and c is not metrics_only]
 
+    def reads_old_logp(self, num_updates: int) -> bool:
+        """Whether anything reads `old_logp`. With one update per batch the current policy is the anchor, and the ratio is 1."""
+        is_own_anchor = num_updates == 1 and self.replay is None
+        in_reward = self.kl.reward.coef > 0 and self.kl.reward.policy == "old"
+        return not is_own_anchor or in_reward or self.kl.advantage.coef > 0 or bool(self.needs("old"))
+
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:
         for check in (
@@ -183,6 +189,7 @@ class Algorithm(Record):
             _check_shaping,
             _check_clip_and_correction,
             _check_correction,
+            _check_router,
             _check_replay,
         ):
             check(self)
@@ -458,6 +465,15 @@ def _check_correction(a: Algorithm) -> None:
         )
     if not isinstance(a.loss, Plugin) and a.loss.anchored and a.kl.reference.name != "none":
         raise ValueError(f"loss {a.loss.name} is anchored on the reference, so correction bypass cannot set its anchor")
+
+
+def _check_router(a: Algorithm) -> None:
+    """Checks that there are old log-probs of the learner, whose experts are replayed."""
+    if a.router.learner_experts == "replay" and isinstance(a.correction, BypassCorrection):
+        raise ValueError(
+            "router.learner_experts=replay takes the experts of the learner's pass of old log-probs, and correction bypass has the engine's "
+            "log-probs instead: set router.engine_experts=replay, or another correction"
+        )
 
 
 def _check_critic(a: Algorithm) -> None:

@@ -157,6 +157,8 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(RATIOS, "a gate instead of a clip", ("algorithm=sapo",), ("sapo",)),
     Remedy(RATIOS, "a trust region on probabilities", ("algorithm=dppo_tv",), ("dppo_tv", "dppo_kl")),
     Remedy(RATIOS, "drifted sequences with negative advantage leave the loss", ("algorithm.clip.drift=0.5",)),
+    Remedy(RATIOS, "the learner computes with the engine's experts", ("algorithm.router.engine_experts=replay",)),
+    Remedy(RATIOS, "all updates of a batch compute with the same experts", ("algorithm.router.learner_experts=replay", "training.mini_batches=4")),
     Remedy(STALE, "a smooth weight of the whole sequence's ratio", ("algorithm=vespo",), ("vespo",)),
     Remedy(STALE, "a ratio of at most 1 on bad answers, none on good ones", ("algorithm=topr",), ("topr",)),
     Remedy(STALE, "no gradient at the few tokens of largest mismatch", ("algorithm=m2po",), ("m2po",)),

@@ -217,6 +217,12 @@ def check_algorithm_fits(config: TrainConfig) -> None:
             f"{', '.join(needs_verdict)} must know whether an answer is correct, but {', '.join(p.name for p in config.reward.parts)} does not tell: "
             "add a reward part that verifies the answer, or set correct_at of a part to the lowest value of a correct answer"
         )
+    num_updates = config.training.mini_batches * config.training.epochs
+    if algorithm.router.learner_experts == "replay" and not algorithm.reads_old_logp(num_updates):
+        raise ValueError(
+            "algorithm.router.learner_experts=replay has no effect with one update per batch: the update itself is the first pass, and its "
+            "own experts are those of the old log-probs. Set training.mini_batches or training.epochs above 1, or remove it"
+        )
     check_demonstrations_fit(config)
     check_distillation_fits(config)
     check_observations_fit(config)

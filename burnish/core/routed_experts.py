@@ -1,5 +1,7 @@
 """The experts that an engine chose for the tokens of a sample, from its completions to the batch (mixtures of experts only).
 
+The learner's own choice in its pass of old log-probs is a column of the same form, `LEARNER_EXPERTS`.
+
 A record has a row for each token: [tokens, layers with experts, experts of a token], int16. It is `UNKNOWN_EXPERT` where the
 engine computed nothing: at the last token of an answer, at prompt tokens of the last layer, and in text from elsewhere.
 """
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 ENGINE_EXPERTS = "engine_experts"
 """Name of the token column [N, layers, k], and of the array of a journal."""
+LEARNER_EXPERTS = "learner_experts"
+"""Name of the token column [N, layers, k] with the experts that the learner chose in its pass of old log-probs."""
+EXPERT_COLUMNS = (ENGINE_EXPERTS, LEARNER_EXPERTS)
 UNKNOWN_EXPERT = -1
 
 

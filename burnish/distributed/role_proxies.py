@@ -217,7 +217,8 @@ class ForwardColumns:
         self._last: Batch | None = None
 
     def __call__(self, batch: Batch, mask: str) -> Batch:
-        names = sorted({mask, "action_mask", ENGINE_EXPERTS})  # replayed experts change log-probs
+        # Replayed experts change log-probs. Those of the learner's own pass are for updates, after all passes.
+        names = sorted({mask, "action_mask", ENGINE_EXPERTS})
         token = {name: batch.token[name] for name in names if name in batch.token}
         last = self._last
         ragged = {name: column for name, column in batch.ragged.items() if name in PICTURE_COLUMNS}

@@ -3,7 +3,8 @@
 Engine and learner may choose different experts for a token, because they round differently or because the weights have
 changed since. Then the ratio of their probabilities says little. `EngineRecorder` stores the experts that an engine chose,
 beside the keys of the same tokens. `LearnerRouting` compares them with the learner's own choice or replays them (R3,
-2510.11370): the choice is the engine's, the weights are the learner's scores of those experts, with gradient.
+2510.11370): the choice is the engine's, the weights are the learner's scores of those experts, with gradient. It can also
+record the learner's own choice in one pass and replay that in later ones (R2 of verl).
 
 The balance loss is that of DeepSeek-V3 (2412.19437), for each sequence by itself:
 
@@ -88,6 +89,10 @@ class RouterSums:
     """Recorded experts that the learner's router chooses too."""
     recorded: Tensor
     """Recorded experts."""
+    old_agreed: Tensor
+    """Experts of the learner's earlier pass that its router chooses still."""
+    old_recorded: Tensor
+    """Experts of the learner's earlier pass."""
     balance: Tensor
     """The balance loss without its coefficient."""
 
@@ -95,7 +100,7 @@ class RouterSums:
     def zeros(num_layers: int, num_experts: int, device: torch.device) -> RouterSums:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
-        return RouterSums(counts, *(zero.clone() for _ in range(5)))
+        return RouterSums(counts, *(zero.clone() for _ in range(7)))
 
 
 def router_stats(sums: RouterSums) -> dict[str, float]:
@@ -103,7 +108,8 @@ def router_stats(sums: RouterSums) -> dict[str, float]:
 
     - `router/entropy`: mean entropy of a token's scores, in nats; `router/balance`: the balance loss, 1 if all is even;
     - `router/imbalance`: load of the busiest expert by the mean load, averaged over layers; `router/dead`: share of experts without a token;
-    - `router/agreement`: share of the engine's experts that the learner's router chooses too, if they were recorded.
+    - `router/agreement`: share of the engine's experts that the learner's router chooses too, if they were recorded;
+    - `router/old_agreement`: share of the experts of the pass of old log-probs that the router still chooses, if they are replayed.
     """
     if not float(sums.rows):
         return {}
@@ -117,7 +123,19 @@ def router_stats(sums: RouterSums) -> dict[str, float]:
         found["router/balance"] = float(sums.balance)
     if float(sums.recorded):
         found["router/agreement"] = float(sums.agreed / sums.recorded)
+    if float(sums.old_recorded):
+        found["router/old_agreement"] = float(sums.old_agreed / sums.old_recorded)
     return found
+
+
+@dataclass(frozen=True)
+class ExpertStore:
+    """Where the learner's own choice in one pass is written."""
+
+    experts: Tensor
+    """[N, layers, k] of the whole batch."""
+    positions: Tensor
+    """[n] positions in the batch of the tokens of the pass."""
 
 
 @dataclass
@@ -132,9 +150,16 @@ class LearnerRouting:
     """Whether the recorded experts are used, not only compared."""
     num_sequences: int | None = None
     """Sequences of the whole mini-batch, for the balance loss; None computes none."""
+    old_experts: Tensor | None = None
+    """[N, layers, k] the learner's own experts of each token in an earlier pass, which are used."""
+    store: ExpertStore | None = None
+    """Where the choice of a pass without gradient is written; None writes nothing."""
     terms: list[Tensor] = field(default_factory=list)
     """The balance loss of each layer, with gradient."""
     _row_records: Tensor | None = None
+    _row_old_experts: Tensor | None = None
+    _stored_rows: tuple[Tensor, Tensor] | None = None
+    """Positions in the batch of the tokens that this process computes, and their rows; None if the pass is not stored."""
     _membership: Tensor | None = None
     _is_row: Tensor | None = None
     """[rows] whether a row is a token, not padding; None if all are."""
@@ -152,13 +177,17 @@ class LearnerRouting:
         self.terms.clear()
         self._passed.clear()
         self._is_measured = is_exact == has_exact_pass
-        self._row_records = self._membership = self._is_row = None
+        self._row_records = self._row_old_experts = self._membership = self._is_row = self._stored_rows = None
         if self.sums is not None and not isinstance(shard, UnshardedRows):
             num_rows = int(offsets[-1]) if rows is None else rows.num_rows
             self._is_row = shard.rows(torch.ones(num_rows, dtype=torch.bool, device=offsets.device))
         if self.recorded is not None:
-            own = self.recorded if rows is None else self.recorded[rows.own]
-            self._row_records = shard.rows(own)
+            self._row_records = _of_rows(self.recorded, rows, shard)
+        if self.old_experts is not None:
+            self._row_old_experts = _of_rows(self.old_experts, rows, shard)
+        if self.store is not None and self._is_measured:
+            tokens, own = _token_rows(int(offsets[-1]), rows, shard, offsets.device)
+            self._stored_rows = self.store.positions[tokens], own
         if self.num_sequences is not None and not is_exact:
             if not isinstance(shard, UnshardedRows):
                 raise UserError(
@@ -169,21 +198,20 @@ class LearnerRouting:
     def choose(self, mlp: ExpertMlp, logits: Tensor, score_bias: Tensor | None) -> Choice:
         """Choose by the router or by the record; compare, measure, and add a term of the balance loss."""
         record = None if self._row_records is None else self._row_records[:, mlp.place]
-        choice, scores = route(logits, mlp.shape, score_bias, record if self.replays else None)
-        own = choice.experts
-        if self.replays and record is not None:
-            own = choose_experts(scores.detach(), mlp.shape, score_bias)
+        old = None if self._row_old_experts is None else self._row_old_experts[:, mlp.place]
+        replayed = record if self.replays else old
+        choice, scores = route(logits, mlp.shape, score_bias, replayed)
+        own = choice.experts if replayed is None else choose_experts(scores.detach(), mlp.shape, score_bias)
+        if self._stored_rows is not None:
+            assert self.store is not None
+            positions, stored = self._stored_rows
+            self.store.experts[positions, mlp.place] = choice.experts[stored].to(RECORD_DTYPE)
         is_first = mlp.place not in self._passed
         self._passed.add(mlp.place)
         if self.sums is not None and self._is_measured and is_first:
-            measured = scores.detach(), own, record
-            if self._is_row is not None:
-                measured = (
-                    scores.detach()[self._is_row],
-                    own[self._is_row],
-                    None if record is None else record[self._is_row],
-                )
-            _measure(self.sums, mlp, *measured)
+            rows = slice(None) if self._is_row is None else self._is_row
+            records = (None if one is None else one[rows] for one in (record, old))
+            _measure(self.sums, mlp, scores.detach()[rows], own[rows], *records)
         if self._membership is not None and self.num_sequences is not None:
             # Computed in a recomputation too, which must save the same tensors.
             term = _balance(self._membership, own, scores, mlp) / self.num_sequences
@@ -196,16 +224,48 @@ class LearnerRouting:
 
 
 @torch.no_grad()
-def _measure(sums: RouterSums, mlp: ExpertMlp, scores: Tensor, own: Tensor, record: Tensor | None) -> None:
+def _measure(
+    sums: RouterSums, mlp: ExpertMlp, scores: Tensor, own: Tensor, record: Tensor | None, old: Tensor | None
+) -> None:
     p = scores / scores.sum(-1, keepdim=True)
     sums.entropy += -torch.special.xlogy(p, p).sum(dtype=torch.float64)
     sums.rows += scores.shape[0]
     flat = own.reshape(-1)
     sums.counts[mlp.place].index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
     if record is not None:
-        is_known = record >= 0
-        sums.agreed += ((record[:, :, None] == own[:, None, :]).any(-1) & is_known).sum()
-        sums.recorded += is_known.sum()
+        sums.agreed += _num_shared(record, own)
+        sums.recorded += (record >= 0).sum()
+    if old is not None:
+        sums.old_agreed += _num_shared(old, own)
+        sums.old_recorded += (old >= 0).sum()
+
+
+def _num_shared(record: Tensor, own: Tensor) -> Tensor:
+    """How many known experts of a record [N, k] are among the router's own [N, k]."""
+    return ((record[:, :, None] == own[:, None, :]).any(-1) & (record >= 0)).sum()
+
+
+def _of_rows(column: Tensor, rows: ComputedRows | None, shard: RowShard) -> Tensor:
+    """The rows of this process of a column [N, ...] of tokens."""
+    return shard.rows(column if rows is None else column[rows.own])
+
+
+def _token_rows(
+    num_tokens: int, rows: ComputedRows | None, shard: RowShard, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The tokens [n] whose rows this process computes, and the row of each; sequences that share a prefix share its rows."""
+    num_rows = num_tokens if rows is None else rows.num_rows
+    if isinstance(shard, UnshardedRows):
+        row_of = torch.arange(num_rows, device=device)
+    else:
+        computed = shard.rows(torch.arange(num_rows, device=device) + 1)  # 0 is padding
+        row_of = torch.full((num_rows + 1,), -1, device=device)
+        row_of[computed] = torch.arange(computed.shape[0], device=device)
+        row_of = row_of[1:]
+    if rows is not None:
+        row_of = row_of[rows.row_of]
+    tokens = (row_of >= 0).nonzero().squeeze(1)
+    return tokens, row_of[tokens]
 
 
 def _membership(offsets: Tensor, rows: ComputedRows | None) -> Tensor:

@@ -44,6 +44,7 @@ from burnish.algorithms.spec import Algorithm
 from burnish.config.errors import UserError
 from burnish.config.records import Plugin, slot_options
 from burnish.core.batch import Batch
+from burnish.core.routed_experts import LEARNER_EXPERTS
 from burnish.core.segments import compact_ids
 from burnish.rewards.score_types import reward_problem
 from burnish.trainers.minibatches import build_policy_loss, filter_function, slot_function
@@ -122,7 +123,7 @@ class AlgorithmPipeline:
         self.sample_filters = sample_filter_steps(filters, replays=algorithm.replay is not None)
         self.compares_with_engine = algorithm.own_temperature is None
         """Whether the learner's log-probs are of the distribution that was sampled from, not of a temperature of the loss (SSD)."""
-        self.has_trainer_logp = needs_old_logp(algorithm, num_updates) and algorithm.correction.name != "bypass"
+        self.has_trainer_logp = algorithm.reads_old_logp(num_updates) and algorithm.correction.name != "bypass"
         """Whether `old_logp` holds the trainer's log-probs before the first update."""
 
     def shape(self, batch: Batch, step: int, max_tokens: int) -> Batch:
@@ -220,14 +221,6 @@ def _run(steps: Sequence[Step], batch: Batch, context: StepContext) -> Batch:
 # --- Building the lists ---------------------------------------------------------------------------------------------------
 
 
-def needs_old_logp(algorithm: Algorithm, num_updates: int) -> bool:
-    """Whether anything reads `old_logp`. With one update per batch the current policy is the anchor, and the ratio is 1."""
-    is_own_anchor = num_updates == 1 and algorithm.replay is None
-    kl = algorithm.kl
-    in_reward = kl.reward.coef > 0 and kl.reward.policy == "old"
-    return not is_own_anchor or in_reward or kl.advantage.coef > 0 or bool(algorithm.needs("old"))
-
-
 def needs_reference_logp(algorithm: Algorithm, loss: PolicyLoss) -> bool:
     """Whether anything reads `ref_logp`. A KL over the whole vocabulary asks the reference during the update instead."""
     if algorithm.kl.reference.name == "none":
@@ -243,8 +236,10 @@ def preparation_steps(
     """The steps of `prepare`, in the order in which they run."""
     replays, bypasses = algorithm.replay is not None, algorithm.correction.name == "bypass"
     corrects = acts_before_advantages(algorithm.correction)
-    needs_old = needs_old_logp(algorithm, num_updates)
+    needs_old = algorithm.reads_old_logp(num_updates)
     columns = frozenset(name for name in OLD_PASS_COLUMNS if algorithm.needs(name))
+    if algorithm.router.learner_experts == "replay":
+        columns |= {LEARNER_EXPERTS}
     needs_reference = needs_reference_logp(algorithm, loss)
     steps: list[Step] = []
     if replays and needs_old and not (columns or bypasses or corrects):

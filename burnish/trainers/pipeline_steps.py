@@ -95,7 +95,7 @@ def old_logprobs(
 ) -> Batch:
     """`old_logp`: the log-probs of the policy before its first update, with other output `columns` of the same pass.
 
-    The column of the entropy is `old_entropy`.
+    The column of the entropy is `old_entropy`. `learner_experts` are the experts of this pass, which updates replay.
     """
     outputs = context.learner.outputs(batch, columns)
     old = outputs.pop("logp")

@@ -31,7 +31,10 @@ from burnish.training.parallel.ranks import SOLO, Ranks
 from burnish.training.pictures import reading_pictures
 
 Needs = frozenset[str]
-"""Outputs wanted of a model: `value` of a critic; of a policy always `logp`, plus `entropy`, `kl` or `sum_p2` if named."""
+"""Outputs wanted of a model: `value` of a critic; of a policy always `logp`, plus `entropy`, `kl` or `sum_p2` if named.
+
+`learner_experts` is none of a forward pass: the learner's routers record it (`router_training.py`).
+"""
 
 
 class PolicyForward(Protocol):
@@ -98,6 +101,8 @@ class MicroBatch:
     positions: Tensor
     shared_prefix: Tensor | None = None
     """[S] how many tokens each sequence shares with the one before it; None if nothing is shared."""
+    all_positions: Tensor | None = None
+    """[n] the positions of all its tokens in the whole batch; None of a dummy, and where they are not needed."""
 
     @property
     def is_padding(self) -> bool:
@@ -187,7 +192,8 @@ def _micro_batch(batch: Batch, chosen: Tensor, part: list[Unit], mask: str) -> M
     shared = [count for unit in part for count in unit.shared]
     shared_prefix = torch.tensor(shared, device=chosen.device) if any(shared) else None
     wanted = micro.token[mask].nonzero().squeeze(1)
-    return MicroBatch(micro, wanted, token_positions(batch, index)[wanted], shared_prefix)
+    positions = token_positions(batch, index)
+    return MicroBatch(micro, wanted, positions[wanted], shared_prefix, positions)
 
 
 def output_names(needs: Needs) -> list[str]:

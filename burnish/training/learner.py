@@ -31,6 +31,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.pipeline_stage import stage_of
+from burnish.core.routed_experts import LEARNER_EXPERTS
 from burnish.models.decoder import drop_features
 from burnish.models.lora.adapters import trained_tower_weights
 from burnish.run.checkpoint.saver import TensorStaging
@@ -135,8 +136,14 @@ class Learner:
     def outputs(self, batch: Batch, needs: Needs, mask: str = "action_mask") -> dict[str, Tensor]:
         """[N] columns under the current weights at the tokens of a mask, without gradient; 0 elsewhere.
 
-        `value` if it is among the needs, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) if needed.
+        `value` if it is among the needs, else `logp`, with `entropy`, `kl` and `sum_p2` (sum_v p_v^2) if needed. With
+        `learner_experts` also the experts [N, layers, k] that this pass chose, which updates of the batch replay.
         """
+        records = None
+        if LEARNER_EXPERTS in needs:
+            assert self.routers is not None, "a model with experts, which the start of a run checks"
+            records = self.routers
+            records.record(batch)
         found = batch_outputs(
             self.model,
             batch,
@@ -148,6 +155,8 @@ class Learner:
             self.ranks,
             self.reference,
         )
+        if records is not None:
+            found[LEARNER_EXPERTS] = records.recorded()
         self._end_passes()
         return found
 

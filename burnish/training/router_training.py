@@ -1,7 +1,9 @@
-"""The routers of a learner's model with experts: balance loss, metrics, and the engine's experts compared or replayed.
+"""The routers of a learner's model with experts: balance loss, metrics, and experts compared, recorded or replayed.
 
 A learner calls `start` before it accumulates the gradient of a mini-batch, `begin` before each forward pass, `term` after it,
 and `end` after the backward pass. Models without experts have no `RouterTraining`.
+
+To record the experts of the pass of old log-probs it calls `record` before the first forward pass, and `recorded` after the last.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from burnish.algorithms.terms.spec import Router
-from burnish.core.routed_experts import ENGINE_EXPERTS
+from burnish.core.batch import Batch
+from burnish.core.routed_experts import ENGINE_EXPERTS, LEARNER_EXPERTS, UNKNOWN_EXPERT
 from burnish.models.decoder import Decoder
-from burnish.models.router_pass import LearnerRouting, RouterSums, router_stats
+from burnish.models.router_pass import RECORD_DTYPE, ExpertStore, LearnerRouting, RouterSums, router_stats
 from burnish.training.forward import MicroBatch
 from burnish.training.parallel.fsdp import backbone_of
 from burnish.training.parallel.ranks import Ranks
@@ -25,6 +28,8 @@ class RouterTraining:
         self.decoder, self.router, self.ranks = decoder, router, ranks
         self._num_sequences: int | None = None
         self._routing: LearnerRouting | None = None
+        self._experts: Tensor | None = None
+        """What a pass records, [N, layers, k]; None if it records nothing."""
         self._reset()
 
     @staticmethod
@@ -49,17 +54,32 @@ class RouterTraining:
             own = sum(one.batch.num_sequences for one in micro_batches if not one.is_padding)
             self._num_sequences = int(self.ranks.sum_over_ranks({"sequences": own})["sequences"])
 
+    def record(self, batch: Batch) -> None:
+        """Record the experts of the coming passes over the micro-batches of a batch."""
+        arch = self.decoder.arch
+        assert arch.experts is not None
+        sizes = (batch.num_tokens, arch.num_expert_layers, arch.experts.experts_per_token)
+        self._experts = torch.full(sizes, UNKNOWN_EXPERT, dtype=RECORD_DTYPE, device=batch.tokens.device)
+
+    def recorded(self) -> Tensor:
+        """The experts [N, layers, k] of the passes since `record`, of all rows and layers; unknown in sequences without a pass."""
+        experts, self._experts = self._experts, None
+        assert experts is not None, "record comes first"
+        return self.ranks.max_over_parts(experts)
+
     def begin(self, micro_batch: MicroBatch, with_gradient: bool) -> None:
         """Set the routing of the next forward pass. Only passes with gradient have a balance loss and are measured."""
         is_counted = with_gradient and not micro_batch.is_padding
-        recorded = None
-        if self.router.engine_experts != "ignore":
-            recorded = micro_batch.batch.token.get(ENGINE_EXPERTS)
+        token, store = micro_batch.batch.token, None
+        if self._experts is not None and micro_batch.all_positions is not None:
+            store = ExpertStore(self._experts, micro_batch.all_positions)
         self._routing = LearnerRouting(
             self.sums if is_counted else None,
-            recorded,
+            None if self.router.engine_experts == "ignore" else token.get(ENGINE_EXPERTS),
             self.router.engine_experts == "replay",
             self._num_sequences if is_counted else None,
+            token.get(LEARNER_EXPERTS) if self.router.learner_experts == "replay" else None,
+            store,
         )
         self.decoder.set_routing(self._routing)
 

@@ -69,6 +69,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"replay": {"uses": 4, "max_age": 2}}, "cannot be reached"),
     ({**BARE, "loss": "logprob", "replay": {}}, "loss logprob has no ratio to correct for that"),
     ({**BARE, "loss": "mixed_offpolicy", "replay": {}}, "replay demonstrations"),
+    ({"router": {"engine_experts": "replay", "learner_experts": "replay"}}, "give the same updates different experts"),
+    ({"router": {"learner_experts": "replay"}, "correction": "bypass"}, "bypass has the engine's log-probs instead"),
 ]
 
 
@@ -100,6 +102,7 @@ def test_an_algorithm_that_cannot_be_is_refused_with_the_reason(tree: dict[str, 
             ["algorithm=spo_chain", "data.demonstrations_per_group=1", "data.demonstration_column=answer"],
             "a demonstration shares none",
         ),
+        (["algorithm.router.learner_experts=replay"], "no effect with one update per batch"),
         (["algorithm.auxiliary.sft=0.1"], "imitates data.demonstrations, but there are none"),
         (["data.demonstrations.path=a.jsonl"], "set algorithm.auxiliary.sft"),
         (["data.demonstrations_per_update=8"], "no effect without data.demonstrations"),

@@ -9,7 +9,7 @@ import torch
 
 from burnish.config.placement import ACTOR
 from burnish.core.batch import Batch
-from burnish.core.routed_experts import ENGINE_EXPERTS
+from burnish.core.routed_experts import ENGINE_EXPERTS, LEARNER_EXPERTS
 from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.distributed import roles
 from burnish.distributed.role_proxies import ControllerMetrics, ForwardColumns, RemoteLearner, RemoteProcessRewardModel
@@ -87,3 +87,6 @@ def test_replayed_experts_reach_passes_without_gradient(tmp_path: Path) -> None:
     replayed = rows.with_token(**{ENGINE_EXPERTS: record})
     torch.testing.assert_close(there.logprobs(replayed), here.logprobs(replayed), atol=0, rtol=0)
     assert not torch.equal(there.logprobs(replayed), there.logprobs(rows))
+    found, wanted = (one.outputs(replayed, frozenset({LEARNER_EXPERTS}))[LEARNER_EXPERTS] for one in (there, here))
+    assert torch.equal(found, record)
+    assert torch.equal(wanted, record)

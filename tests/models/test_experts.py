@@ -21,9 +21,11 @@ from burnish.models.decoder import Decoder, initialise
 from burnish.models.expert_shape import ExpertShape
 from burnish.models.experts import ExpertMlp, choose_experts, route
 from burnish.models.kernels.elementwise import swiglu
+from burnish.models.kernels.shared_prefix import UnshardedRows
 from burnish.models.lora.adapters import adapters, adapters_disabled, add_lora, merged_tensors
 from burnish.models.lora.peft_files import load_adapter, save_adapter
 from burnish.models.nf4 import quantised_weights
+from burnish.models.router_pass import LearnerRouting, RouterSums, router_stats
 from burnish.models.weight_files import hf_tensors, load_decoder, load_tensors, save_decoder
 
 CPU = torch.device("cpu")
@@ -100,6 +102,29 @@ def test_a_replayed_choice_has_the_routers_weights_and_a_gradient() -> None:
     assert torch.allclose(choice.weights, scores / scores.sum(-1, keepdim=True))
     grad = torch.autograd.grad(choice.weights[:, 0].sum(), logits)[0]
     assert grad.gather(1, choice.experts).abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("normalised", "replayed", "weights"),
+    [
+        (True, None, [0.731059, 0.268941]),
+        (True, [0, 2], [0.817574, 0.182426]),
+        (False, [0, 2], [0.579259, 0.12925]),
+    ],
+)
+def test_weights_and_agreement_are_those_of_the_worked_example(
+    normalised: bool, replayed: list[int] | None, weights: list[float]
+) -> None:
+    mlp = ExpertMlp(4, ExpertShape(4, 2, 3, normalised=normalised), swiglu)
+    record = torch.tensor([[-1, -1] if replayed is None else replayed])
+    routing = LearnerRouting(RouterSums.zeros(1, 4, CPU), record[:, None], replays=True)
+    routing.begin(torch.tensor([0, 1]), None, UnshardedRows(torch.tensor([0])), has_exact_pass=False)
+    logits = torch.tensor([[2, 1, 0.5, 0]], dtype=torch.float64)
+    choice = routing.choose(mlp, logits, None)
+    assert choice.weights[0].tolist() == pytest.approx(weights, abs=1e-6)
+    assert choice.experts[0].tolist() == (replayed or [0, 1])
+    assert routing.sums is not None
+    assert router_stats(routing.sums).get("router/agreement") == (None if replayed is None else 0.5)
 
 
 def test_a_model_whose_layers_are_all_dense_is_read_back_here_and_by_transformers(tmp_path: Path) -> None:

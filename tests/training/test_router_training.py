@@ -1,4 +1,4 @@
-"""Routers in training: the balance loss for any split, metrics, and the engine's experts recorded, compared and replayed."""
+"""Routers in training: the balance loss for any split, metrics, and experts of engine and learner recorded, compared and replayed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from burnish.config.errors import UserError
 from burnish.config.model import Optimizer
 from burnish.core.batch import Batch
 from burnish.core.engine import Completion, Request
-from burnish.core.routed_experts import ENGINE_EXPERTS, UNKNOWN_EXPERT
+from burnish.core.routed_experts import ENGINE_EXPERTS, LEARNER_EXPERTS, UNKNOWN_EXPERT
 from burnish.core.trajectory import TokenNode, Trajectory, pack
 from burnish.inference.native import scheduler
 from burnish.inference.native.paged_engine import PagedEngine
@@ -208,6 +208,57 @@ def test_a_replayed_record_of_the_models_own_choice_changes_nothing(model: Decod
     assert not torch.allclose(other["layers.0.experts.down.weight"], own["layers.0.experts.down.weight"])
 
 
+RECORDING = frozenset({LEARNER_EXPERTS})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_later_mini_batch_has_the_experts_of_the_old_pass(exact: bool) -> None:
+    model = tiny_engines.decoder(torch.float32 if exact else torch.float64, **EXPERTS)
+    model.exact = partial(exact_logprobs, model) if exact else None
+    batch, _ = sampled(model, exact=exact)
+    learner = Learner(model, Optimizer(lr=0.05), 2, 60, router=Router(learner_experts="replay"))
+    old = learner.outputs(batch, RECORDING)
+    experts = old[LEARNER_EXPERTS]
+    known = batch.token[ENGINE_EXPERTS] != UNKNOWN_EXPERT
+    assert torch.equal(experts[known], batch.token[ENGINE_EXPERTS][known]), "the engine has the same weights"
+    prepared = batch.with_token(**{LEARNER_EXPERTS: experts})
+    first, second = (prepared.select(torch.arange(*part)) for part in ((0, 2), (2, 6)))
+    update = learner.update(first, NllLoss())
+    assert update.logp is not None
+    ratio = (update.logp - old["logp"][: first.num_tokens])[first.loss_mask].exp()
+    assert torch.equal(ratio, torch.ones_like(ratio)) if exact else torch.allclose(ratio, torch.ones_like(ratio))
+    assert update.stats["router/old_agreement"] == 1
+    # The update moved the routers: they would choose others now, and do not.
+    recorded = {name: learner.outputs(one, RECORDING)[LEARNER_EXPERTS] for name, one in
+                (("own", batch.select(torch.arange(2, 6))), ("replayed", second))}  # fmt: skip
+    assert torch.equal(recorded["replayed"], second.token[LEARNER_EXPERTS])
+    assert float((recorded["own"] != recorded["replayed"]).double().mean()) > 0.02
+    own = learner.logprobs(batch.select(torch.arange(2, 6)))
+    update = learner.update(second, NllLoss())
+    assert 0.2 < update.stats["router/old_agreement"] < 1
+    assert update.logp is not None
+    assert not torch.allclose(update.logp[second.loss_mask], own[second.loss_mask], atol=1e-3)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "selective"])
+def test_gradients_with_the_learners_record_are_those_with_the_same_record_of_an_engine(
+    model: Decoder, batch: Batch, activations: str
+) -> None:
+    # Only some tokens have a record: the others are routed by their scores.
+    record = torch.where(batch.positions[:, None, None] % 3 > 0, (batch.token[ENGINE_EXPERTS] + 1) % 6, UNKNOWN_EXPERT)
+    record = record.to(torch.int16)
+    records = {name: batch.with_token(**{name: record}) for name in (ENGINE_EXPERTS, LEARNER_EXPERTS)}
+    wanted, _ = gradients(model, records[ENGINE_EXPERTS], Router(engine_experts="replay"), 10_000)
+    router = Router(learner_experts="replay", engine_experts="compare")
+    found, (_, learner) = gradients(model, records[LEARNER_EXPERTS], router, 60, activations=activations)
+    for name in wanted:
+        assert torch.allclose(found[name], wanted[name], atol=1e-12), name
+    stats = learner.routers.stats()
+    assert stats["router/agreement"] > stats["router/old_agreement"] > 0
+    own, _ = gradients(model, records[LEARNER_EXPERTS], Router(), 60)
+    assert not torch.allclose(own["layers.0.experts.down.weight"], wanted["layers.0.experts.down.weight"])
+
+
 def test_a_run_records_replays_and_reports(tmp_path: Path) -> None:
     new = "model.new={family: qwen3_moe, hidden_size: 16, num_layers: 2, num_heads: 2, experts: [4, 2, 12], max_positions: 64}"
     overrides = [new, "algorithm.router={engine_experts: replay, balance: 0.01}", "training.steps=2"]
@@ -217,5 +268,10 @@ def test_a_run_records_replays_and_reports(tmp_path: Path) -> None:
     last = metrics[-1]
     assert last["router/agreement"] > 0.99
     assert {"router/entropy", "router/imbalance", "router/dead", "router/balance"} < last.keys()
+    own = [new, "algorithm.router={engine_experts: compare, learner_experts: replay}", "training.steps=2"]
+    replays = [*own, "training.mini_batches=2", "training.optimizer.lr=0.05", "algorithm.entropy.coef=0.5"]
+    last = json.loads((run_of(tmp_path / "own", TINY, replays) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0.3 < last["router/old_agreement"] < 1
+    assert "router/agreement" in last
     with pytest.raises(UserError, match="the model has no experts"):
         run_of(tmp_path / "dense", TINY, ["algorithm.router.balance=0.1"])

@@ -327,6 +327,19 @@ class Router(Record):
     """The experts that the engine chose for each token. compare: they are recorded, and the metric router/agreement says which share of them the
     learner's routers choose too. replay: the learner computes with the engine's experts and its own scores of them (R3, 2510.11370), which
     keeps ratios meaningful if the weights or the rounding have changed the choice. Needs the native engine."""
+    learner_experts: Literal["ignore", "replay"] = "ignore"
+    """The experts that the learner chose for each token in its pass of old log-probs. replay: all updates of the batch compute with them and with
+    the current scores of them (R2 of verl), so that an update moves no token of a later mini-batch to other experts. Any engine will do. Needs
+    training.mini_batches or training.epochs above 1, or something else that reads old log-probs."""
+
+    @model_validator(mode="after")
+    def _check_one_replay(self) -> Router:
+        if self.engine_experts == self.learner_experts == "replay":
+            raise ValueError(
+                "engine_experts=replay (R3) and learner_experts=replay (R2) give the same updates different experts: set one of them to "
+                "ignore, or engine_experts to compare"
+            )
+        return self
 
 
 class Chord(Record):

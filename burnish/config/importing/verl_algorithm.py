@@ -95,6 +95,7 @@ def set_algorithm(draft: Draft) -> None:
     slots |= {"refill": refill} if refill else {}
     slots |= {"shaping": shaping} if shaping else {}
     slots |= _correction(draft)
+    slots |= _router(draft, slots)
     if preset == "grpo" and advantage.get("std") == "none" and slots["aggregation"]["name"].endswith("norm"):
         preset = "dr_grpo"
     draft.set_algorithm(preset, slots)
@@ -386,6 +387,28 @@ def _correction(draft: Draft) -> dict[str, Any]:
     if correction.get("loss") == "reinforce":
         return {"correction": correction, "ratio": "none", "clip": "none", "loss": "logprob"}
     return {"correction": correction}
+
+
+def _router(draft: Draft, slots: dict[str, Any]) -> dict[str, Any]:
+    """verl's router replay: R3 replays the engine's experts, R2 those of the learner's pass of old log-probs."""
+    key, recording = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    mode = str(draft.value(key, "disabled"))
+    if mode == "R3":
+        draft.say(key, "algorithm.router.engine_experts", "replay", is_always=True)
+        draft.say(recording, "algorithm.router.engine_experts", "replay")
+        return {"router": {"engine_experts": "replay"}}
+    if mode != "R2":
+        return {}
+    if updates_per_step(draft) == 1:
+        draft.differs(
+            key, "R2 has no effect with one update per batch, whose own experts are those of the old log-probs"
+        )
+        return {}
+    if slots.get("correction", {}).get("name") == "bypass":
+        draft.differs(key, "there are no old log-probs of the learner with algorithm.correction=bypass")
+        return {}
+    draft.say(key, "algorithm.router.learner_experts", "replay", is_always=True)
+    return {"router": {"learner_experts": "replay"}}
 
 
 def updates_per_step(draft: Draft) -> int:

@@ -24,6 +24,7 @@ from burnish.config.model import Lora
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch, Ragged
 from burnish.core.pictures import PICTURE_COLUMNS
+from burnish.core.routed_experts import EXPERT_COLUMNS
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder
@@ -132,6 +133,18 @@ class Ranks:
             return flag
         return float(self.mean_over_processes(torch.tensor(float(flag), device=self.device))) > 0
 
+    def max_over_parts(self, value: Tensor) -> Tensor:
+        """Elementwise maximum over the processes with the same sequences, which have other rows or other layers."""
+        if self.mesh is None:
+            return value
+        from torch.distributed import ReduceOp, all_reduce
+
+        wide = value.int()  # neither NCCL nor gloo has int16
+        for group in (self.mesh.context_group, self.mesh.pipeline_group):
+            if group.size() > 1:
+                all_reduce(wide, ReduceOp.MAX, group=group)
+        return wide.to(value.dtype)
+
     # --- broadcasts and gathers ------------------------------------------------------------------------------------------
 
     def broadcast_from_first(self, value: Value) -> Value:
@@ -193,7 +206,11 @@ class Ranks:
         return Batch(
             tokens=gathered(batch.tokens),
             offsets=offsets_from_lengths(gathered(batch.lengths)),
-            token={name: gathered(column) for name, column in batch.token.items()},
+            token={
+                name: gathered(column)
+                for name, column in batch.token.items()
+                if name not in EXPERT_COLUMNS  # a loss reads no experts, and int16 cannot be sent
+            },
             sequence={name: gathered(column) for name, column in batch.sequence.items()},
             ragged={
                 name: Ragged(gathered(ragged.values), offsets_from_lengths(gathered(ragged.offsets.diff())))

@@ -206,6 +206,21 @@ def test_rollout_correction(keys: list[str], expected: dict[str, Any], tmp_path:
     assert all(key.partition("=")[0] in rows for key in given)
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected", "verdict"),
+    [
+        (["router_replay.mode=R2", "ppo_mini_batch_size=64"], {"learner_experts": "replay"}, "translated"),
+        (["router_replay.mode=R2", "ppo_mini_batch_size=256"], {"learner_experts": "ignore"}, "differs"),
+        (["router_replay.mode=R3"], {"engine_experts": "replay"}, "translated"),
+    ],
+)
+def test_router_replay(keys: list[str], expected: dict[str, str], verdict: str, tmp_path: Path) -> None:
+    given = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=256"]
+    config, rows = from_keys(tmp_path, *given, *(f"actor_rollout_ref.actor.{key}" for key in keys))
+    assert expected.items() <= config.algorithm.router.model_dump().items()
+    assert rows["actor_rollout_ref.actor.router_replay.mode"].verdict == verdict
+
+
 def test_what_cannot_be_translated_is_refused_with_the_names_that_can(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"adv_estimator=mine: burnish knows gae, grpo, .*algorithm.advantage=file.py:function"

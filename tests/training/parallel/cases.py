@@ -20,6 +20,7 @@ from burnish.config.model import Lora, LoraBase, Optimizer
 from burnish.config.placement import Parallel
 from burnish.core.batch import Batch
 from burnish.core.pictures import Picture, PictureSpan
+from burnish.core.routed_experts import LEARNER_EXPERTS
 from burnish.core.segments import offsets_from_lengths
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import Architecture
@@ -93,6 +94,8 @@ class Case:
     """Experts of each layer, of which two compute a token."""
     balance: float = 0.0
     """Weight of the routers' balance loss."""
+    replays: bool = False
+    """Whether updates replay the experts of a pass before them, each one expert further."""
     deepseek: bool = False
     """Latent attention, and a layer with shared experts and groups of experts behind a dense one."""
     even_routers: bool = False
@@ -227,6 +230,14 @@ EXPERTS_ON_TWO: dict[str, Case] = {
     "data, experts, lora in 4 bits": Case("grpo", {"data": 2}, experts=4, lora=2, base="nf4", steps=FEW),
     "tensor, experts, recompute": Case("sft", {"tensor": 2}, experts=4, activations="recompute", steps=FEW),
     **{f"{kind}, experts": Case("grpo", {kind: 2}, experts=4, steps=FEW) for kind in ("data", "context")},
+    **{
+        f"{kind}, experts, replay": Case("grpo", {kind: 2}, experts=4, replays=True, token_budget=20, steps=FEW)
+        for kind in ("data", "context", "tensor", "pipeline")
+    },
+    "data, experts, replay, of a batch": Case("top entropies", {"data": 2}, experts=4, replays=True, steps=FEW),
+    "context, experts, replay, one key head": Case(
+        "grpo", {"context": 2}, experts=4, replays=True, kv_heads=1, steps=FEW
+    ),
 }
 EXPERTS_ON_FOUR: dict[str, Case] = {
     "expert x fsdp, muon": Case("grpo", {"expert": 2}, experts=4, optimizer="muon", steps=FEW),
@@ -363,16 +374,22 @@ def train(case: Case, ranks: Ranks = SOLO, model: nn.Module | None = None) -> It
     """What every update tells."""
     model = make_model(case) if model is None else model
     config = Optimizer(lr=0.003, eps=1e-6, clip_norm=0.5, name=case.optimizer)
-    learner = Learner(
-        model, config, 20, case.token_budget, 0.9, grad_norms=True, ranks=ranks, router=Router(balance=case.balance)
-    )
+    router = Router(balance=case.balance, learner_experts="replay" if case.replays else "ignore")
+    learner = Learner(model, config, 20, case.token_budget, 0.9, grad_norms=True, ranks=ranks, router=router)
     if case.loss == "full kl":
         learner.reference = reference_of(case, ranks)
     for step in range(case.steps):
         batch = ranks.local_shard(make_batch(case, step))
         also = (ranks.local_shard(make_batch(case, step, seed=1)), NllLoss()) if case.also else None
+        experts = {}
+        if case.replays:  # other experts than the token's own, so that a wrong place is seen
+            found = learner.outputs(batch, frozenset({LEARNER_EXPERTS}))[LEARNER_EXPERTS]
+            assert (found >= 0).all()
+            batch = batch.with_token(**{LEARNER_EXPERTS: (found + 1) % case.experts})
+            places = torch.arange(1, found[0].numel() + 1, dtype=torch.float64).view_as(found[0])
+            experts = {"experts": float((found * places).sum())}
         update = learner.update(batch, LOSSES[case.loss], also=also)
         assert update.skipped is None
         assert update.logp.shape == batch.tokens.shape
         again = {"logp": float(learner.logprobs(batch).sum())} if case.pictures else {}  # with the tower's new weights
-        yield update.stats | ranks.sum_over_ranks(again)
+        yield update.stats | ranks.sum_over_ranks(again | experts)
