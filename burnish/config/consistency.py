@@ -69,7 +69,7 @@ def check_distillation_fits(config: TrainConfig) -> None:
     algorithm, advantage = config.algorithm, config.algorithm.advantage
     teacher, context = algorithm.kl.reference, algorithm.kl.context
     _check_teacher_context(config)
-    if getattr(teacher, "url", None) is not None:
+    if teacher.servers:
         if algorithm.compares_vocabulary:
             raise ValueError(
                 "loss gold needs the teacher's hidden states in the learner's process: load it from a path instead of a url"

@@ -84,7 +84,7 @@ def _model_values(config: Any) -> Iterator[tuple[str, TreeKey, str]]:
             key = ("algorithm", "kl", "reference", "path")
             found.append((".".join(key), key, algorithm.kl.reference.path))
         if isinstance(algorithm.kl.reference, TeachersReference):
-            for teacher, path in algorithm.kl.reference.paths.items():
+            for teacher, path in algorithm.kl.reference.directories.items():
                 place = ("algorithm", "kl", "reference", "paths", teacher)
                 found.append((".".join(place), place, path))
         if algorithm.process is not None:

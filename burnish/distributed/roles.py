@@ -199,9 +199,7 @@ def check_teacher(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> 
             config, policy, f"algorithm.kl.reference.path={slot.path}", find_directory(slot.path, base, False)
         )
     if isinstance(slot, TeachersReference):
-        for name, path in slot.paths.items():
-            if path is None:
-                continue
+        for name, path in slot.directories.items():
             what = f"algorithm.kl.reference.paths.{name}={path}"
             _check_one_teacher(config, policy, what, find_directory(path, base, False))
 
@@ -250,8 +248,13 @@ def build_reference(
     if options.get("path") is not None:
         options["path"] = str(find_directory(options["path"], base))
     if "paths" in options:
+        assert isinstance(slot, TeachersReference)
+        found = {name: str(find_directory(path, base)) for name, path in slot.directories.items()}
         options["paths"] = {
-            name: None if path is None else str(find_directory(path, base)) for name, path in options["paths"].items()
+            name: ServerTeacher(path, key=f"algorithm.kl.reference.paths.{name}")
+            if path in slot.servers
+            else found.get(name)
+            for name, path in slot.paths.items()
         }
     budget, temperature = config.training.token_budget, learning_temperature(config)
     if isinstance(config.algorithm.loss, GoldLoss):

@@ -18,7 +18,7 @@ from burnish.core.batch import Batch
 from burnish.inference.server_client import ServerClient, ServerError
 from burnish.training.reference import Reference
 
-CLIENT = ServerClient("teacher", "algorithm.kl.reference.url", "http://host:8000", connect_s=10.0)
+URL_KEY = "algorithm.kl.reference.url"
 PATH = "/v1/completions"
 MAX_CALLS = 8
 """Sequences that are scored at once."""
@@ -33,13 +33,29 @@ TIMEOUT_S = 300.0
 class ServerTeacher(Reference):
     """A reference whose log-probs a server computes, at temperature 1."""
 
-    def __init__(self, url: str, model: str | None = None) -> None:
-        self.url = CLIENT.check_url(url)
-        self.name = model or served_model(self.url)
+    def __init__(self, url: str, model: str | None = None, key: str = URL_KEY) -> None:
+        """`key` is the place of the url in the config. Without the name of a `model` the server has only one."""
+        self.client = ServerClient("teacher", key, "http://host:8000", connect_s=10.0)
+        self.url = self.client.check_url(url)
+        self.name = model or self._served_model()
 
     @property
     def model(self) -> nn.Module:
         raise AssertionError("the model of a server is not here; the config refuses losses that need it")
+
+    def _served_model(self) -> str:
+        """The name of the only model that the server has."""
+        found = self.client.call(self.url, "/v1/models", TIMEOUT_S)
+        names = [one["id"] for one in found["data"]]
+        if len(names) != 1:
+            remedy = "set algorithm.kl.reference.served_model to one of them"
+            if self.client.option != URL_KEY:
+                remedy = "give each of several teachers a server with one model"
+            raise self._refused("/v1/models", f"it serves {', '.join(names) or 'no model'}: {remedy}")
+        return str(names[0])
+
+    def _refused(self, path: str, reason: str) -> ServerError:
+        return self.client.error("refused", self.url, path, reason)
 
     def _logprobs(self, batch: Batch) -> Tensor:
         """[N] log-probs at the tokens that the model wrote; 0 elsewhere."""
@@ -58,7 +74,7 @@ class ServerTeacher(Reference):
         body = {"model": self.name, "prompt": tokens, "max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 1.0}
         for attempt in range(NUM_ATTEMPTS):
             try:
-                return self._parsed(CLIENT.call(self.url, PATH, TIMEOUT_S, body), len(tokens))
+                return self._parsed(self.client.call(self.url, PATH, TIMEOUT_S, body), len(tokens))
             except ServerError as error:
                 if error.kind == "refused" or attempt == NUM_ATTEMPTS - 1:
                     raise
@@ -70,19 +86,9 @@ class ServerTeacher(Reference):
             logp = answer["choices"][0]["logprobs"]["token_logprobs"]
         except (KeyError, IndexError, TypeError) as error:
             reason = "its answer has no choices[0].logprobs.token_logprobs: use a server that echoes the log-probs of a prompt"
-            raise CLIENT.error("refused", self.url, PATH, reason) from error
+            raise self._refused(PATH, reason) from error
         logp = [0.0, *logp[1:num_tokens]]
         if len(logp) != num_tokens or any(x is None or not math.isfinite(x) for x in logp):
             reason = f"it gave {len(logp)} log-probs of {num_tokens} tokens, or some that are no numbers"
-            raise CLIENT.error("refused", self.url, PATH, reason)
+            raise self._refused(PATH, reason)
         return [float(x) for x in logp]
-
-
-def served_model(url: str) -> str:
-    """The name of the only model that a server has."""
-    found = CLIENT.call(url, "/v1/models", TIMEOUT_S)
-    names = [one["id"] for one in found["data"]]
-    if len(names) != 1:
-        reason = f"it serves {', '.join(names) or 'no model'}: set algorithm.kl.reference.served_model to one of them"
-        raise CLIENT.error("refused", url, "/v1/models", reason)
-    return str(names[0])

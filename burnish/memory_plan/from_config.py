@@ -316,12 +316,7 @@ def _rl_setup(
 
 def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
     slot = config.algorithm.kl.reference
-    if (
-        not slot.has_weights
-        or slot.name == "policy"
-        or getattr(slot, "url", None)
-        or (slot.name == "iterate" and slot.every == 1)
-    ):
+    if not slot.has_weights or slot.name == "policy" or slot.is_served or (slot.name == "iterate" and slot.every == 1):
         return "none"
     if slot.name == "frozen" and lora is not None and config.model.adapter is None:
         return "off"
@@ -342,7 +337,7 @@ def _teacher_parameters(config: TrainConfig, arch: Architecture, base: Path | No
 def _teacher_paths(config: TrainConfig) -> list[str]:
     slot = config.algorithm.kl.reference
     if isinstance(slot, TeachersReference):
-        return [path for path in slot.paths.values() if path is not None]
+        return list(slot.directories.values())
     return [slot.path] if isinstance(slot, TeacherReference) and slot.path is not None else []
 
 

@@ -237,7 +237,7 @@ def check_reader_positions(
     """
     process, turns = config.algorithm.process, config.environment.max_turns
     reference = config.algorithm.kl.reference
-    several = getattr(reference, "paths", {})
+    several = getattr(reference, "directories", {})
     counts_anew = (
         config.algorithm.loss.name == "gold"
     )  # it has tokens of its own, and rows that do not fit are not taught

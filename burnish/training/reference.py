@@ -48,7 +48,7 @@ from burnish.training.pictures import reading_pictures
 from burnish.training.sharded_checkpoint import distribute_like, load_tensors_into, tensor_contents
 from burnish.training.teacher_context import in_teacher_context
 
-NO_PATHS: Mapping[str, str | None] = MappingProxyType({})
+NO_PATHS: Mapping[str, str | Reference | None] = MappingProxyType({})
 REFERENCE_FILE = "reference"
 """Name of the checkpoint file, without its suffix."""
 
@@ -277,7 +277,10 @@ class TeacherReference(Reference):
 
 
 class TeachersReference(Reference):
-    """Several models from directories. The column `teacher_ids` has the index of each row's teacher, in the order of `paths`."""
+    """Several teachers. The column `teacher_ids` has the index of each row's teacher, in the order of `paths`.
+
+    A path is a directory, None for the policy as it is now, or a reference that is there already, such as a server.
+    """
 
     def __init__(
         self,
@@ -285,12 +288,15 @@ class TeachersReference(Reference):
         token_budget: int,
         temperature: float,
         ranks: Ranks = SOLO,
-        paths: Mapping[str, str | None] = NO_PATHS,
+        paths: Mapping[str, str | Reference | None] = NO_PATHS,
         column: str = "data_source",
     ) -> None:
-        self.teachers = [TeacherReference(model, token_budget, temperature, ranks, path) for path in paths.values()]
+        self.teachers = [
+            path if isinstance(path, Reference) else TeacherReference(model, token_budget, temperature, ranks, path)
+            for path in paths.values()
+        ]
         assert self.teachers, "the config refuses an empty list"
-        self.weights = self.teachers[0].weights
+        self.weights = ReferenceWeights(model)  # not read: each teacher has its own
         self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
 
     def _logprobs(self, batch: Batch) -> Tensor:
@@ -298,8 +304,8 @@ class TeachersReference(Reference):
         logp = torch.zeros(batch.num_tokens, device=batch.tokens.device)
         for index, rows in self._rows_by_teacher(batch):
             found = self.teachers[index]._logprobs(batch.select(rows))
-            logp = logp.to(found.dtype)
-            logp[token_positions(batch, rows)] = found
+            logp = logp.to(torch.promote_types(logp.dtype, found.dtype))
+            logp[token_positions(batch, rows)] = found.to(logp.dtype)
         return logp
 
     def _distribution(self, batch: Batch, wanted: Tensor, shared_prefix: Tensor | None) -> Distribution | Distributions:

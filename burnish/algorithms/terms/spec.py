@@ -27,11 +27,25 @@ class Aggregation(Slot):
 # --- The reference
 
 
+SERVER_SCHEMES = ("http://", "https://")
+"""How the address of a server begins; other places of a teacher are directories."""
+
+
 class ReferenceRecord(Slot):
     """A choice for `kl.reference`."""
 
     has_weights: ClassVar[bool] = True
     """Whether a model with its own weights computes the reference's log-probs."""
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses of the servers that compute log-probs, instead of models in the learner's process."""
+        return []
+
+    @property
+    def is_served(self) -> bool:
+        """Whether servers compute all log-probs, so that no model is loaded."""
+        return bool(self.servers)
 
 
 class NoReference(ReferenceRecord):
@@ -100,6 +114,10 @@ class TeacherReference(ReferenceRecord):
             raise ValueError("served_model names a model of the server at url: set url, or path instead")
         return self
 
+    @property
+    def servers(self) -> list[str]:
+        return [] if self.url is None else [self.url]
+
 
 class TeachersReference(ReferenceRecord):
     """Several teachers: each row names its own, and one mean is taken over all rows."""
@@ -108,9 +126,23 @@ class TeachersReference(ReferenceRecord):
     paper: ClassVar[str] = "multi-teacher on-policy distillation (verl)"
     name: Literal["teachers"] = "teachers"
     paths: dict[str, str | None] = Field(default_factory=dict)
-    """A Hugging Face directory for each value of the column, with exactly the policy's tokenizer; null is the model the run starts from."""
+    """For each value of the column a Hugging Face directory with exactly the policy's tokenizer, or the address (http://...) of a server as
+    kl.reference.url of one teacher; null is the model the run starts from."""
     column: str = "data_source"
     """The column of the training rows that names the teacher; data_source is the name of a row's source."""
+
+    @property
+    def servers(self) -> list[str]:
+        return [path for path in self.paths.values() if path is not None and path.startswith(SERVER_SCHEMES)]
+
+    @property
+    def is_served(self) -> bool:
+        return 0 < len(self.servers) == len(self.paths)
+
+    @property
+    def directories(self) -> dict[str, str]:
+        """The teachers that are loaded from a directory."""
+        return {name: path for name, path in self.paths.items() if path is not None and path not in self.servers}
 
 
 class PolicyReference(ReferenceRecord):
