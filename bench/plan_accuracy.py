@@ -17,7 +17,8 @@ from common import RESULTS, save, table
 from burnish.config.model import Lora, Optimizer
 from burnish.config.placement import MeshSizes
 from burnish.memory_plan.hardware import parse_cluster
-from burnish.memory_plan.mesh_cost import Workload, device_memory, rollout_seconds, step_time
+from burnish.memory_plan.mesh_memory import Workload, device_memory
+from burnish.memory_plan.mesh_time import rollout_seconds, step_time
 from burnish.memory_plan.model_shapes import published_shape
 from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB
 

@@ -15,18 +15,8 @@ from burnish.config.errors import UserError
 from burnish.config.placement import LocalPlacement, MeshSizes, Parallel, RayPlacement, check_placement_fits
 from burnish.config.schema import TrainConfig, check_fp8_fits
 from burnish.memory_plan.hardware import Cluster
-from burnish.memory_plan.mesh_cost import (
-    DeviceMemory,
-    StepTime,
-    Traffic,
-    Workload,
-    device_memory,
-    engine_weights,
-    learner_traffic,
-    micro_batches,
-    step_time,
-    weight_push,
-)
+from burnish.memory_plan.mesh_memory import DeviceMemory, Workload, device_memory, engine_weights, micro_batches
+from burnish.memory_plan.mesh_time import StepTime, Traffic, learner_traffic, step_time, weight_push
 from burnish.memory_plan.model_shapes import ModelShape, shape_of
 from burnish.memory_plan.planner import gib
 from burnish.memory_plan.suggestions import PLAN_TOLERANCE

@@ -20,7 +20,8 @@ from burnish.config.schema import TrainConfig
 from burnish.memory_plan.cluster_plan import ClusterPlan, parallel_of, plan_cluster, possible_meshes
 from burnish.memory_plan.hardware import GPUS, parse_cluster
 from burnish.memory_plan.kv_cache import cache_token_bytes
-from burnish.memory_plan.mesh_cost import Workload, device_memory, learner_traffic, stage_sizes, step_time
+from burnish.memory_plan.mesh_memory import Workload, device_memory, stage_sizes
+from burnish.memory_plan.mesh_time import learner_traffic, step_time
 from burnish.memory_plan.model_shapes import ModelShape, published_shape, shape_from_hf, shape_of
 from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, RunSetup, plan_memory
 from burnish.models.architecture import Architecture, architecture_from_hf
