@@ -1,7 +1,7 @@
 """Strict YAML and JSON parsing, YAML output, and text that is safe to print on a terminal.
 
 PyYAML silently keeps the last of two equal keys, and reads `1e-6` as text because YAML 1.1 requires a dot. Here duplicate keys are errors,
-and `1e-6` is a number. Errors name the file, the line and the column.
+and `1e-6` is a number. Errors name the file, the line and the column. Valid text is read by libyaml, if PyYAML has it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\
 """Terminal control characters, with which escape sequences begin, and characters that change the direction of text."""
 
 
-class Loader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys and keys that are not text."""
+class StrictMappings(yaml.constructor.SafeConstructor):
+    """Refuses duplicate keys and keys that are not text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -43,6 +43,19 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class Loader(StrictMappings, yaml.SafeLoader):
+    """Safe loader in Python. Its errors say what is wrong."""
+
+
+if yaml.__with_libyaml__:
+
+    class FastLoader(StrictMappings, yaml.CSafeLoader):
+        """Safe loader in C, eight times as fast. It crashes on values that are nested too deeply."""
+
+else:
+    FastLoader = None  # type: ignore[assignment,misc]
+
+
 class Dumper(yaml.SafeDumper):
     """Safe dumper without aliases. It quotes text that `Loader` would read as a number."""
 
@@ -54,24 +67,25 @@ LINE_SEPARATORS = "\x85\u2028\u2029"  # YAML folds these like newlines unless th
 
 for _cls in (Loader, Dumper):
     _cls.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
+if FastLoader is not None:
+    FastLoader.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
 
 
+MAX_FAST_LEVELS = 2000
+"""Levels of nesting up to which a text goes to `FastLoader`, which crashes somewhere above 5000."""
 MAX_NODES = 100_000
 """Maximum number of values that a document with aliases may expand to. A few lines of nested aliases can expand to billions."""
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Parse a YAML document. Error messages start with `where` (a file, an override)."""
-    try:
-        loader = Loader(text)
+    if FastLoader is not None and _most_levels(text) <= MAX_FAST_LEVELS:
         try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _check_aliases(node)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+            return _load(FastLoader, text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            pass  # the loader in Python finds the same error and describes it
+    try:
+        return _load(Loader, text)
     except RecursionError as error:
         raise UserError(f"{where}: not valid YAML: values are nested too deeply") from error
     except yaml.MarkedYAMLError as error:
@@ -80,6 +94,23 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}{place}: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:  # a control character; an impossible date
         raise UserError(f"{where}: not valid YAML: {error}") from error
+
+
+def _most_levels(text: str) -> int:
+    """A bound of the levels of nesting: each begins with one of these characters."""
+    return sum(map(text.count, "[{-:?"))
+
+
+def _load(loader_type: type[Loader | FastLoader], text: str) -> Any:
+    loader = loader_type(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_aliases(node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def _check_aliases(root: yaml.Node) -> None:

@@ -1,13 +1,18 @@
 """YAML parsing and output."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from burnish.config import yaml_text
 from burnish.config.errors import UserError
-from burnish.config.yaml_text import parse_yaml, render_yaml
+from burnish.config.yaml_text import FastLoader, Loader, parse_yaml, render_yaml
+from burnish.config.yaml_text import _load as load_with
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 SCALARS = st.one_of(
     st.none(),
@@ -27,6 +32,26 @@ def test_what_is_rendered_parses_to_the_same(tree: object) -> None:
     again = parse_yaml(render_yaml(tree), "here")
     assert again == tree
     assert repr(again) == repr(tree)  # 1 == 1.0 == True, which must not pass for one another
+
+
+@pytest.mark.skipif(FastLoader is None, reason="this PyYAML has no libyaml")
+def test_both_loaders_read_every_recipe_alike() -> None:
+    assert RECIPES
+    for path in RECIPES:
+        text = path.read_text(encoding="utf-8")
+        assert repr(load_with(FastLoader, text)) == repr(load_with(Loader, text)), path
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 1\na: 2", "a: [1, 2", "a:\n\t- 1", "1: 2", "a: 'x", "a: b: c", "\x01", "- 1\nb: 2", "a: !x 1"]
+)
+def test_an_error_reads_alike_with_and_without_libyaml(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError) as fast:
+        parse_yaml(text, "here")
+    monkeypatch.setattr(yaml_text, "FastLoader", None)
+    with pytest.raises(UserError) as plain:
+        parse_yaml(text, "here")
+    assert str(fast.value) == str(plain.value)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +78,9 @@ def test_python_objects_are_refused() -> None:
         ("a: &a [1, *a]", "an alias refers to a value that contains it"),
         ("a: &a {b: {<<: *a}}", "an alias refers to a value that contains it"),
         ("a: " + "[" * 2000, "nested too deeply"),
+        ("a: " + "[" * 1500 + "]" * 1500, "nested too deeply"),
     ],
-    ids=["many", "inside", "merged", "deep"],
+    ids=["many", "inside", "merged", "deep", "deep for one loader"],
 )  # fmt: skip
 def test_aliases_and_depth_are_bounded(text: str, words: str) -> None:
     with pytest.raises(UserError, match=f"recipe.yaml.*{words}"):
