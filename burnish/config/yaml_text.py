@@ -71,8 +71,8 @@ if FastLoader is not None:
     FastLoader.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
 
 
-MAX_FAST_LEVELS = 2000
-"""Levels of nesting up to which a text goes to `FastLoader`, which crashes somewhere above 5000."""
+MAX_FAST_LEVELS = 1000
+"""Levels of nesting up to which a text goes to `FastLoader`, which crashes above 1500 on a thread with a stack of 512 kB, and above 5000 on one of 8 MB."""
 MAX_NODES = 100_000
 """Maximum number of values that a document with aliases may expand to. A few lines of nested aliases can expand to billions."""
 
