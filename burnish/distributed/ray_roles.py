@@ -213,11 +213,11 @@ def build_remote_engine(
     note: Callable[[str], None],
 ) -> RemoteEngine:
     """One engine over a group of rollout workers."""
-    module, decode = policy.module, policy.tokenizer.decode
+    module = policy.module
 
     def check(requests: Sequence[Request]) -> None:
         if isinstance(module, Decoder):  # other engines check by themselves
-            check_requests(requests, (), partial(check_native_request, model=module, decode=decode))
+            check_requests(requests, (), partial(check_native_request, model=module, has_text=True))
 
     tolerances = FOREIGN_PROBE_TOLERANCE if is_foreign(config.rollout) else PROBE_TOLERANCE
     tolerance = tolerances[config.model.dtype]

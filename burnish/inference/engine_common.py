@@ -17,6 +17,7 @@ from burnish.core.engine import MIN_TEMPERATURE, Completion, Request, SamplingOp
 from burnish.inference.picture_requests import check_pictures, longest_position
 from burnish.memory_plan.kv_cache import CachePlan
 from burnish.models.decoder import Decoder
+from burnish.models.tokenizer import REPLACEMENT_CHARACTER
 
 MAX_BIASES = 256
 """Most entries of a request's logit bias: the size of a row's table on the device."""
@@ -78,8 +79,8 @@ def check_requests(
     return fresh
 
 
-def check_native_request(request: Request, model: Decoder, decode: Decode | None) -> None:
-    """Raise for a request that can never run on a native engine of the model."""
+def check_native_request(request: Request, model: Decoder, has_text: bool) -> None:
+    """Raise for a request that can never run on a native engine of the model. `has_text`: the engine has a tokenizer for stop strings."""
     options = request.sampling
     check_prompt(request, model.arch.vocab_size)
     check_pictures(request, model)
@@ -97,7 +98,7 @@ def check_native_request(request: Request, model: Decoder, decode: Decode | None
     if options.top_k > MAX_TOP_K:
         raise UserError(f"request {request.id}: top_k {options.top_k}; expected {MAX_TOP_K} at most, or 0 for no limit")
     check_bias(request, model.arch.vocab_size)
-    if options.stop and decode is None:
+    if options.stop and not has_text:
         raise UserError(f"request {request.id}: stop strings need a tokenizer, and this engine has none")
 
 
@@ -136,14 +137,35 @@ def needs_scoring(options: SamplingOptions) -> bool:
     return options.raw_logprobs and (bool(options.logit_bias) or not is_plain)
 
 
-def has_stop_string(tail: Callable[[int], list[int]], stop: Sequence[str], decode: Decode | None) -> bool:
-    """Whether the last tokens complete a stop string. `tail(n)` returns the last n tokens.
+class StopStrings:
+    """Tells whether drawn tokens complete a stop string.
 
-    A string of k bytes spans at most k tokens with text, and a few without.
+    The token that completes one has its last character, so a table of tokens answers for nearly all of them. For the others the last tokens
+    are decoded: a string of k bytes spans at most k tokens with text, and a few without.
     """
-    assert decode is not None, "checked when the request was submitted"
-    text = decode(tail(max(len(s.encode()) for s in stop) + TEXTLESS_TAIL))
-    return any(s in text for s in stop)
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tables: dict[tuple[str, ...], dict[int, bool]] = {}
+        """For each set of stop strings, whether a token has the last character of one of them."""
+
+    def are_complete(self, stop: Sequence[str], token: int, tail: Callable[[int], list[int]]) -> bool:
+        """Whether the last tokens complete one of `stop`. `token` is the last one, and `tail(n)` returns the last n."""
+        table = self._tables.setdefault(tuple(stop), {})
+        if token not in table:
+            table[token] = self._has_last_character(token, stop)
+        if not table[token]:
+            return False
+        text = self._decode(tail(max(len(s.encode()) for s in stop) + TEXTLESS_TAIL))
+        return any(s in text for s in stop)
+
+    def _has_last_character(self, token: int, stop: Sequence[str]) -> bool:
+        """Whether a token may have it: decoders strip spaces around a single token, and replace a part of a character."""
+        text = self._decode([token])
+        last = {s[-1] for s in stop}
+        return any(c == " " or c in text for c in last) or (
+            REPLACEMENT_CHARACTER in text and not "".join(last).isascii()
+        )
 
 
 def empty_completion(request: Request, version: int) -> Completion:

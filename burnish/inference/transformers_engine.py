@@ -22,7 +22,7 @@ from burnish.config.errors import UserError
 from burnish.core.engine import Completion, Request
 from burnish.core.pictures import Picture
 from burnish.core.random_keys import to_int64, uniforms
-from burnish.inference.engine_common import check_bias, copy_weights, empty_completion
+from burnish.inference.engine_common import StopStrings, check_bias, copy_weights, empty_completion
 from burnish.inference.native.sampler import add_bias, sample
 from burnish.models.kernels.exact import log_softmax_at_temperature
 from burnish.models.transformers_model import TransformersPolicy
@@ -35,7 +35,8 @@ class TransformersEngine:
     def __init__(
         self, model: TransformersPolicy, max_rows: int, decode: Callable[[list[int]], str], pad_id: int
     ) -> None:
-        self.model, self.max_rows, self.decode, self.pad_id = model.inner, max_rows, decode, pad_id
+        self.model, self.max_rows, self.pad_id = model.inner, max_rows, pad_id
+        self.stop_strings = StopStrings(decode)
         self.pixel_inputs = model.pixel_inputs
         self.device = next(model.parameters()).device
         self.waiting: deque[Request] = deque()
@@ -129,7 +130,7 @@ class TransformersEngine:
                 **extra,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([_StopCriteria(batch, draw, self.decode)]),
+                stopping_criteria=StoppingCriteriaList([_StopCriteria(batch, draw, self.stop_strings)]),
             )
         return draw.completions(self.version)
 
@@ -213,8 +214,8 @@ class _SamplingProcessor:
 class _StopCriteria:
     """Stopping criterion that records where each row ends: at a stop token, a stop string, or its limit."""
 
-    def __init__(self, batch: list[Request], draw: _SamplingProcessor, decode: Callable[[list[int]], str]) -> None:
-        self.batch, self.draw, self.decode = batch, draw, decode
+    def __init__(self, batch: list[Request], draw: _SamplingProcessor, stop_strings: StopStrings) -> None:
+        self.batch, self.draw, self.stop_strings = batch, draw, stop_strings
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         drawn = input_ids[:, self.draw.width :].tolist()
@@ -222,9 +223,10 @@ class _StopCriteria:
             if self.draw.finish[row]:
                 continue
             options = request.sampling
-            stopped = tokens[-1] in options.stop_tokens or (
-                options.stop and any(s in self.decode(tokens) for s in options.stop)
-            )
+            stopped = tokens[-1] in options.stop_tokens or self._has_stop_string(tokens, options.stop)
             if stopped or len(tokens) >= options.max_tokens:
                 self.draw.finish[row], self.draw.length[row] = "stop" if stopped else "length", len(tokens)
         return torch.tensor([bool(f) for f in self.draw.finish], device=input_ids.device)
+
+    def _has_stop_string(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
+        return bool(stop) and self.stop_strings.are_complete(stop, tokens[-1], lambda size: tokens[-size:])

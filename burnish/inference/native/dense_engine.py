@@ -22,12 +22,12 @@ from burnish.core.random_keys import uniforms
 from burnish.core.segments import offsets_from_lengths
 from burnish.inference.engine_common import (
     EngineStats,
+    StopStrings,
     check_native_request,
     check_requests,
     copy_weights,
     empty_completion,
     enqueue_by_priority,
-    has_stop_string,
 )
 from burnish.inference.native.dense_cache import DenseDecodeAttention, DenseKVCache, DensePrefillAttention, RunningRows
 from burnish.inference.native.sampler import add_bias, sample
@@ -75,7 +75,8 @@ class DenseEngine:
         listener: Callable[[str, int], None] | None = None,
     ) -> None:
         weight = model.embedding.weight
-        self.model, self.decode, self.listener = model, decode, listener
+        self.model, self.listener = model, listener
+        self.stop_strings = None if decode is None else StopStrings(decode)
         self.device = weight.device
         self.max_rows = max_rows
         self.cache = DenseKVCache(model.arch, weight.dtype, weight.device)
@@ -100,7 +101,9 @@ class DenseEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         known = self._ids, {completion.id for completion in self.ready}
-        fresh = check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
+        fresh = check_requests(
+            requests, known, partial(check_native_request, model=self.model, has_text=self.stop_strings is not None)
+        )
         self.waiting_by_prompt.update(map(_key, requests))
         enqueue_by_priority(self.waiting, requests)
         self._ids |= fresh
@@ -341,15 +344,19 @@ class DenseEngine:
         drawn = state.last_token[rows].tolist()
         for k, request in enumerate(state.requests[rows]):
             options = request.sampling
-            if drawn[k] in options.stop_tokens or (options.stop and self._has_stop_string(rows.start + k)):
+            if drawn[k] in options.stop_tokens or (options.stop and self._has_stop_string(rows.start + k, drawn[k])):
                 ended.append((rows.start + k, "stop"))
             elif is_full[k]:
                 ended.append((rows.start + k, "length"))
         return ended
 
-    def _has_stop_string(self, row: int) -> bool:
+    def _has_stop_string(self, row: int, token: int) -> bool:
+        """Whether the tokens of a row, of which `token` is the last, complete a stop string."""
+        assert self.stop_strings is not None, "checked when the request was submitted"
         stop, count, tokens = self.rows.requests[row].sampling.stop, int(self.rows.produced[row]), self.rows.tokens
-        return has_stop_string(lambda size: tokens[row, max(0, count - size) : count].tolist(), stop, self.decode)
+        return self.stop_strings.are_complete(
+            stop, token, lambda size: tokens[row, max(0, count - size) : count].tolist()
+        )
 
     def _remove(self, row: int, finish: str) -> Completion:
         completion = self.rows.completion(row, finish)

@@ -26,7 +26,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.config.rollout import Speculation
 from burnish.core.engine import Completion, Request, SamplingOptions
-from burnish.inference.engine_common import EngineStats, check_native_request, check_requests, copy_weights
+from burnish.inference.engine_common import EngineStats, StopStrings, check_native_request, check_requests, copy_weights
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner, token_bytes_of
@@ -70,7 +70,8 @@ class PagedEngine:
             raise ValueError(
                 f"steps_per_launch={steps_per_launch}: expected 1 to {RING_SIZE - 1}, what the ring of a row holds"
             )
-        self.model, self.max_rows, self.decode, self.listener = model, max_rows, decode, listener
+        self.model, self.max_rows, self.listener = model, max_rows, listener
+        self.stop_strings = None if decode is None else StopStrings(decode)
         self.steps_per_launch, self.exact, self.on_cache = steps_per_launch, exact, on_cache
         self.in_8_bits = self._layers_in_8_bits() if quantised else ()
         """For each layer of an 8-bit cache, whether its keys and values are stored in 8 bits."""
@@ -105,7 +106,9 @@ class PagedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         undelivered = {completion.id for completion in self.ready}
         known = self._states, undelivered
-        check_requests(requests, known, partial(check_native_request, model=self.model, decode=self.decode))
+        check_requests(
+            requests, known, partial(check_native_request, model=self.model, has_text=self.stop_strings is not None)
+        )
         if self.exact and (biased := [r.id for r in requests if r.sampling.logit_bias]):
             raise UserError(
                 f"request {biased[0]}: logit_bias in exact mode: the engine would report log-probs of the biased distribution, and "
@@ -443,7 +446,7 @@ class PagedEngine:
         ended_rows: list[int] = []
         try:
             for state, tokens, logp, raw, is_live in steps.new_tokens():
-                cut = state.append(tokens, logp, raw, self.decode)
+                cut = state.append(tokens, logp, raw, self.stop_strings)
                 self.stats.tokens += len(tokens) - cut
                 if state.finish is not None or not is_live:
                     ended_rows += self._end(state, is_live)

@@ -7,7 +7,7 @@ host, so a request whose last steps are launched can give up its row before its 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count
@@ -21,7 +21,7 @@ from torch import Tensor
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.core.pictures import distinct_tokens
 from burnish.core.routed_experts import padded_record
-from burnish.inference.engine_common import has_stop_string
+from burnish.inference.engine_common import StopStrings
 from burnish.inference.native.block_manager import BlockManager
 from burnish.inference.native.device_state import RING_SIZE, DeviceRows, NewRow, RingSnapshot, SamplerFlags
 from burnish.inference.native.model_runner import PrefillChunk
@@ -121,9 +121,7 @@ class RequestState:
             rotation_delta=self.rotation_delta,
         )
 
-    def append(
-        self, tokens: list[int], logp: list[float], raw: list[float], decode: Callable[[list[int]], str] | None
-    ) -> int:
+    def append(self, tokens: list[int], logp: list[float], raw: list[float], stop_strings: StopStrings | None) -> int:
         """Append drawn tokens up to the end of the request; return how many after it were cut off."""
         options = self.request.sampling
         self.num_read += len(tokens)
@@ -134,7 +132,7 @@ class RequestState:
         if options.stop_tokens or options.stop:
             for k, token in enumerate(tokens):
                 end = before + k + 1
-                if token in options.stop_tokens or (options.stop and self._has_stop_string(end, decode)):
+                if token in options.stop_tokens or (options.stop and self._has_stop_string(end, stop_strings)):
                     self.finish = "stop"
                     for numbers in (self.tokens, self.logp, self.raw_logp):
                         del numbers[end:]
@@ -143,10 +141,11 @@ class RequestState:
             self.finish = "length"
         return 0
 
-    def _has_stop_string(self, end: int, decode: Callable[[list[int]], str] | None) -> bool:
+    def _has_stop_string(self, end: int, stop_strings: StopStrings | None) -> bool:
         """Whether the tokens before `end` complete a stop string."""
+        assert stop_strings is not None, "checked when the request was submitted"
         tokens, stop = self.tokens, self.request.sampling.stop
-        return has_stop_string(lambda size: tokens[max(0, end - size) : end].tolist(), stop, decode)
+        return stop_strings.are_complete(stop, tokens[end - 1], lambda size: tokens[max(0, end - size) : end].tolist())
 
     def completion(self, finish: CompletionFinish, version: int) -> Completion:
         return Completion(

@@ -18,7 +18,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, CompletionFinish, Request
 from burnish.core.random_keys import fold
-from burnish.inference.engine_common import has_stop_string, is_truncated, needs_scoring
+from burnish.inference.engine_common import StopStrings, is_truncated, needs_scoring
 from burnish.inference.picture_inputs import check_expansion, data_urls, marked_tokens, placeholder_bias
 from burnish.inference.server_client import ServerError
 from burnish.inference.sglang.sglang_servers import GENERATE, NEUTRAL_SAMPLING, SGLANG, ServerPool, ServerState
@@ -188,7 +188,8 @@ class RequestSender:
         decode: Callable[[list[int]], str],
         timeout_s: float,
     ) -> None:
-        self.pool, self.lock, self.vocab_size, self.decode, self.timeout_s = pool, lock, vocab_size, decode, timeout_s
+        self.pool, self.lock, self.vocab_size, self.timeout_s = pool, lock, vocab_size, timeout_s
+        self.stop_strings = StopStrings(decode)
 
     def run(self, state: InFlightRequest) -> Completion:
         """Complete a request in as many calls as it takes; raise an error that names request and server if that fails."""
@@ -298,7 +299,7 @@ class RequestSender:
         options, tokens = state.request.sampling, state.tokens
         if tokens and (
             tokens[-1] in options.stop_tokens
-            or (options.stop and has_stop_string(lambda size: tokens[-size:], options.stop, self.decode))
+            or (options.stop and self.stop_strings.are_complete(options.stop, tokens[-1], lambda size: tokens[-size:]))
         ):
             return "stop"  # also at the limit, where a server reports `length`
         if len(tokens) >= options.max_tokens:

@@ -30,7 +30,7 @@ from torch import Tensor
 from burnish.config.errors import UserError
 from burnish.config.foreign_engines import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
-from burnish.inference.engine_common import check_requests, needs_scoring
+from burnish.inference.engine_common import StopStrings, check_requests, needs_scoring
 from burnish.inference.picture_inputs import check_expansion, marked_tokens, pil_images
 from burnish.inference.vllm.vllm_requests import (
     PROBE_REQUEST,
@@ -247,7 +247,8 @@ class VllmEngine:
         before = None if VllmEngine._latest is None else VllmEngine._latest()
         if before is not None:
             before.close()
-        self.policy, self.library, self.listener, self.decode = policy, library, listener, policy.tokenizer.decode
+        self.policy, self.library, self.listener = policy, library, listener
+        self.stop_strings = StopStrings(policy.tokenizer.decode)
         self.update = WeightUpdate(policy, adapters=policy.lora is not None)
         self.version = 0
         self.ready: deque[Completion] = deque()  # finished, not yielded by `stream` yet
@@ -390,7 +391,7 @@ class VllmEngine:
                 self._append(state, output.outputs[0])
 
     def _append(self, state: PartialCompletion, drawn: Any) -> None:
-        appended = state.extend(list(drawn.token_ids), token_logprobs(drawn), self.decode)
+        appended = state.extend(list(drawn.token_ids), token_logprobs(drawn), self.stop_strings)
         if self.listener is not None:
             for token in appended:
                 self.listener(state.request.id, token)

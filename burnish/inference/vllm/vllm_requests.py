@@ -7,7 +7,7 @@ are always those of the distribution that is sampled from. Greedy tokens are nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from burnish.config.errors import UserError
 from burnish.core.engine import Completion, CompletionFinish, Request, SamplingOptions
 from burnish.core.random_keys import fold
-from burnish.inference.engine_common import check_bias, check_prompt, has_stop_string
+from burnish.inference.engine_common import StopStrings, check_bias, check_prompt
 from burnish.inference.picture_inputs import check_images_only, placeholder_bias
 from burnish.inference.server_client import ServerClient, ServerError
 
@@ -113,15 +113,13 @@ class PartialCompletion:
     """Set by scoring; None while they are those of `logp`."""
     finish: CompletionFinish | None = None
 
-    def extend(
-        self, tokens: Sequence[int], logp: Sequence[float], decode: Callable[[list[int]], str] | None
-    ) -> list[int]:
+    def extend(self, tokens: Sequence[int], logp: Sequence[float], stop_strings: StopStrings) -> list[int]:
         """Append drawn tokens up to a stop string; return those that were appended."""
         stop, before = self.request.sampling.stop, len(self.tokens)
         for token, value in zip(tokens, logp, strict=True):
             self.tokens.append(token)
             self.logp.append(value)
-            if stop and has_stop_string(lambda size: self.tokens[-size:], stop, decode):
+            if stop and stop_strings.are_complete(stop, token, lambda size: self.tokens[-size:]):
                 self.finish = "stop"
                 break
         return self.tokens[before:]
