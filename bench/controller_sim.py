@@ -327,7 +327,7 @@ class Simulation:
         )  # what is asked of it
 
         def check(requests: Sequence[Request]) -> None:
-            check_requests(requests, frozenset(), partial(check_native_request, model=model, decode=None))
+            check_requests(requests, frozenset(), partial(check_native_request, model=model, has_text=False))
 
         self.engine = RemoteEngine(rollout, trainer, probe_request(VOCAB, None), 1e9, check, ledger.count, print)
         self.learner = RemoteLearner(actor, ACTOR, ledger, torch.bfloat16, slim, lambda: None)

@@ -335,7 +335,7 @@ class Controller:
         model: Any = SimpleNamespace(arch=SimpleNamespace(vocab_size=VOCAB, max_positions=1024, vision=None))
 
         def check(requests: Sequence[Request]) -> None:
-            check_requests(requests, frozenset(), partial(check_native_request, model=model, decode=None))
+            check_requests(requests, frozenset(), partial(check_native_request, model=model, has_text=False))
 
         probe = probe_request(VOCAB, None)
         self.engine = RemoteEngine(rollout, trainer, probe, DEADLINE_S, check, metrics.count, note, clock=clock)
