@@ -27,6 +27,8 @@ from burnish.memory_plan.kv_cache import BLOCK_SIZE, CachePlan, graph_batch_size
 STEP_S, ROW_S, PREFILL_TOKEN_S = 763e-6, 6.04e-6, 5.15e-6
 REPLAY_S = 50e-6
 """The launch of one CUDA graph, in which torch gives up Python's lock."""
+MEAN_SENTENCES, LONGEST_SCRIPT = 8, 2048
+"""Of answers that are made of sentences: their mean number, and the most tokens of an answer."""
 
 
 class DeviceClock:
@@ -82,24 +84,54 @@ class SimulatedRows:
         rows = rows[self.live[rows] == 1]
         slots = (self.produced[rows, None] + np.arange(steps)) % RING_SIZE
         shape = (len(rows), steps)
-        self.ring_token[rows[:, None], slots] = self.random.integers(0, self.vocab, shape, dtype=np.int32)
+        self.ring_token[rows[:, None], slots] = self.new_tokens(rows, steps)
         self.ring_logp[rows[:, None], slots] = np.log(self.random.random(shape, dtype=np.float32) + 1e-6) * 3
         self.produced[rows] = np.minimum(self.produced[rows] + steps, self.limit[rows])
         self.live[rows] = self.produced[rows] < self.limit[rows]
 
-    def snapshot(self, rows: int, flags: SamplerFlags) -> RingSnapshot:
+    def new_tokens(self, rows: np.ndarray, steps: int) -> np.ndarray:
+        """Return the next tokens of rows."""
+        return self.random.integers(0, self.vocab, (len(rows), steps), dtype=np.int32)
+
+    def snapshot(self, rows: int, flags: SamplerFlags, drafts: torch.Tensor | None) -> RingSnapshot:
         ints = torch.from_numpy(np.stack([self.live[:rows], self.produced[:rows]]))
         rings = (torch.from_numpy(ring[:rows].copy()) for ring in (self.ring_token, self.ring_logp))
         return RingSnapshot(ints, *rings, None, cast(Any, Ready(self.clock.busy_until)))
 
 
+class SentenceRows(SimulatedRows):
+    """Rows that write sentences of a pool in random order. After each of them the answer ends with probability 1 / `mean_sentences`."""
+
+    def __init__(self, size: int, vocab: int, clock: DeviceClock, sentences: Sequence[Sequence[int]], end: int) -> None:
+        super().__init__(size, vocab, clock)
+        self.sentences, self.end = [np.array(one, dtype=np.int32) for one in sentences], end
+        self.script = np.zeros((size, LONGEST_SCRIPT), dtype=np.int32)
+
+    def start(self, rows: Sequence[NewRow]) -> None:
+        super().start(rows)
+        for row in rows:
+            random = np.random.default_rng(abs(row.key))
+            chosen = random.integers(len(self.sentences), size=random.geometric(1 / MEAN_SENTENCES))
+            text = np.concatenate([*(self.sentences[k] for k in chosen), [self.end]])[: min(row.limit, LONGEST_SCRIPT)]
+            self.script[row.row, : len(text)] = text
+            self.limit[row.row] = len(text)
+
+    def reorder(self, order: Sequence[int]) -> None:
+        super().reorder(order)
+        self.script[: len(order)] = self.script[list(order)]
+
+    def new_tokens(self, rows: np.ndarray, steps: int) -> np.ndarray:
+        places = np.minimum(self.produced[rows, None] + np.arange(steps), LONGEST_SCRIPT - 1)
+        return self.script[rows[:, None], places]
+
+
 class SimulatedRunner:
     """The methods of `ModelRunner` that the engine calls."""
 
-    def __init__(self, max_rows: int, vocab: int) -> None:
-        self.clock = DeviceClock()
-        self.rows = SimulatedRows(max_rows, vocab, self.clock)
+    def __init__(self, rows: SimulatedRows) -> None:
+        self.clock, self.rows = rows.clock, rows
         self.held_bytes = 0
+        self.recorder = self.chunks = None
 
     def batch_size(self, rows: int) -> int:
         return graph_batch_size(rows, self.rows.size)
@@ -128,10 +160,15 @@ class SimulatedRunner:
 
 
 class SimulatedEngine(PagedEngine):
-    """A paged engine on a `SimulatedRunner`."""
+    """A paged engine on a `SimulatedRunner`. Its rows write random tokens, or `sentences`, which the token `end` ends."""
+
+    sentences: Sequence[Sequence[int]] = ()
+    end = 0
 
     def _make_cache(self, plan: CachePlan, rows: int, flags: SamplerFlags) -> None:
         self.block_manager = BlockManager(plan.num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(self.max_rows, plan.blocks_per_row)
-        self._runner = cast(ModelRunner, SimulatedRunner(self.max_rows, self.model.arch.vocab_size))
+        size = self.max_rows, self.model.arch.vocab_size, DeviceClock()
+        made = SentenceRows(*size, self.sentences, self.end) if self.sentences else SimulatedRows(*size)
+        self._runner = cast(ModelRunner, SimulatedRunner(made))
         self.stats.plan = plan

@@ -158,15 +158,37 @@ def rates(args: argparse.Namespace, data: str, folder: Path) -> Iterator[dict[st
     A quarter of the plain samples comes before, unmeasured: the first requests compile kernels and capture graphs.
     """
     largest = max(args.budgets)
+    systems = rated_systems(args.searches, largest, verifier_section(args))
+    plain_rate = None
+    with ExitStack() as stack:
+        session = rates_session(args, data, list(systems.values()), folder, largest, stack)
+        one_rate(session, None, max(1, largest // 4))
+        for name, strategy in systems.items():
+            found = one_rate(session, strategy, largest)
+            plain_rate = plain_rate or found["tokens_per_second"]
+            row = {"measurement": "rate", "data": data, "system": name, "questions": args.limit, **found}
+            print(f"{name}: {found['tokens_per_second']:,.0f} tokens a second", flush=True)
+            yield row | {"share": found["tokens_per_second"] / plain_rate}
+
+
+def rated_systems(searches: list[str], largest: int, verifier: dict[str, Any]) -> dict[str, Slot | None]:
+    """Plain samples, majority of as many, and searches with 16 branches, by the names of their rows."""
     systems: dict[str, Slot | None] = {
         "plain samples": None,
         f"majority of {largest}": strategy_record("majority", n=largest),
     }
     for record in STRATEGY_RECORDS:
         name = str(record.model_fields["name"].default)
-        if "step" in record.model_fields and name in args.searches:
-            sized = strategy_record(name, verifier=verifier_section(args)).at_budget(BRANCHES)
+        if "step" in record.model_fields and name in searches:
+            sized = strategy_record(name, verifier=verifier).at_budget(BRANCHES)
             systems |= {} if sized is None else {f"{name} of {BRANCHES}": sized}
+    return systems
+
+
+def rates_session(
+    args: argparse.Namespace, data: str, systems: list[Slot | None], folder: Path, largest: int, stack: ExitStack
+) -> OpenSession:
+    """Return the model with an engine that has room for each of the systems."""
     flags = {"limit": args.limit, "sampling.temperature": args.temperature, "sampling.max_tokens": args.max_tokens}
     loaded = load_settings(data, flags, args.set, {}, args.data_dir)
     model = loaded.config.model.model_copy(update={"dtype": choose_dtype(loaded.config.model, args.model)})
@@ -176,16 +198,7 @@ def rates(args: argparse.Namespace, data: str, folder: Path) -> Iterator[dict[st
         config = loaded.config.model_copy(update={"strategy": strategy, "sampling": sampling, "model": model})
         return EvalJob(OutputPaths("rate", folder / "rate.jsonl"), config, loaded.base, {})
 
-    plain_rate = None
-    with ExitStack() as stack:
-        session = OpenSession([job(one) for one in systems.values()], args.model, stack, print, lambda text: None)
-        one_rate(session, None, max(1, largest // 4))
-        for name, strategy in systems.items():
-            found = one_rate(session, strategy, largest)
-            plain_rate = plain_rate or found["tokens_per_second"]
-            row = {"measurement": "rate", "data": data, "system": name, "questions": args.limit, **found}
-            print(f"{name}: {found['tokens_per_second']:,.0f} tokens a second", flush=True)
-            yield row | {"share": found["tokens_per_second"] / plain_rate}
+    return OpenSession([job(one) for one in systems], args.model, stack, print, lambda text: None)
 
 
 def one_rate(session: OpenSession, strategy: Slot | None, n: int) -> dict[str, Any]:
@@ -202,15 +215,17 @@ def one_rate(session: OpenSession, strategy: Slot | None, n: int) -> dict[str, A
         )
     stats = getattr(engine, "stats", None)
     before = 0 if stats is None else stats.prefilled_tokens
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     found = list(runner.run(draws, n if strategy is None else 1, pool.sampling, "eval"))
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     runner.close()
     costs = [t.metadata[SEARCH] for t in found if SEARCH in t.metadata]
     tokens = sum(cost["tokens"] for cost in costs) if costs else sum(t.num_actions for t in found)
     context = sum(cost["context_tokens"] for cost in costs) or sum(len(d.prompt.start) for d in draws) * n
     return {
         "tokens_per_second": tokens / seconds,
+        "wall_s": seconds,
+        "cpu_s": cpu,
         "cache_hit_rate": None if stats is None else 1 - (stats.prefilled_tokens - before) / context,
         "tokens": tokens,
         "requests": sum(cost["requests"] for cost in costs) / len(draws) if costs else n,

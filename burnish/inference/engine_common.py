@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,32 +140,41 @@ def needs_scoring(options: SamplingOptions) -> bool:
 class StopStrings:
     """Tells whether drawn tokens complete a stop string.
 
-    The token that completes one has its last character, so a table of tokens answers for nearly all of them. For the others the last tokens
-    are decoded: a string of k bytes spans at most k tokens with text, and a few without.
+    The token that completes one has its last character. `table` says so of any token, and nearly all have none, so that few tokens need their
+    predecessors decoded: a string of k bytes spans at most k tokens with text, and a few without.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._tables: dict[tuple[str, ...], dict[int, bool]] = {}
-        """For each set of stop strings, whether a token has the last character of one of them."""
+        self._tables: dict[tuple[str, ...], LastCharacters] = {}
 
-    def are_complete(self, stop: Sequence[str], token: int, tail: Callable[[int], list[int]]) -> bool:
+    def table(self, stop: tuple[str, ...]) -> Mapping[int, bool]:
+        """Return for each token whether it may complete one of `stop`."""
+        if stop not in self._tables:
+            self._tables[stop] = LastCharacters(self._decode, stop)
+        return self._tables[stop]
+
+    def are_complete(self, stop: tuple[str, ...], token: int, tail: Callable[[int], list[int]]) -> bool:
         """Whether the last tokens complete one of `stop`. `token` is the last one, and `tail(n)` returns the last n."""
-        table = self._tables.setdefault(tuple(stop), {})
-        if token not in table:
-            table[token] = self._has_last_character(token, stop)
-        if not table[token]:
+        if not self.table(stop)[token]:
             return False
         text = self._decode(tail(max(len(s.encode()) for s in stop) + TEXTLESS_TAIL))
         return any(s in text for s in stop)
 
-    def _has_last_character(self, token: int, stop: Sequence[str]) -> bool:
-        """Whether a token may have it: decoders strip spaces around a single token, and replace a part of a character."""
+
+class LastCharacters(dict[int, bool]):
+    """Whether the text of a token may have the last character of a stop string, computed when it is first asked for."""
+
+    def __init__(self, decode: Decode, stop: tuple[str, ...]) -> None:
+        super().__init__()
+        self._decode, self._last = decode, {s[-1] for s in stop}
+
+    def __missing__(self, token: int) -> bool:
+        # Decoders strip spaces around a single token, and write a replacement for a part of a character.
         text = self._decode([token])
-        last = {s[-1] for s in stop}
-        return any(c == " " or c in text for c in last) or (
-            REPLACEMENT_CHARACTER in text and not "".join(last).isascii()
-        )
+        found = any(c == " " or c in text or (not c.isascii() and REPLACEMENT_CHARACTER in text) for c in self._last)
+        self[token] = found
+        return found
 
 
 def empty_completion(request: Request, version: int) -> Completion:

@@ -130,9 +130,9 @@ class RequestState:
         self.logp.extend(logp)
         self.raw_logp.extend(raw)
         if options.stop_tokens or options.stop:
-            for k, token in enumerate(tokens):
+            for k in self._possible_ends(tokens, stop_strings):
                 end = before + k + 1
-                if token in options.stop_tokens or (options.stop and self._has_stop_string(end, stop_strings)):
+                if tokens[k] in options.stop_tokens or self._has_stop_string(end, stop_strings):
                     self.finish = "stop"
                     for numbers in (self.tokens, self.logp, self.raw_logp):
                         del numbers[end:]
@@ -141,10 +141,20 @@ class RequestState:
             self.finish = "length"
         return 0
 
+    def _possible_ends(self, tokens: list[int], stop_strings: StopStrings | None) -> list[int]:
+        """Return the places of stop tokens, and of tokens that may complete a stop string."""
+        options = self.request.sampling
+        if not options.stop:
+            return [k for k, token in enumerate(tokens) if token in options.stop_tokens]
+        assert stop_strings is not None, "checked when the request was submitted"
+        may_complete = stop_strings.table(options.stop)
+        return [k for k, token in enumerate(tokens) if may_complete[token] or token in options.stop_tokens]
+
     def _has_stop_string(self, end: int, stop_strings: StopStrings | None) -> bool:
         """Whether the tokens before `end` complete a stop string."""
-        assert stop_strings is not None, "checked when the request was submitted"
         tokens, stop = self.tokens, self.request.sampling.stop
+        if not stop or stop_strings is None:
+            return False
         return stop_strings.are_complete(stop, tokens[end - 1], lambda size: tokens[max(0, end - size) : end].tolist())
 
     def completion(self, finish: CompletionFinish, version: int) -> Completion:
