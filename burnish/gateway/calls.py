@@ -53,7 +53,7 @@ class ModelCall:
     """The name of the sub-agent that called, if the client gives one (`metadata.agent`)."""
     overridden: Mapping[str, Any] = field(default_factory=dict)
     """What the client asked for and does not get, because the run's own settings replace it (`temperature`) or because tokens are sampled
-    freely (`tool_choice: required`)."""
+    freely (`tool_choice: required`). `burnish serve`, which has no settings of a run, reads from here what it can do (`strategy`)."""
 
 
 def continued(call: ModelCall, previous: ModelCall, answer: Json) -> ModelCall:
@@ -93,7 +93,12 @@ class CallAnswer:
     """Seconds since 1970."""
     choices: tuple[CallChoice, ...]
     prompt_tokens: tuple[int, ...] = ()
+    strategy: Mapping[str, Any] | None = None
+    """How a strategy of test-time scaling chose the answer, and what that cost; None: the answer was sampled without one."""
 
     @property
     def num_sampled(self) -> int:
+        """Sampled tokens, also those of answers that a strategy did not choose."""
+        if self.strategy is not None:
+            return int(self.strategy["tokens"])
         return sum(len(choice.tokens) for choice in self.choices)

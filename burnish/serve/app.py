@@ -76,6 +76,7 @@ from burnish.serve.request_to_engine import (
     offered_tools,
     tokenize_response,
 )
+from burnish.serve.search_answer import CallSearchAnswer, ChoiceSearchAnswer, SearchAnswer
 from burnish.serve.search_request import MAX_SEARCH_TOKENS, open_search, search_request
 from burnish.serve.search_response import OpenedSearch, search_response
 from burnish.serve.search_run import CertaintyVerifier, SearchVerifier, ServedSearch
@@ -164,7 +165,7 @@ class Api:
         asked, requests, search = await self.bodies.work(request, prepare)
         answer = CompletionResponse(name, asked, requests, self.served.tokenizer)
         if search is not None:
-            return await self._search(request, name, search, answer)
+            return await self._search(request, name, search, ChoiceSearchAnswer(answer))
         if asked.echo:
             answer.echoes = await unless_disconnected(request, self._echoes(asked, requests))
         if asked.max_tokens == 0:
@@ -224,7 +225,7 @@ class Api:
         asked, requests, offered, search = await self.bodies.work(request, prepare)
         answer = ChatResponse(name, asked, requests, self.served.tokenizer)
         if search is not None:
-            return await self._search(request, name, search, answer)
+            return await self._search(request, name, search, ChoiceSearchAnswer(answer))
         return await self._answer(request, requests, answer, offered)
 
     def spoken(self, protocol: CallProtocol) -> Callable[[Request], Awaitable[Response]]:
@@ -234,15 +235,21 @@ class Api:
             call = protocol.parse(body, headers)
             asked = chat_request(call)
             check_model(asked.model, self.served)
+            found = search_request(asked, self.verifiers, self.max_search_tokens)
             self.async_engine.check_room(1)
             (one,) = engine_requests(asked, [chat_prompt(asked, self.served)], self.served, name)
+            search = None if found is None else OpenedSearch(found, open_search(asked, found, one, self.served))
             schemas = offered_tools(asked)
-            return without_messages(call), one, OfferedTools(self.served.tool_calls, schemas) if schemas else None
+            offered = OfferedTools(self.served.tool_calls, schemas) if schemas else None
+            return without_messages(call), one, offered, search
 
         async def endpoint(request: Request) -> Response:
             name = uuid.uuid4().hex
             headers = request.headers
-            call, one, offered = await self.bodies.work(request, lambda body: prepare(body, headers, name))
+            call, one, offered, search = await self.bodies.work(request, lambda body: prepare(body, headers, name))
+            if search is not None:
+                chosen = CallSearchAnswer(protocol, call, name, one, self.served.tokenizer)
+                return await self._search(request, name, search, chosen)
             delta = await self._sample(request, one, offered)
             answer = await asyncio.to_thread(call_answer, name, one, delta, self.served.tokenizer, call.logprobs)
             if not call.is_stream:
@@ -316,7 +323,7 @@ class Api:
             generation.cancel()
             raise
 
-    async def _search(self, request: Request, name: str, opened: OpenedSearch, answer: ApiResponse) -> Response:
+    async def _search(self, request: Request, name: str, opened: OpenedSearch, answer: SearchAnswer) -> Response:
         """The answer that a strategy chooses."""
         found, program = opened
         verifier = self.verifiers.get(found.verifier) if found.verifier is not None else None
@@ -332,7 +339,7 @@ class Api:
 
 
 PreparedChat = tuple[ChatRequest, list[EngineRequest], OfferedTools | None, OpenedSearch | None]
-PreparedCall = tuple[ModelCall, EngineRequest, OfferedTools | None]
+PreparedCall = tuple[ModelCall, EngineRequest, OfferedTools | None, OpenedSearch | None]
 
 
 MakeDeltas = Callable[[list[EngineEvent]], Awaitable[list[ChoiceDelta]]]

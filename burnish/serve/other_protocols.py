@@ -19,7 +19,7 @@ from burnish.gateway.openai_responses import ChoiceDelta
 from burnish.gateway.openai_schema import ChatRequest, bad_value, validate_fields
 from burnish.models.tokenizer import Tokenizer
 
-HONOURED = frozenset({"temperature", "top_p", "top_k", "min_p", "logit_bias"})
+HONOURED = frozenset({"temperature", "top_p", "top_k", "min_p", "logit_bias", "strategy"})
 """Options of `ModelCall.overridden` that have an effect here."""
 HINTS = frozenset({"reasoning", "thinking"})
 """Options that ask for more or less effort of models that were trained to read them."""
@@ -43,6 +43,7 @@ def chat_request(call: ModelCall) -> ChatRequest:
         "max_completion_tokens": call.max_tokens,
         "stop": list(call.stop),
         "logprobs": call.logprobs,
+        "return_token_ids": call.wants_token_ids,
         "chat_template_kwargs": dict(call.template_variables),
     }
     return validate_fields(ChatRequest, fields | {name: value for name, value in given.items() if value})

@@ -6,9 +6,8 @@ options of verifiers and the oracle are refused.
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import load_strategy, strategy_needs, strategy_verifier
 from burnish.evaluation.strategies.search import Question, Search
 from burnish.evaluation.strategies.search_program import SearchProgram
-from burnish.evaluation.strategies.search_runner import search_record
 from burnish.evaluation.strategies.solve_settings import DEFAULT_READER, READERS, check_strategy
 from burnish.evaluation.strategies.spec import (
     LIKELIHOOD,
@@ -33,8 +31,6 @@ from burnish.evaluation.strategies.spec import (
     StrategyRecord,
     VerifierPart,
 )
-from burnish.gateway.completion_text import completion_text
-from burnish.gateway.openai_responses import ApiResponse, ChoiceDelta
 from burnish.gateway.openai_schema import ApiError, ChatRequest, CompletionRequest, bad_value
 from burnish.serve.request_to_engine import MAX_SCORED_TOKENS, ServedModel, chat_messages
 
@@ -227,41 +223,3 @@ def _renderer(asked: CompletionRequest | ChatRequest, found: SearchRequest, serv
         return ChatRenderer(served.tokenizer, Template(kind="chat", kwargs=asked.chat_template_kwargs))
     except UserError as error:
         raise bad_value("strategy.name", str(error), "unsupported_parameter") from error
-
-
-def failed_search(program: SearchProgram) -> ApiError:
-    """Return the error of a search that has chosen nothing."""
-    return ApiError(400, f"the strategy has chosen no answer: {program.error}", param="strategy", code="search_failed")
-
-
-def chosen_delta(program: SearchProgram) -> ChoiceDelta:
-    """Return the chosen answer as the only choice of a response."""
-    assert program.choice is not None
-    search, chosen = program.search, program.choice.node
-    tokens = [token for node in chosen.path()[1:] for token in node.tokens]
-    text = completion_text(tokens, search.tokenizer, search.sampling.stop_tokens, search.sampling.stop)
-    return ChoiceDelta(0, text=text, tokens=[], logp=[], top=[], finish="stop" if chosen.end == "stop" else "length")
-
-
-def search_facts(program: SearchProgram, found: SearchRequest) -> dict[str, Any]:
-    """Return the object `strategy` of a response: how the answer was chosen, and what it cost."""
-    assert program.choice is not None
-    record = search_record(program)
-    answer = program.search.answer(program.choice.node)
-    facts = {"name": found.strategy.name, "verifier": found.verifier, "answer": answer, **record}
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in facts.items()}
-
-
-def whole_answer(answer: ApiResponse, program: SearchProgram, found: SearchRequest) -> dict[str, Any]:
-    """Return the response: that of one choice, whose usage counts all sampled tokens, and the object `strategy`."""
-    return answer.whole([chosen_delta(program)], program.search.cost.tokens) | {
-        "strategy": search_facts(program, found)
-    }
-
-
-def answer_events(answer: ApiResponse, program: SearchProgram, found: SearchRequest) -> Sequence[dict[str, Any]]:
-    """Return the chunks of a streamed response: the whole answer in one, and the usage if it was asked for."""
-    chunk = answer.chunk(chosen_delta(program))
-    assert chunk is not None
-    last = answer.last_chunk(program.search.cost.tokens)
-    return [chunk | {"strategy": search_facts(program, found)}, *([] if last is None else [last])]

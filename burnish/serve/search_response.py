@@ -1,4 +1,4 @@
-"""Responses to requests with a strategy: the chosen answer when the search has ended, or a stream with it as one chunk.
+"""Responses to requests with a strategy: the chosen answer when the search has ended, whole or as a stream.
 
 A stream carries the progress of the search as comments of server-sent events, which clients skip. They also keep the connection open.
 """
@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from burnish.config.errors import UserError
 from burnish.evaluation.strategies.search_program import SearchProgram
-from burnish.gateway.openai_responses import ApiResponse
 from burnish.gateway.openai_schema import ApiError, internal_error
 from burnish.serve.disconnects import EventStream, unless_disconnected
 from burnish.serve.engine_worker import EngineFailure
-from burnish.serve.search_request import SearchRequest, answer_events, failed_search, whole_answer
+from burnish.serve.search_answer import SearchAnswer, failed_search
+from burnish.serve.search_request import SearchRequest
 from burnish.serve.search_run import ServedSearch
 
 PROGRESS_S = 1.0
@@ -39,11 +39,11 @@ def invalid_search(error: UserError) -> ApiError:
 
 
 async def search_response(
-    request: Request, search: ServedSearch, found: SearchRequest, answer: ApiResponse
+    request: Request, search: ServedSearch, found: SearchRequest, answer: SearchAnswer
 ) -> Response:
     """Run a search and answer with its choice. It ends when the client disconnects."""
     try:
-        if not answer.asked.stream:
+        if not answer.is_stream:
             return await unless_disconnected(request, whole_search(search, found, answer))
         running = asyncio.create_task(search.run())
         try:
@@ -59,20 +59,20 @@ async def search_response(
         raise invalid_search(error) from error
 
 
-async def whole_search(search: ServedSearch, found: SearchRequest, answer: ApiResponse) -> Response:
+async def whole_search(search: ServedSearch, found: SearchRequest, answer: SearchAnswer) -> Response:
     """Run a search and answer with its choice, as one JSON response."""
     await search.run()
     return Response(await asyncio.to_thread(_content, search, found, answer), media_type="application/json")
 
 
-def _content(search: ServedSearch, found: SearchRequest, answer: ApiResponse) -> bytes:
+def _content(search: ServedSearch, found: SearchRequest, answer: SearchAnswer) -> bytes:
     if search.program.choice is None:
         raise failed_search(search.program)
-    return to_json(whole_answer(answer, search.program, found))
+    return to_json(answer.whole(search.program, found))
 
 
 async def search_chunks(
-    running: asyncio.Task[None], search: ServedSearch, found: SearchRequest, answer: ApiResponse
+    running: asyncio.Task[None], search: ServedSearch, found: SearchRequest, answer: SearchAnswer
 ) -> AsyncIterator[str]:
     """The answer as server-sent events, behind comments with the progress. A failure is sent as an event."""
     try:
@@ -82,13 +82,11 @@ async def search_chunks(
         running.result()
         if search.program.choice is None:
             raise failed_search(search.program)
-        events = await asyncio.to_thread(answer_events, answer, search.program, found)
-        yield "".join(f"data: {to_json(event).decode()}\n\n" for event in events) + "data: [DONE]\n\n"
+        yield await asyncio.to_thread(answer.events, search.program, found)
     except (ApiError, UserError) as error:
-        known = error if isinstance(error, ApiError) else invalid_search(error)
-        yield f"data: {to_json(known.body()).decode()}\n\n"
+        yield answer.error_event(error if isinstance(error, ApiError) else invalid_search(error))
     except EngineFailure:
-        yield f"data: {to_json(internal_error().body()).decode()}\n\n"
+        yield answer.error_event(internal_error())
 
 
 def progress(program: SearchProgram) -> str:

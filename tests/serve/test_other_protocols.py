@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import secrets
 from typing import Any
 
 import openai
@@ -121,3 +122,75 @@ def test_a_key_is_taken_from_either_header(start_server: Any) -> None:
     assert post(running, "/v1/messages", body, **{"x-api-key": "sesame-42"})[0] == 200
     status, found = post(running, "/v1/messages", body, **{"x-api-key": "sesame"})
     assert (status, found["error"]["type"]) == (401, "authentication_error")
+
+
+VOTE = {"name": "majority", "n": 9, "answer": "exact"}
+SHORT = {"model": "tiny", "max_tokens": 2, "system": "Be kind.", "messages": CHAT[1:]}
+
+
+@pytest.fixture
+def vote(random_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The vote of a chat with a seed. Requests of the other protocols, which have no seeds, draw the same one."""
+    monkeypatch.setattr(secrets, "randbits", lambda num_bits: 4)
+    return random_server.client().chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=2, seed=4, extra_body={"strategy": VOTE}
+    )
+
+
+def test_a_strategy_answers_a_response_as_it_answers_the_chat(random_server: Any, vote: Any) -> None:
+    options = {"temperature": 1, "max_output_tokens": 2, "extra_body": {"strategy": VOTE}}
+    found = respond(random_server, **options)
+    assert found.output_text == vote.choices[0].message.content
+    assert found.strategy == vote.strategy
+    assert (found.usage.input_tokens, found.usage.output_tokens) == (
+        vote.usage.prompt_tokens,
+        vote.usage.completion_tokens,
+    )
+    assert found.usage.output_tokens > 9
+    *_, last = respond(random_server, stream=True, **options)
+    assert last.type in ("response.completed", "response.incomplete")
+    assert (last.response.output_text, last.response.strategy) == (found.output_text, found.strategy)
+
+
+def test_a_strategy_answers_a_message_as_it_answers_the_chat(random_server: Any, vote: Any) -> None:
+    status, found = post(random_server, "/v1/messages", SHORT | {"strategy": VOTE})
+    assert (status, found["content"][0]["text"]) == (200, vote.choices[0].message.content)
+    assert found["strategy"] == vote.strategy
+    assert found["usage"]["output_tokens"] == vote.usage.completion_tokens
+    status, text = post(random_server, "/v1/messages", SHORT | {"strategy": VOTE, "stream": True})
+    comment, *events = text.split("\n\n")
+    assert json.loads(comment.removeprefix(": "))["strategy"]["requests"] == 9
+    (delta,) = [json.loads(one.partition("data: ")[2]) for one in events if one.startswith("event: message_delta")]
+    assert delta["strategy"] == found["strategy"]
+    assert delta["usage"] == found["usage"]
+
+
+def test_a_stop_sequence_of_a_chosen_message_is_named(script_server: Any) -> None:
+    will_say(script_server, "Hello STOP no")
+    body = SHORT | {"max_tokens": 40, "stop_sequences": ["TOP", "STOP"], "strategy": "single"}
+    _, found = post(script_server, "/v1/messages", body)
+    assert (found["content"][0]["text"], found["stop_reason"], found["stop_sequence"]) == (
+        "Hello ",
+        "stop_sequence",
+        "STOP",
+    )
+
+
+def test_what_a_strategy_refuses_is_refused_in_the_form_of_the_protocol(random_server: Any) -> None:
+    tool = {"type": "function", "name": "add", "parameters": PARAMETERS}
+    for strategy, options, param in (
+        ("majorty", {}, "strategy.name"),
+        (7, {}, "strategy"),
+        (VOTE, {"tools": [tool]}, "tools"),
+        (VOTE, {"include": ["message.output_text.logprobs"]}, "logprobs"),
+        (VOTE, {"temperature": 0}, "strategy"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            respond(random_server, **{"temperature": 1} | options, extra_body={"strategy": strategy})
+        assert caught.value.param == param
+    for options in ({}, {"stream": True}):
+        status, found = post(random_server, "/v1/messages", SHORT | {"strategy": VOTE | {"m": 3}} | options)
+        assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+        assert "majority takes n, budget, answer" in found["error"]["message"]
+    status, found = post(random_server, "/v1/messages", SHORT | {"strategy": VOTE, "return_token_ids": True})
+    assert (status, "return_token_ids: not with strategy" in found["error"]["message"]) == (400, True)

@@ -164,6 +164,11 @@ def usage(answer: CallAnswer) -> Json:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
 
 
+def strategy_field(answer: CallAnswer) -> Json:
+    """The object `strategy` of an answer that a strategy chose; nothing for an ordinary answer."""
+    return {} if answer.strategy is None else {"strategy": dict(answer.strategy)}
+
+
 def with_limit(body: Fields, *names: str) -> int | None:
     """Most new tokens, from the first of the fields that is there."""
     limits: list[Any] = [body.integer(name, 1) for name in names]

@@ -25,6 +25,7 @@ from burnish.gateway.protocols.base import (
     overridden_fields,
     reasoning_of,
     sse,
+    strategy_field,
     template_variables,
     with_limit,
 )
@@ -57,7 +58,7 @@ class Messages(CallProtocol):
     def parse(self, body: bytes | bytearray, headers: Mapping[str, str]) -> ModelCall:
         fields = Fields.of_body(body)
         _refuse_unsupported(fields)
-        overridden = overridden_fields(fields, "thinking")
+        overridden = overridden_fields(fields, "thinking", "strategy")
         return ModelCall(
             messages=tuple(_read_messages(fields)),
             tools=offered_tools(fields, overridden, _tool_choice(fields)),
@@ -69,8 +70,8 @@ class Messages(CallProtocol):
         )
 
     def whole(self, call: ModelCall, answer: CallAnswer) -> Json:
-        sampled = {"token_ids": list(answer.choices[0].tokens)} if call.wants_token_ids else {}
-        return _start(call, answer) | {"content": _blocks(answer)} | _end(answer) | {"usage": _usage(answer)} | sampled
+        content = {"content": _blocks(answer)}
+        return _start(call, answer) | content | _end(answer) | {"usage": _usage(answer)} | _extra(call, answer)
 
     def events(self, call: ModelCall, answer: CallAnswer) -> Iterator[str]:
         for event in _events(call, answer):
@@ -232,6 +233,12 @@ def _usage(answer: CallAnswer, num_sampled: int | None = None) -> Json:
     }
 
 
+def _extra(call: ModelCall, answer: CallAnswer) -> Json:
+    """What Anthropic's messages do not have, known at the end."""
+    sampled = {"token_ids": list(answer.choices[0].tokens)} if call.wants_token_ids else {}
+    return sampled | strategy_field(answer)
+
+
 def _blocks(answer: CallAnswer) -> list[Json]:
     """The content of an answer. There is a text block unless there are calls without text."""
     choice = answer.choices[0]
@@ -264,6 +271,5 @@ def _events(call: ModelCall, answer: CallAnswer) -> Iterator[Json]:
         yield {"type": "content_block_start", **at, "content_block": block | empty}
         yield {"type": "content_block_delta", **at, "delta": delta}
         yield {"type": "content_block_stop", **at}
-    sampled = {"token_ids": list(choice.tokens)} if call.wants_token_ids else {}
-    yield {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)} | sampled
+    yield {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)} | _extra(call, answer)
     yield {"type": "message_stop"}

@@ -22,6 +22,7 @@ from burnish.gateway.protocols.base import (
     overridden_fields,
     reasoning_of,
     sse,
+    strategy_field,
     template_variables,
     token_names,
     with_limit,
@@ -47,7 +48,7 @@ class Responses(CallProtocol):
     def parse(self, body: bytes | bytearray, headers: Mapping[str, str]) -> ModelCall:
         fields = Fields.of_body(body)
         _refuse_unsupported(fields)
-        overridden = overridden_fields(fields, "reasoning", "max_tool_calls")
+        overridden = overridden_fields(fields, "reasoning", "max_tool_calls", "strategy")
         tools = offered_tools(fields, overridden, checked_choice(fields, ("auto", "none", "required")))
         included = fields.texts("include", 16, MAX_NAME, "names")
         instructions = fields.text("instructions")
@@ -66,7 +67,7 @@ class Responses(CallProtocol):
         )
 
     def whole(self, call: ModelCall, answer: CallAnswer) -> Json:
-        return _response(call, answer, _output(call, answer)) | _token_ids(call, answer)
+        return _response(call, answer, _output(call, answer)) | _extra(call, answer)
 
     def events(self, call: ModelCall, answer: CallAnswer) -> Iterator[str]:
         return _number(_events(call, answer))
@@ -253,10 +254,12 @@ def _logprobs(call: ModelCall, choice: CallChoice) -> list[Json]:
     return [logprob_entry(name, logp) for name, logp in zip(token_names(choice), choice.logp, strict=True)]
 
 
-def _token_ids(call: ModelCall, answer: CallAnswer) -> Json:
+def _extra(call: ModelCall, answer: CallAnswer) -> Json:
+    """What OpenAI's responses do not have."""
     if not call.wants_token_ids:
-        return {}
-    return {"prompt_token_ids": list(answer.prompt_tokens), "token_ids": list(answer.choices[0].tokens)}
+        return strategy_field(answer)
+    ids = {"prompt_token_ids": list(answer.prompt_tokens), "token_ids": list(answer.choices[0].tokens)}
+    return ids | strategy_field(answer)
 
 
 def _number(events: Iterator[Json]) -> Iterator[str]:
@@ -283,7 +286,7 @@ def _events(call: ModelCall, answer: CallAnswer) -> Iterator[Json]:
             yield from _part_events(item["content"][0], at | {"content_index": 0})
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     whole = _response(call, answer, output)
-    yield {"type": f"response.{whole['status']}", "response": whole | _token_ids(call, answer)}
+    yield {"type": f"response.{whole['status']}", "response": whole | _extra(call, answer)}
 
 
 def _part_events(part: Json, at: Json) -> Iterator[Json]:
