@@ -31,7 +31,7 @@ from burnish.config.errors import UserError
 from burnish.memory_plan.from_config import JUDGE_CACHE_GIB
 from burnish.models.architecture import read_config
 from burnish.models.compatibility import model_digest
-from burnish.rewards.judge_endpoint import JudgeFailed
+from burnish.rewards.judge_endpoint import JudgeFailed, JudgeReply
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.worker import FrameReader
 from burnish.rewards.worker_pool import describe_exit
@@ -64,8 +64,8 @@ class EngineJudge:
         self._worker = JudgeProcess(directory, options)
         self.note = f"judge {directory.name}: {self._worker.note}, in a process of its own"
 
-    def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
-        """The answer, and the number of retries; raises JudgeFailed if there is none in time."""
+    def ask(self, body: Mapping[str, Any], deadline: float) -> JudgeReply:
+        """The answer; raises JudgeFailed if there is none in time."""
         options, problem = self.options, "nothing was asked"
         for attempt in range(options.retries + 1):
             left_s = min(options.call_s, deadline - time.monotonic())
@@ -77,7 +77,7 @@ class EngineJudge:
             try:
                 answer = question.result(left_s)
                 self._num_fruitless_starts = 0
-                return answer, attempt
+                return answer._replace(num_retries=attempt)
             except NotInTime:
                 worker.forget(question)
                 problem = f"judge {self.directory.name} gave no answer in {left_s:g} s"
@@ -116,7 +116,7 @@ class JudgeProcess:
 
     def __init__(self, directory: Path, options: JudgeOptions) -> None:
         self.note = ""
-        self._waiting: dict[int, Future[str]] = {}
+        self._waiting: dict[int, Future[JudgeReply]] = {}
         self._number = 0
         self._lock = threading.Lock()
         self._ready: Future[str] = Future()
@@ -153,9 +153,9 @@ class JudgeProcess:
     def is_dead(self) -> bool:
         return not self._thread.is_alive()
 
-    def submit(self, body: Mapping[str, Any]) -> Future[str]:
+    def submit(self, body: Mapping[str, Any]) -> Future[JudgeReply]:
         """Ask a question; the future gets the answer or `JudgeProcessDied`."""
-        question: Future[str] = Future()
+        question: Future[JudgeReply] = Future()
         with self._lock:
             number = self._number = self._number + 1
             self._waiting[number] = question
@@ -164,7 +164,7 @@ class JudgeProcess:
             self._end()
         return question
 
-    def forget(self, question: Future[str]) -> None:
+    def forget(self, question: Future[JudgeReply]) -> None:
         """Drop a question whose answer is no longer wanted."""
         with self._lock:
             number = next((n for n, one in self._waiting.items() if one is question), None)
@@ -220,7 +220,7 @@ class JudgeProcess:
             if "error" in said:
                 question.set_exception(JudgeFailed(said["error"]))
             else:
-                question.set_result(said["text"])
+                question.set_result(JudgeReply(said["text"], said["num_tokens"]))
 
     def _end(self) -> None:
         """Give all waiting callers the error."""

@@ -1,8 +1,8 @@
 """The process of a judge model (`judge_process.py` starts it): `python -m burnish.distributed.judge_worker FD`.
 
 It reads framed JSON from a socket: first what to load, then chat requests in the format of an endpoint, each with an `id`, or
-`{"forget": id}`. It answers `{"ready": note}` or `{"failed": why}`, then `{"id", "text"}` or `{"id", "error"}` for each request. It
-ends when the socket is closed, because the parent process is then gone.
+`{"forget": id}`. It answers `{"ready": note}` or `{"failed": why}`, then `{"id", "text", "num_tokens"}` or `{"id", "error"}` for each
+request. It ends when the socket is closed, because the parent process is then gone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class JudgeServer:
     def __init__(self, channel: socket.socket, policy: PolicyModel, engine: Engine) -> None:
         self.channel, self.policy, self.engine = channel, policy, engine
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.running: set[str] = set()
+        self.running: dict[str, int] = {}
+        """The tokens of each question, by its id."""
 
     def run(self, frames: FrameReader, waiting: list[bytes]) -> None:
         """Answer until the process ends; `waiting` are messages that arrived together with the setup."""
@@ -80,18 +81,19 @@ class JudgeServer:
                 name = str(message["forget"])
                 if name in self.running:
                     self.engine.abort([name], keep=False)
-                    self.running.discard(name)
+                    del self.running[name]
                 continue
             try:
-                self.engine.submit([request_of(message, self.policy)])
-                self.running.add(str(message["id"]))
+                request = request_of(message, self.policy)
+                self.engine.submit([request])
+                self.running[request.id] = len(request.tokens)
             except UserError as error:
                 send(self.channel, {"id": message["id"], "error": str(error)})
 
     def answer(self, completion: Completion) -> None:
-        self.running.discard(completion.id)
+        num_tokens = self.running.pop(completion.id) + len(completion.tokens)
         text = self.policy.tokenizer.decode(completion.tokens.tolist())
-        send(self.channel, {"id": int(completion.id), "text": text})
+        send(self.channel, {"id": int(completion.id), "text": text, "num_tokens": num_tokens})
 
 
 def request_of(message: Message, policy: PolicyModel) -> Request:

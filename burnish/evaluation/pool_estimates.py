@@ -30,6 +30,8 @@ class PooledQuestion:
     lengths: Sequence[int]
     scores: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """By verifier; None where it failed."""
+    verifier_tokens: Mapping[str, float | None] = field(default_factory=dict)
+    """By verifier: mean tokens that it read and wrote for a sample; None if it did not say so of all."""
 
 
 def is_pooled(strategy: Slot) -> bool:

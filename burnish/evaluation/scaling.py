@@ -48,6 +48,8 @@ class ScalingPoint:
     versus_majority: Estimate | None = None
     """Accuracy minus that of majority at the same budget, on the same questions; None for majority itself."""
     num_compared: int = 0
+    verifier_tokens: float | None = None
+    """Tokens that the verifier read and wrote; None if it does not say."""
 
     @property
     def name(self) -> str:
@@ -101,7 +103,7 @@ def envelope(points: Iterable[ScalingPoint]) -> list[ScalingPoint]:
 def scaling_table(scaling: Scaling) -> str:
     """Return all points as text, and the envelope."""
     head = ["strategy", "budget", "accuracy", "95% interval", "- majority", "95% interval", "tokens", "x one"]
-    head += ["requests", "calls", "failed", "wall s", "cache", "estimate"]
+    head += ["requests", "calls", "call tokens", "failed", "wall s", "cache", "estimate"]
     body = [head, *(_cells(point) for point in scaling.points)]
     widths = [max(len(row[i]) for row in body) for i in range(len(head))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in body]
@@ -126,6 +128,7 @@ def _cells(p: ScalingPoint) -> list[str]:
         f"{p.times_one_answer:.1f}",
         f"{p.requests:,.1f}",
         f"{p.verifier_calls:,.1f}",
+        "-" if p.verifier_tokens is None else f"{p.verifier_tokens:,.1f}",
         str(p.num_failed),
         "-" if p.wall_s is None else f"{p.wall_s:,.2f}",
         "-" if p.cache_hit_rate is None else f"{p.cache_hit_rate:.1%}",

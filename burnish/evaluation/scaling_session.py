@@ -271,8 +271,11 @@ def _score_pool(
         counts = by_question(journal.rows)
         done = {(question, 0) for question, found in counts.items() if len(found) == len(rows[question])}
         say(f"{scores.path.name}: {sum(map(len, rows.values())):,} samples by {scores.part.name}")
-        for question, values in scored_questions(verifier, rows, done, session):
-            found = [{"id": question, "sample": k, "score": value} for k, value in enumerate(values)]
+        for question, nodes in scored_questions(verifier, rows, done, session):
+            found = [
+                {"id": question, "sample": k, "score": node.score, "tokens": node.verifier_tokens}
+                for k, node in enumerate(nodes)
+            ]
             journal.add(found)
             progress(f"{scores.path.name}: {len(by_question(journal.rows))}/{len(rows)} questions")
         lines = [encode_row({"settings": scores.settings}), *map(encode_row, journal.rows)]
@@ -282,16 +285,17 @@ def _score_pool(
 
 def scored_questions(
     verifier: Verifier | None, rows: Mapping[str, Sequence[Row]], done: set[tuple[str, int]], session: OpenSession
-) -> Iterator[tuple[str, list[float | None]]]:
-    """Yield each question with the scores of its samples, except those in `done`. Close the verifier.
+) -> Iterator[tuple[str, list[SearchNode]]]:
+    """Yield each question with its samples as scored nodes, except those in `done`. Close the verifier.
 
     A search that samples nothing puts the stored tokens into its tree, so a verifier reads what it would read of a strategy.
     """
-    pool, found = session.pool, dict[str, list[float | None]]()
+    pool, found = session.pool, dict[str, list[SearchNode]]()
 
     async def score_stored(search: Search) -> Choice:
         nodes = [_stored_node(search, row) for row in rows[search.question.id]]
-        found[search.question.id] = await search.score(nodes)
+        await search.score(nodes)
+        found[search.question.id] = nodes
         return Choice(nodes[0])
 
     seed, tokenizer = pool.job.config.seed, session.policy.tokenizer
@@ -313,13 +317,16 @@ def _stored_node(search: Search, row: Row) -> SearchNode:
     return node
 
 
-def read_scores(scores: ScoresFile) -> dict[str, list[float | None]]:
-    """Return the scores of each question, in the order of the samples."""
-    found: dict[str, dict[int, float | None]] = {}
-    for line in scores.path.read_text(encoding="utf-8").splitlines()[1:]:
-        row = json.loads(line)
-        found.setdefault(row["id"], {})[row["sample"]] = row["score"]
-    return {question: [values[k] for k in sorted(values)] for question, values in found.items()}
+def read_scores(scores: ScoresFile) -> dict[str, list[Row]]:
+    """Return the rows of each question, in the order of the samples."""
+    rows = [json.loads(line) for line in scores.path.read_text(encoding="utf-8").splitlines()[1:]]
+    return {question: sorted(found, key=lambda row: row["sample"]) for question, found in by_question(rows).items()}
+
+
+def mean_verifier_tokens(rows: Sequence[Row]) -> float | None:
+    """Return the mean tokens of the scores of a question; None if the verifier did not say so of all, as in files of older versions."""
+    counts = [row["tokens"] for row in rows if row.get("tokens") is not None]
+    return sum(counts) / len(counts) if len(counts) == len(rows) else None
 
 
 # --- The summary -----------------------------------------------------------------------------------------------------------
@@ -332,13 +339,15 @@ def read_pool(plan: ScalingPlan) -> dict[str, PooledQuestion]:
     for question, rows in by_question(read_completions(plan.pool.paths.completions)).items():
         if any(row["accuracy"] is None for row in rows):
             continue
-        scores: dict[str, list[float | None]] = {name: values[question] for name, values in files.items()}
+        scores = {name: [row["score"] for row in scored[question]] for name, scored in files.items()}
         scores[LIKELIHOOD] = [row["mean_logp"] for row in rows]
+        tokens = {name: mean_verifier_tokens(scored[question]) for name, scored in files.items()}
         found[question] = PooledQuestion(
             [row["answered"] for row in rows],
             [row["accuracy"] for row in rows],
             [row["length"] for row in rows],
             scores,
+            tokens | {LIKELIHOOD: 0.0},
         )
     if not found:
         raise UserError(
@@ -407,8 +416,15 @@ def _pooled_point(
         num_questions=len(values),
         num_failed=num_all - len(values),
         is_oracle=part is not None and part.name == ORACLE,
+        verifier_tokens=_pooled_verifier_tokens(questions, scores, one.budget),
     )
     return point, values
+
+
+def _pooled_verifier_tokens(questions: Sequence[PooledQuestion], scores: str, k: int) -> float | None:
+    """Return the mean tokens of the scores of k samples."""
+    means = [mean for question in questions if (mean := question.verifier_tokens[scores]) is not None]
+    return k * float(np.mean(means)) if len(means) == len(questions) else None
 
 
 def _searched_point(
@@ -436,5 +452,6 @@ def _searched_point(
         num_questions=len(values),
         num_failed=num_all - len(values),
         is_oracle=cost.is_oracle,
+        verifier_tokens=cost.verifier_tokens,
     )
     return point, values

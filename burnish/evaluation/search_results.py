@@ -35,6 +35,8 @@ class SearchResult:
     verifier_calls: float
     verifier_failures: int
     """In all searches."""
+    verifier_tokens: float | None
+    """Mean tokens that the verifier read and wrote; None if it did not say so of every score."""
     wall_s: float
     """Mean seconds from the start of a search to its end. Other searches run at the same time."""
     num_searches: int
@@ -69,6 +71,8 @@ def summarise_searches(rows: Sequence[Row]) -> SearchResult | None:
     if not found:
         return None
     n = len(found)
+    # Rows of older evaluations do not say.
+    read = [one["verifier_tokens"] for one in found if one.get("verifier_tokens") is not None]
     answers = [one["answer_tokens"] for one in found if "answer_tokens" in one]
     return SearchResult(
         strategy=found[0].get("strategy", ""),
@@ -79,6 +83,7 @@ def summarise_searches(rows: Sequence[Row]) -> SearchResult | None:
         requests=sum(one["requests"] for one in found) / n,
         verifier_calls=sum(one["verifier_calls"] for one in found) / n,
         verifier_failures=sum(one["verifier_failures"] for one in found),
+        verifier_tokens=sum(read) / n if len(read) == n else None,
         wall_s=sum(one["wall_s"] for one in found) / n,
         num_searches=n,
         num_questions=len({row["id"] for row in searched}),
@@ -106,7 +111,8 @@ def search_lines(found: SearchResult) -> list[tuple[str, str]]:
     ]
     if found.verifier is not None:
         failed = f"; {found.verifier_failures:,} in all failed" if found.verifier_failures else ""
-        lines.append(("verifier", f"{found.verifier_calls:,.1f} calls a {unit}{failed}"))
+        read = "-" if found.verifier_tokens is None else f"{found.verifier_tokens:,.1f}"
+        lines.append(("verifier", f"{found.verifier_calls:,.1f} calls of {read} tokens a {unit}{failed}"))
     if found.num_without_votes:
         first = "no sample had an answer to compare, and the first was taken"
         lines.append(("no votes", f"{found.num_without_votes:,} of {found.num_searches:,} {plural}: {first}"))
@@ -126,6 +132,7 @@ def searches_json(found: SearchResult) -> dict[str, Any]:
         "requests": found.requests,
         "verifier_calls": found.verifier_calls,
         "verifier_failures": found.verifier_failures,
+        "verifier_tokens": found.verifier_tokens,
         "wall_s": found.wall_s,
         "searches": found.num_searches,
         "questions": found.num_questions,

@@ -116,7 +116,7 @@ def scaling_document(scaling: Scaling, trees: Mapping[str, Sequence[Row]]) -> st
 def _points_table(scaling: Scaling) -> str:
     best = {(point.strategy, point.budget) for point in envelope(scaling.points)}
     head = ["strategy", "budget", "accuracy", "95% interval", "minus majority", "tokens", "times one answer"]
-    head += ["verifier calls", "failed", "seconds", "cache", "estimate"]
+    head += ["verifier calls", "verifier tokens", "failed", "seconds", "cache", "estimate"]
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     rows += [_point_row(point, (point.strategy, point.budget) in best) for point in scaling.points]
     return f"<table>{''.join(rows)}</table>"
@@ -133,6 +133,7 @@ def _point_row(p: ScalingPoint, is_best: bool) -> str:
         f"{p.tokens:,.1f}",
         f"{p.times_one_answer:.1f}",
         f"{p.verifier_calls:,.1f}",
+        "-" if p.verifier_tokens is None else f"{p.verifier_tokens:,.1f}",
         str(p.num_failed),
         "-" if p.wall_s is None else f"{p.wall_s:,.2f}",
         "-" if p.cache_hit_rate is None else f"{p.cache_hit_rate:.1%}",

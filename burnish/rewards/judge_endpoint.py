@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request
 
@@ -34,6 +34,15 @@ class JudgeFailed(Exception):
     """The judge gave no answer; the text says what was tried."""
 
 
+class JudgeReply(NamedTuple):
+    """An answer of a judge's model."""
+
+    text: str
+    num_tokens: int | None
+    """Tokens of the question and of the answer; None if the endpoint does not say."""
+    num_retries: int = 0
+
+
 class JudgeBackend(Protocol):
     """Answers a judge's questions. It must be thread-safe."""
 
@@ -41,8 +50,8 @@ class JudgeBackend(Protocol):
     def address(self) -> str:
         """Identifies the model for the cache: at the same address, the same question has the same answer."""
 
-    def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
-        """The answer to a chat request and the number of retries; JudgeFailed if there is none before the deadline."""
+    def ask(self, body: Mapping[str, Any], deadline: float) -> JudgeReply:
+        """The answer to a chat request; JudgeFailed if there is none before the deadline."""
 
     def close(self) -> None:
         """Release all resources. Calls that still wait for an answer raise JudgeFailed."""
@@ -83,14 +92,14 @@ class JudgeEndpoint:
         self._call_s, self._retries, self._backoff_s = call_s, retries, backoff_s
         self._limit, self._wait = limit, wait
 
-    def ask(self, body: Mapping[str, Any], deadline: float) -> tuple[str, int]:
-        """The text of the first choice and the number of retries; JudgeFailed if there is none before the deadline."""
+    def ask(self, body: Mapping[str, Any], deadline: float) -> JudgeReply:
+        """The first choice; JudgeFailed if there is none before the deadline."""
         data, problem = json.dumps(body).encode(), "no call was made"
         for attempt in range(self._retries + 1):
             self._pause(self._limit.turn_s(), deadline, problem)
             left_s = deadline - time.monotonic()
             try:
-                return self._once(data, min(self._call_s, left_s)), attempt
+                return self._once(data, min(self._call_s, left_s))._replace(num_retries=attempt)
             except HTTPError as error:
                 body_text = error.read(MAX_SHOWN_CHARS).decode(errors="replace")
                 problem = f"{self.address} answered {error.code}: {body_text}"
@@ -112,7 +121,7 @@ class JudgeEndpoint:
     def close(self) -> None:
         """Do nothing: no connection is kept between calls."""
 
-    def _once(self, data: bytes, timeout_s: float) -> str:
+    def _once(self, data: bytes, timeout_s: float) -> JudgeReply:
         request = Request(self.address, data, self._headers)
         with OPENER.open(request, timeout=max(timeout_s, 0.001)) as reply:
             message = json.loads(reply.read())
@@ -124,7 +133,7 @@ class JudgeEndpoint:
             ) from error
         if not isinstance(content, str):
             raise ValueError(f"choices[0].message.content is not text: {str(message)[:MAX_SHOWN_CHARS]}")
-        return content
+        return JudgeReply(content, _num_tokens(message))
 
     def _pause(self, seconds: float, deadline: float, problem: str) -> None:
         """Wait; raise JudgeFailed at once if the sample's deadline comes first."""
@@ -132,6 +141,13 @@ class JudgeEndpoint:
             raise JudgeFailed(f"the deadline of the sample is reached; {problem}")
         if seconds > 0 and self._wait(seconds):
             raise JudgeFailed("the judge was closed")
+
+
+def _num_tokens(message: Mapping[str, Any]) -> int | None:
+    """`usage.total_tokens` of a reply; None if it has no such number."""
+    usage = message.get("usage")
+    total = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return total if type(total) is int else None
 
 
 def _retry_after_s(value: str | None) -> float | None:

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from burnish.data.template import prompt_as_text
-from burnish.rewards.judge_endpoint import JudgeBackend, JudgeCache, JudgeEndpoint, JudgeFailed, RateLimit, cache_key
+from burnish.rewards.judge_endpoint import (
+    JudgeBackend,
+    JudgeCache,
+    JudgeEndpoint,
+    JudgeFailed,
+    JudgeReply,
+    RateLimit,
+    cache_key,
+)
 from burnish.rewards.judge_options import PAIR, JudgeOptions, defuse_control_tokens, median_vote
 from burnish.rewards.score_types import PartResult, ScoreRequest, require_answer
 from burnish.rewards.worker_pool import CallOutcome, OutcomeQueue, ScoringCall
@@ -101,14 +109,13 @@ class Judge:
         if options.url is not None:  # servers may parse control tokens in text; our own tokenizer does not
             prompt, answer, expected = map(defuse_control_tokens, (prompt, answer, expected))
         questions = options.questions(prompt, answer, expected)
-        answers, votes, num_unparsed, num_consistent = list[str](), list[float](), 0, 0
+        answers, votes, num_unparsed, num_consistent = list[JudgeReply](), list[float](), 0, 0
         for vote in range(options.votes):
             values = list[float]()
             for order, question in enumerate(questions):
                 for attempt in range(options.parse_retries + 1):
-                    text = self._answer(question, vote, attempt, deadline)
-                    answers.append(text)
-                    value = options.parse(text, order)
+                    answers.append(self._answer(question, vote, attempt, deadline))
+                    value = options.parse(answers[-1].text, order)
                     if value is not None:
                         values.append(value)
                         break
@@ -117,19 +124,22 @@ class Judge:
                 votes.append(sum(values) / len(values))
                 num_consistent += len(set(values)) == 1
         numbers = {"parse_fail": float(not votes), "unread": float(num_unparsed)}
-        transcript = "\n---\n".join(answers)[-MAX_DETAIL_CHARS:]
+        transcript = "\n---\n".join(answer.text for answer in answers)[-MAX_DETAIL_CHARS:]
+        counts = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
+        cost = sum(counts) if len(counts) == len(answers) else None
         if not votes:
             self._count("judge_parse_fail")
-            return PartResult(0.0, 0.0 if options.parser in ("verdict", PAIR) else None, numbers, transcript)
+            accuracy = 0.0 if options.parser in ("verdict", PAIR) else None
+            return PartResult(0.0, accuracy, numbers, transcript, num_tokens=cost)
         if options.parser == PAIR:
             numbers["consistent"] = num_consistent / len(votes)
         value, disagreement = median_vote(votes)
         # A score is graded, so it gives no accuracy. A tied vote (0.5) does not count as correct.
         accuracy = float(value > 0.5) if options.parser in ("verdict", PAIR) else None
-        return PartResult(value, accuracy, numbers | {"disagreement": disagreement}, transcript)
+        return PartResult(value, accuracy, numbers | {"disagreement": disagreement}, transcript, num_tokens=cost)
 
-    def _answer(self, question: str, vote: int, attempt: int, deadline: float) -> str:
-        """The judge's answer, from the cache if it was given before. Every vote and attempt is a separate cache entry."""
+    def _answer(self, question: str, vote: int, attempt: int, deadline: float) -> JudgeReply:
+        """The judge's answer, from the cache, where it costs no tokens, if it was given before. Every vote and attempt is an entry."""
         options, backend = self.options, self._backend
         assert backend is not None, "checked when samples are submitted"
         body: dict[str, Any] = {
@@ -143,13 +153,13 @@ class Judge:
         cached = None if self._cache is None else self._cache.get(key)
         if cached is not None:
             self._count("judge_cached")
-            return cached
-        text, retried = backend.ask(body, deadline)
+            return JudgeReply(cached, 0)
+        reply = backend.ask(body, deadline)
         self._count("judge_calls")
-        self._count("judge_retried", retried)
+        self._count("judge_retried", reply.num_retries)
         if self._cache is not None:
-            self._cache.put(key, text)
-        return text
+            self._cache.put(key, reply.text)
+        return reply
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -259,7 +259,14 @@ def combine_parts(parts: Sequence[CheckedPart], done: PendingScore) -> Score:
         errors = [f"the weighted sum of row {done.request.id!r}: {wrong} (reward.parts.*.weight)"]
     if errors:
         return Score(done.request.id, None, None, values, done.timed_out, "\n".join(errors), details, extra=extra)
-    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details, steps, extra)
+    num_tokens = _total(result.num_tokens for result in done.results.values())
+    return Score(done.request.id, reward, accuracy, values, done.timed_out, None, details, steps, extra, num_tokens)
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum; None if a count is not known."""
+    known = list(counts)
+    return None if None in known else sum(filter(None, known))
 
 
 def aggregate_step_scores(scores: Sequence[float], how: str) -> float:

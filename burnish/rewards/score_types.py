@@ -83,6 +83,8 @@ class Score:
     details: dict[str, str] = field(default_factory=dict)  # explanations of the values, by part
     steps: list[tuple[int, float]] = field(default_factory=list)  # (token position, reward) before the last token
     extra: dict[str, Any] = field(default_factory=dict)  # values that functions log with the sample, by "part/column"
+    num_tokens: int | None = field(default=None, compare=False)
+    """Tokens that models read and wrote for the score; None if a part does not say, or failed."""
 
 
 class PartResult(NamedTuple):
@@ -97,6 +99,7 @@ class PartResult(NamedTuple):
         tuple[int, float], ...
     ] = ()  # (token position, value) for shares of the value given before the last token
     extra: Mapping[str, Any] = MappingProxyType({})  # texts, numbers and booleans to log with the sample
+    num_tokens: int | None = None  # tokens that a model read and wrote for the value; None: not known
 
 
 class ScoringFailure(NamedTuple):

@@ -20,6 +20,7 @@ from burnish.gateway.protocols import CallProtocol
 from burnish.models.tokenizer import Tokenizer
 from burnish.serve.other_protocols import call_answer
 from burnish.serve.search_request import SearchRequest
+from burnish.serve.search_run import ServedSearch
 
 Json = dict[str, Any]
 
@@ -35,10 +36,10 @@ class SearchAnswer(Protocol):
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
 
-    def whole(self, program: SearchProgram, found: SearchRequest) -> Json:
+    def whole(self, search: ServedSearch, found: SearchRequest) -> Json:
         """Return the response. Its usage counts all sampled tokens."""
 
-    def events(self, program: SearchProgram, found: SearchRequest) -> str:
+    def events(self, search: ServedSearch, found: SearchRequest) -> str:
         """Return the response as server-sent events."""
 
     def error_event(self, error: ApiError) -> str:
@@ -61,17 +62,18 @@ class ChoiceSearchAnswer:
         """Tokens of the prompt."""
         return self.answer.num_prompt_tokens
 
-    def whole(self, program: SearchProgram, found: SearchRequest) -> Json:
+    def whole(self, search: ServedSearch, found: SearchRequest) -> Json:
         """Return the response. Its usage counts all sampled tokens."""
-        whole = self.answer.whole([chosen_delta(program)], program.search.cost.tokens)
-        return whole | {"strategy": search_facts(program, found)}
+        facts = search_facts(search, found)
+        return self.answer.whole([chosen_delta(search.program)], facts["tokens"]) | {"strategy": facts}
 
-    def events(self, program: SearchProgram, found: SearchRequest) -> str:
+    def events(self, search: ServedSearch, found: SearchRequest) -> str:
         """Return the answer in one chunk, and the usage if it was asked for."""
-        chunk = self.answer.chunk(chosen_delta(program))
+        facts = search_facts(search, found)
+        chunk = self.answer.chunk(chosen_delta(search.program))
         assert chunk is not None
-        last = self.answer.last_chunk(program.search.cost.tokens)
-        chunks = [chunk | {"strategy": search_facts(program, found)}, *([] if last is None else [last])]
+        last = self.answer.last_chunk(facts["tokens"])
+        chunks = [chunk | {"strategy": facts}, *([] if last is None else [last])]
         return "".join(map(_event, chunks)) + "data: [DONE]\n\n"
 
     def error_event(self, error: ApiError) -> str:
@@ -100,21 +102,22 @@ class CallSearchAnswer:
         """Tokens of the prompt."""
         return len(self.request.tokens)
 
-    def whole(self, program: SearchProgram, found: SearchRequest) -> Json:
+    def whole(self, search: ServedSearch, found: SearchRequest) -> Json:
         """Return the response. Its usage counts all sampled tokens."""
-        return self.protocol.whole(self.call, self._answer(program, found))
+        return self.protocol.whole(self.call, self._answer(search, found))
 
-    def events(self, program: SearchProgram, found: SearchRequest) -> str:
+    def events(self, search: ServedSearch, found: SearchRequest) -> str:
         """Return the events of the protocol."""
-        return "".join(self.protocol.events(self.call, self._answer(program, found)))
+        return "".join(self.protocol.events(self.call, self._answer(search, found)))
 
     def error_event(self, error: ApiError) -> str:
         """Return an error after the start of a stream."""
         return self.protocol.error_event(error)
 
-    def _answer(self, program: SearchProgram, found: SearchRequest) -> CallAnswer:
-        plain = call_answer(self.name, self.request, chosen_delta(program), self.tokenizer, wants_pieces=False)
-        return replace(plain, strategy=search_facts(program, found))
+    def _answer(self, search: ServedSearch, found: SearchRequest) -> CallAnswer:
+        delta = chosen_delta(search.program)
+        plain = call_answer(self.name, self.request, delta, self.tokenizer, wants_pieces=False)
+        return replace(plain, strategy=search_facts(search, found))
 
 
 def chosen_delta(program: SearchProgram) -> ChoiceDelta:
@@ -127,10 +130,11 @@ def chosen_delta(program: SearchProgram) -> ChoiceDelta:
     return ChoiceDelta(0, text=text, tokens=tokens, logp=[], top=[], finish=finish)
 
 
-def search_facts(program: SearchProgram, found: SearchRequest) -> Json:
+def search_facts(search: ServedSearch, found: SearchRequest) -> Json:
     """Return the object `strategy` of a response: how the answer was chosen, and what it cost."""
+    program = search.program
     assert program.choice is not None
-    record = search_record(program)
+    record = search_record(program) | {"wall_s": search.wall_s}
     answer = program.search.answer(program.choice.node)
     facts = {"name": found.strategy.name, "verifier": found.verifier, "answer": answer, **record}
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in facts.items()}

@@ -68,7 +68,7 @@ async def whole_search(search: ServedSearch, found: SearchRequest, answer: Searc
 def _content(search: ServedSearch, found: SearchRequest, answer: SearchAnswer) -> bytes:
     if search.program.choice is None:
         raise failed_search(search.program)
-    return to_json(answer.whole(search.program, found))
+    return to_json(answer.whole(search, found))
 
 
 async def search_chunks(
@@ -82,7 +82,7 @@ async def search_chunks(
         running.result()
         if search.program.choice is None:
             raise failed_search(search.program)
-        yield await asyncio.to_thread(answer.events, search.program, found)
+        yield await asyncio.to_thread(answer.events, search, found)
     except (ApiError, UserError) as error:
         yield answer.error_event(error if isinstance(error, ApiError) else invalid_search(error))
     except EngineFailure:

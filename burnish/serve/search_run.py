@@ -7,6 +7,7 @@ holds. The strategy itself runs in a thread, one step at a time.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
@@ -50,7 +51,10 @@ class CertaintyVerifier:
             # Texts and messages are not needed, and may go to another process.
             light = [replace(one, prompt="", completion="") for one in part]
             values = await self._engine.call(partial(self._scorer.self_certainty, light))
-            found += [Score(one.id, value, None) for one, value in zip(part, values, strict=True)]
+            found += [
+                Score(one.id, value, None, num_tokens=len(list(one.tokens or ())))
+                for one, value in zip(part, values, strict=True)
+            ]
         return found
 
 
@@ -76,6 +80,8 @@ class ServedSearch:
         self.name, self.program, self.engine, self.verifier = name, program, engine, verifier
         self.has_results = asyncio.Event()
         """Set when the search has taken its first results, so the engine has accepted its requests, and when it has ended."""
+        self.wall_s = 0.0
+        """Seconds from the start of the search to its end."""
         self._most = max(1, engine.max_unfinished // SEARCH_SHARE)
         self._waiting: deque[Request] = deque()
         self._num_running = 0
@@ -86,6 +92,7 @@ class ServedSearch:
     async def run(self) -> None:
         """Run the search until it has chosen. Cancel this to end it early; its requests end with it."""
         results: Results = ()
+        started = time.perf_counter()
         try:
             while True:
                 requests, scores = await asyncio.to_thread(self._advance, results)
@@ -98,6 +105,7 @@ class ServedSearch:
                     raise RuntimeError(f"{self.name}: the search waits for nothing")
                 results = await self._next_results()
         finally:
+            self.wall_s = time.perf_counter() - started
             self.has_results.set()
             self.cancel()
 
@@ -128,7 +136,7 @@ class ServedSearch:
                 return self._named(requests), [replace(s, id=self._id(s.id)) for s in scores]
             for score in scores:
                 node = program.search.nodes[node_index(score.id)]
-                program.take_score(Score(score.id, mean_logp(node), None))
+                program.take_score(Score(score.id, mean_logp(node), None, num_tokens=0))
         return [], []
 
     def _named(self, requests: Sequence[Request]) -> list[Request]:

@@ -132,10 +132,11 @@ class ModelScorer:
         if self.options.clip is not None:
             values = [max(-self.options.clip, min(self.options.clip, value)) for value in values]
         if self.delimiter is None:
-            return PartResult(values[0])
+            return PartResult(values[0], num_tokens=len(text.tokens))
         chances = torch.tensor(values, dtype=torch.float64).sigmoid().tolist()
         shown = " ".join(f"{chance:.3f}" for chance in chances)
         told: dict[str, Any] = {"parts": {"steps": float(len(chances))}, "details": f"steps {shown}"}
+        told["num_tokens"] = len(text.tokens)
         if self.aggregate != EACH_STEP:
             return PartResult(aggregate_step_scores(chances, self.aggregate), **told)
         # The last scored token may not be one that the model wrote; its reward goes to the last written token.

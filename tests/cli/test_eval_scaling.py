@@ -51,14 +51,21 @@ def command(model: Path, *more: str) -> list[str]:
 
 
 def test_strategies_share_a_pool_and_agree_with_their_own_runs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    strategies = ["majority", "best_of_n", "best_of_n@e.py:chars", "best_of_n@oracle", "p.py:longest"]
+    strategies = [
+        "majority",
+        "best_of_n",
+        "best_of_n@e.py:chars",
+        "best_of_n@oracle",
+        "best_of_n@self_certainty",
+        "p.py:longest",
+    ]
     scaling = ["--scaling", *strategies, "--budgets", "1", "2", "4", "--keep-trees"]
     assert main(command(model, *scaling)) == 0
     shown = capsys.readouterr()
     assert "scores-e.py-chars.jsonl: 24 samples" in shown.err
     found = json.loads(Path("s/scaling.json").read_text())
     points = {(p["strategy"], p["budget"]): p for p in found["points"]}
-    assert len(points) == 15
+    assert len(points) == 18
     pool = read_completions(Path("s/pool.jsonl"))
     mean = sum(row["length"] for row in pool) / 24
     assert (found["pool_size"], found["answer_tokens"]) == (4, pytest.approx(mean))
@@ -86,6 +93,11 @@ def test_strategies_share_a_pool_and_agree_with_their_own_runs(model: Path, caps
     assert points["majority", 2]["versus_majority"] is None
     versus = points["best_of_n@oracle", 4]["versus_majority"]
     assert versus["mean"] == pytest.approx(oracle[2] - points["majority", 4]["accuracy"]["mean"])
+    # Self-certainty reads the question (two tokens and no more) and all tokens of each sample.
+    reads = [points["best_of_n@self_certainty", k]["verifier_tokens"] for k in (1, 2, 4)]
+    assert reads == pytest.approx([k * (2 + mean) for k in (1, 2, 4)])
+    assert points["best_of_n@likelihood", 4]["verifier_tokens"] == points["majority", 4]["verifier_tokens"] == 0
+    assert by_chars["verifier_tokens"] is points["best_of_n@oracle", 4]["verifier_tokens"] is None
     page = Path("s/scaling.html").read_text()
     assert page.count("<details class=tree>") == 18  # six questions at three budgets
     assert "<svg" in Path("s/scaling.svg").read_text()

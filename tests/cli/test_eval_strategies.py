@@ -115,7 +115,7 @@ def test_a_search_whose_verifier_failed_is_a_failure_and_no_wrong_answer(
     shown = capsys.readouterr()
     assert "accuracy     -" in shown.out
     assert "failed       5 searches, not counted" in shown.out
-    assert "verifier     4.0 calls a question; 20 in all failed" in shown.out
+    assert "verifier     4.0 calls of - tokens a question; 20 in all failed" in shown.out
     assert "the verifier failed for every candidate" in shown.err
     assert {row["accuracy"] for row in read_completions(Path("o.jsonl"))} == {None}
 

@@ -76,6 +76,10 @@ def test_a_verifier_scores_and_a_budget_ends_the_search(model: Path, capsys: pyt
     assert result["tokens"] == sum(node["tokens"] for node in sampled) <= 7
     assert result["verifier_calls"] == len(sampled) < 16
     assert result["score"] == max(node["score"] for node in sampled) > 0
+    assert result["verifier_tokens"] == sum(3 + node["tokens"] for node in sampled)  # the question has three
+    assert main(["solve", *words, "strategy.verifier=self_certainty"]) == 0
+    calls = f"{result['verifier_calls']} verifier calls of {result['verifier_tokens']} tokens, "
+    assert calls in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from burnish.models.architecture import new_architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.models.tokenizer import Tokenizer
-from burnish.rewards.judge_endpoint import JudgeFailed
+from burnish.rewards.judge_endpoint import JudgeFailed, JudgeReply
 from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.score_types import ScoreRequest
 from burnish.rewards.scoring import Rewards
@@ -122,9 +122,12 @@ def test_the_scores_are_what_the_model_says_whoever_is_judged_beside(judge: Engi
 def test_an_answer_belongs_to_the_question_and_its_seed(judge: EngineJudge, directory: Path) -> None:
     asked = [body("12", seed, 1.0) for seed in range(8)]
     until = time.monotonic() + 60
-    found = [judge.ask(one, until)[0] for one in asked]
-    assert found == said(directory, asked) == [judge.ask(one, until)[0] for one in asked]
+    found = [judge.ask(one, until) for one in asked]
+    assert [reply.text for reply in found] == said(directory, asked) == [judge.ask(one, until).text for one in asked]
     assert len(set(found)) > 1
+    for reply in found:  # one token a character, and an end token unless the answer was cut
+        assert reply.num_tokens is not None
+        assert 0 <= reply.num_tokens - len("12>") - len(reply.text) <= 1
 
 
 def test_a_process_that_dies_is_started_again_and_asked_again(judge: EngineJudge) -> None:
@@ -155,14 +158,14 @@ class Mortal:
         self.left, self.is_dead, self.is_killed = self.answers.pop(0) if self.answers else 0, False, False
         self.made.append(self)
 
-    def submit(self, body: dict[str, Any]) -> Future[str]:
-        question: Future[str] = Future()
+    def submit(self, body: dict[str, Any]) -> Future[JudgeReply]:
+        question: Future[JudgeReply] = Future()
         self.is_dead = self.left == 0
         self.left -= 1
         if self.is_dead:
             question.set_exception(judges.JudgeProcessDied("it died"))
         else:
-            question.set_result("9")
+            question.set_result(JudgeReply("9", 7))
         return question
 
     def kill(self) -> None:
@@ -188,7 +191,7 @@ def test_a_process_that_always_dies_is_started_again_three_times_in_a_row(
     mortal.made.clear()
     mortal.answers[:] = [0, 0, 0, 1]
     made = EngineJudge(directory, JudgeOptions.of(options_of(directory, retries=9), "here"))
-    assert made.ask(body("1"), time.monotonic() + 60) == ("9", 3)
+    assert made.ask(body("1"), time.monotonic() + 60) == JudgeReply("9", 7, 3)
     with pytest.raises(JudgeFailed, match="after each of 3 starts"):
         made.ask(body("1"), time.monotonic() + 60)
     assert len(mortal.made) == 4 + 3  # an answer gives it three more

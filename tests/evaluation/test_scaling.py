@@ -43,7 +43,16 @@ def point(strategy: str, budget: int, accuracy: float, tokens: float, **more: ob
 POINTS = [
     point("majority", 1, 0.3, 10.0),
     point("majority", 4, 0.4, 40.0),
-    point("trees", 4, 0.45, 35.0, wall_s=1.5, cache_hit_rate=0.5, versus_majority=Estimate(0.05, -0.1, 0.2)),
+    point(
+        "trees",
+        4,
+        0.45,
+        35.0,
+        wall_s=1.5,
+        cache_hit_rate=0.5,
+        verifier_tokens=1234.5,
+        versus_majority=Estimate(0.05, -0.1, 0.2),
+    ),
     point("trees", 8, 0.42, 80.0),
     point("best@oracle", 4, 0.9, 40.0, is_oracle=True),
 ]
@@ -75,6 +84,19 @@ def test_the_bootstrap_is_seeded_and_agrees_with_the_normal_interval() -> None:
 
 def test_json_holds_all_that_the_page_is_made_of() -> None:
     assert scaling_of_json(json.loads(json.dumps(scaling_json(SCALING)))) == SCALING
+
+
+def test_the_tokens_of_a_verifier_are_shown_and_a_dash_where_it_does_not_say() -> None:
+    for text in (scaling_table(SCALING), scaling_document(SCALING, {})):
+        assert text.count("1,234.5") == 1
+    cells = [line.split() for line in scaling_table(SCALING).splitlines()[1:6]]
+    column = cells[2].index("1,234.5")
+    assert [row[column] for row in cells if len(row) == len(cells[2])] == ["1,234.5"]
+    assert cells[3][-5] == "-"  # call tokens, failed, seconds, cache, estimate
+    old = scaling_json(SCALING)
+    for one in old["points"]:
+        del one["verifier_tokens"]  # as versions before this number wrote it
+    assert scaling_of_json(old).points[2].verifier_tokens is None
 
 
 def test_oracles_are_marked_in_the_table_the_chart_and_the_page() -> None:

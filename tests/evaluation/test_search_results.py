@@ -34,7 +34,13 @@ def test_means_of_several_searches_of_a_question_are_said_to_be_per_search() -> 
     assert once["requests"].startswith("4.0 a question,")
     assert twice["tokens"] == "15.0 a search; 60 in all"
     assert twice["requests"].startswith("4.0 a search,")
-    assert twice["verifier"] == "0.0 calls a search"
+    assert twice["verifier"] == "0.0 calls of - tokens a search"
+
+
+def test_the_tokens_of_a_verifier_are_a_mean_if_all_searches_know_them() -> None:
+    known = [row(k, verifier="model", verifier_calls=2, verifier_tokens=tokens) for k, tokens in enumerate((10, 31))]
+    assert lines(*known)["verifier"] == "2.0 calls of 20.5 tokens a question"
+    assert lines(*known, row(2, verifier="model", verifier_tokens=None))["verifier"].endswith("of - tokens a question")
 
 
 def test_questions_without_any_vote_are_counted_and_failed_ones_are_not() -> None:

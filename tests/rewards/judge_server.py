@@ -23,6 +23,7 @@ class Reply:
     after_s: float = 0.0
     raw: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,7 +57,7 @@ def serving(answer: Callable[[Body, int], Reply]) -> Iterator[Endpoint]:
                 endpoint.most_at_once = max(endpoint.most_at_once, endpoint.now)
             reply = answer(body, number)
             time.sleep(reply.after_s)
-            said = {"choices": [{"message": {"role": "assistant", "content": reply.text}}]}
+            said: Body = {"choices": [{"message": {"role": "assistant", "content": reply.text}}], "usage": reply.usage}
             content = json.dumps(said).encode() if reply.raw is None else reply.raw
             with endpoint.lock:
                 endpoint.now -= 1

@@ -97,6 +97,17 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again_at_a_higher_temperatur
     assert [body["seed"] for body in endpoint.asked] == [0, 1, 2]
 
 
+def test_a_score_counts_the_tokens_of_all_answers_and_is_silent_where_an_endpoint_is(tmp_path: Path) -> None:
+    used = [{"total_tokens": 30}, {"prompt_tokens": 5, "total_tokens": 12}, {}]
+    said = ["hm", '{"correct": true}', '{"correct": false}']
+    with serving(lambda body, number: Reply(said[number], usage=used[number])) as endpoint:
+        (read,), _ = judged(endpoint, [request("a")], tmp_path, cache="c")
+        (cached,), _ = judged(endpoint, [request("a")], tmp_path, cache="c")
+        (silent,), _ = judged(endpoint, [request("b", "41")], tmp_path, cache="c")
+    assert (read.num_tokens, cached.num_tokens, silent.num_tokens) == (42, 0, None)
+    assert (read.reward, silent.reward) == (1.0, 0.0)
+
+
 def test_a_judge_that_never_gives_a_verdict_scores_0_and_is_counted() -> None:
     with serving(lambda body, number: Reply("I cannot say")) as endpoint:
         (score,), counters = judged(endpoint, [request("a")], parse_retries=1)

@@ -112,6 +112,9 @@ def test_what_cannot_be_scored_is_a_failure_of_that_sample_alone(scorer_at: Path
     assert isinstance(strange, ScoringFailure)
     assert "cannot read the answer" in strange.error
     assert isinstance(good, PartResult)
+    (read,) = model([request("d", "12", [3, 2, 1, 2, 3], written=[False] * 3 + [True] * 2)])
+    assert isinstance(read, PartResult)
+    assert read.num_tokens == 5
     with torch.no_grad():
         model.model.head.fill_(float("nan"))
     (broken,) = model([request("c", "12")])

@@ -82,6 +82,8 @@ class Cost:
     scores: int = 0
     """Paths that the verifier scored."""
     failed_scores: int = 0
+    score_tokens: int | None = 0
+    """Tokens that the verifier read and wrote; None once it has not said so of a score."""
 
 
 class Ask(list[SearchNode]):

@@ -123,7 +123,11 @@ class SearchProgram:
         node = self._scoring.pop(node_index(score.id))
         value = None if score.timed_out else score.reward
         node.score = value if value is not None and math.isfinite(value) else None
-        self.search.cost.failed_scores += node.score is None
+        node.verifier_tokens = score.num_tokens
+        cost = self.search.cost
+        cost.failed_scores += node.score is None
+        if cost.score_tokens is not None:
+            cost.score_tokens = None if score.num_tokens is None else cost.score_tokens + score.num_tokens
         if self.score_error is None and node.score is None:
             late = "the verifier exceeded its deadline (reward.timeout_s)" if score.timed_out else None
             self.score_error = score.error or late or f"the score is {value}"

@@ -212,6 +212,7 @@ def search_record(program: SearchProgram) -> dict[str, Any]:
         "context_tokens": cost.context_tokens,
         "verifier_calls": cost.scores,
         "verifier_failures": cost.failed_scores,
+        "verifier_tokens": cost.score_tokens,
     }
     found |= {"answer_tokens": cost.whole_tokens / cost.whole_answers} if cost.whole_answers else {}
     if choice is not None:

@@ -39,6 +39,8 @@ class SearchNode:
     end: NodeEnd = "open"
     score: float | None = None
     """The verifier's score of the path to this node; None if it was not scored, or if scoring failed."""
+    verifier_tokens: int | None = None
+    """Tokens that the verifier read and wrote for the score; None if it does not say."""
     pictures: tuple[PictureSpan, ...] = ()
     """Images of a root, with their places among its tokens."""
     num_before: int = 0

@@ -33,7 +33,7 @@ from burnish.evaluation.strategies.solve_settings import SolveSettings, check_st
 from burnish.evaluation.strategies.spec import SELF_CERTAINTY
 from burnish.models.policy import PolicyModel
 
-COST = ("tokens", "requests", "context_tokens", "verifier_calls", "verifier_failures")
+COST = ("tokens", "requests", "context_tokens", "verifier_calls", "verifier_failures", "verifier_tokens")
 TREE, WALL = "tree", "wall_s"
 LABEL = 12
 """Columns before the value of a line."""
@@ -59,6 +59,8 @@ class Solution:
     verifier_calls: int
     verifier_failures: int
     """Verifier calls without a score."""
+    verifier_tokens: int | None
+    """Tokens that the verifier read and wrote; None if it does not say."""
     seconds: float
     numbers: dict[str, float] = field(default_factory=dict)
     """What the strategy reports of itself."""
@@ -124,10 +126,15 @@ def solution_text(solution: Solution, width: int = 100, whole_tree: bool = False
 def cost_text(solution: Solution) -> str:
     """Return what a search cost, in words."""
     failed = f" ({solution.verifier_failures} failed)" if solution.verifier_failures else ""
+    read = f" of {_number(solution.verifier_tokens)} tokens" if solution.verifier_calls else ""
     return (
         f"{counted(solution.tokens, 'token')} in {counted(solution.requests, 'request')} over {solution.context_tokens:,} context "
-        f"tokens, {counted(solution.verifier_calls, 'verifier call')}{failed}, {solution.seconds:.2f} s"
+        f"tokens, {counted(solution.verifier_calls, 'verifier call')}{read}{failed}, {solution.seconds:.2f} s"
     )
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def solve_prompts(

@@ -65,7 +65,7 @@ class Verifier(Protocol):
 
 
 class LocalVerifier:
-    """A verifier that computes all waiting scores at once in this process, when it is polled."""
+    """A verifier that computes all waiting scores at once in this process, when it is polled. It reads all tokens of each path."""
 
     is_local = True
 
@@ -83,7 +83,10 @@ class LocalVerifier:
     def poll(self, timeout_s: float | None) -> list[Score]:
         requests, self._waiting = self._waiting, []
         values = self._compute(requests) if requests else []
-        return [Score(one.id, value, None) for one, value in zip(requests, values, strict=True)]
+        return [
+            Score(one.id, value, None, num_tokens=len(list(one.tokens or ())))
+            for one, value in zip(requests, values, strict=True)
+        ]
 
     def close(self) -> None:
         self._waiting.clear()

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burnish.core.engine import SamplingOptions
-from burnish.evaluation.strategies.search import Question, Search
+from burnish.core.engine import Completion, SamplingOptions
+from burnish.evaluation.strategies.search import Choice, Question, Search
 from burnish.evaluation.strategies.search_program import SearchProgram
-from burnish.evaluation.strategies.search_runner import tree_record
+from burnish.evaluation.strategies.search_runner import search_record, tree_record
 from burnish.evaluation.strategies.search_tree import SearchNode, mean_logp
 from burnish.evaluation.strategies.spec import Single
 from burnish.evaluation.strategies.votes import single
@@ -75,6 +75,7 @@ def test_a_verifier_that_exceeds_its_deadline_has_failed() -> None:
     (request,) = program.score_requests()
     program.take_score(Score(request.id, 0.0, 0.0, timed_out=True))
     assert search.cost.failed_scores == 1
+    assert search.cost.score_tokens is None
     assert "deadline" in (program.score_error or "")
 
 
@@ -86,3 +87,29 @@ def test_only_answers_that_one_request_could_sample_to_the_end_count_as_whole() 
     stepped, _ = solve("beam_search", digits, n=4, beams=2, step=None, step_tokens=9)
     assert (plain.cost.whole_answers, plain.cost.whole_tokens) == (4, 20)
     assert stepped.cost.whole_answers == 0
+
+
+def test_the_tokens_of_a_verifier_are_added_up_until_one_score_does_not_say() -> None:
+    search, _ = solve("single", lambda text: {END: 1.0})
+
+    async def scored(search: Search) -> object:
+        nodes = await search.sample(search.root, 3)
+        await search.score(nodes)
+        return Choice(nodes[0])
+
+    def sampled(search: Search) -> SearchProgram:
+        program = SearchProgram(search, scored(search))
+        for request in program.requests():
+            program.take(Completion(request.id, np.array([1]), np.zeros(1, dtype=np.float32), "stop", version=0))
+        return program
+
+    program = sampled(search)
+    found = []
+    for request, num_tokens in zip(program.score_requests(), (5, 0, None), strict=True):
+        program.take_score(Score(request.id, 0.5, None, num_tokens=num_tokens))
+        found.append(search.cost.score_tokens)
+    assert found == [5, 5, None]
+    assert search_record(program)["verifier_tokens"] is None
+    by_likelihood = sampled(solve("single", lambda text: {END: 1.0})[0])
+    by_likelihood.score_by(mean_logp)
+    assert search_record(by_likelihood)["verifier_tokens"] == 0
