@@ -27,6 +27,7 @@ from burnish.algorithms.losses.off_policy_spec import SecondMomentClip
 from burnish.algorithms.losses.policy_loss import Loss, PolicyLoss
 from burnish.algorithms.terms.loss_terms import sequence_aggregation_weights
 from burnish.algorithms.terms.spec import Aggregation
+from burnish.cli.eval import Progress as ProgressLine
 from burnish.cli.main import print_note
 from burnish.config.data import Data, Source, Template
 from burnish.config.errors import UserError, unknown_name_error
@@ -54,7 +55,7 @@ from burnish.evaluation.strategies.solve_settings import (
     reader_reward,
     solve_settings,
 )
-from burnish.evaluation.strategies.solving import Solution, solve_prompts
+from burnish.evaluation.strategies.solving import Solution, SolveProgress, solve_prompts
 from burnish.models.policy import PolicyModel, load_policy
 from burnish.rollout.runner import RolloutRunner
 from burnish.trainers.minibatches import build_policy_loss, with_answer_ids, with_second_moment_mask
@@ -202,21 +203,38 @@ class Policy:
         top_p: float = 1.0,
         top_k: int = 0,
         stop: Sequence[str] = (),
+        progress: bool | Callable[[str], None] = True,
         **options: Any,
     ) -> list[Solution]:
         """The answer that a strategy chooses for each prompt, with its votes and its cost. `options` are those of the strategy.
 
         `budget` limits the tokens sampled for one prompt, and `max_tokens` those of one answer. `reward` names the verifier by which an
         answer is read: number, math, choice or exact. Columns of a row other than its prompt have no effect.
+
+        Long calls show their progress on stderr, as `burnish.evaluate` does. `progress` may be a function, which gets the text whenever a
+        search has changed, or False.
         """
         settings = solve_settings(strategy, budget, options)
         sampling = self._sampling(max_tokens, temperature, top_p, top_k, stop)
         check_strategy(settings.strategy, sampling.temperature)
         read = reader_reward(reward)
         draws, base = self._draws(prompts), Path.cwd()
-        return solve_prompts(
-            self._model, self._engine, draws, settings, sampling, read, self.seed, self.template, base, note=print_note
-        )
+        with ProgressLine() as line:
+            say = progress if callable(progress) else line
+            on_step = SolveProgress(len(draws), say).on_step if progress else None
+            return solve_prompts(
+                self._model,
+                self._engine,
+                draws,
+                settings,
+                sampling,
+                read,
+                self.seed,
+                self.template,
+                base,
+                on_step,
+                print_note,
+            )
 
     def _draws(self, prompts: Prompts) -> list[PromptSample]:
         """The prompts of a call, with how often this policy has drawn each before."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1024
 REDRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
+RUNNING_SHARE = 4
+"""The texts that are being written have at most 1 / RUNNING_SHARE of the lines."""
 SETTINGS = ("strategy.", "strategy=", "budget=")
 
 
@@ -233,7 +236,7 @@ class SearchDisplay:
         self._stream = stream
         self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._program: SearchProgram | None = None
-        self._running: dict[str, int] = {}
+        self._running: dict[str, list[int]] = {}
         """Tokens of requests that have not ended, by the request's id."""
         self._num_lines = 0
         self._next = 0.0
@@ -241,14 +244,14 @@ class SearchDisplay:
 
     def on_token(self, request: str, token: int) -> None:
         """A token was sampled."""
-        self._running[request] = self._running.get(request, 0) + 1
+        self._running.setdefault(request, []).append(token)
         self._show()
 
     def on_step(self, program: SearchProgram) -> None:
         """The search has changed."""
         self._program = program
         running = set(program.running)
-        self._running = {request: count for request, count in self._running.items() if request in running}
+        self._running = {request: tokens for request, tokens in self._running.items() if request in running}
         self._show(is_last=program.is_done)
 
     def _show(self, is_last: bool = False) -> None:
@@ -261,14 +264,13 @@ class SearchDisplay:
         self._next = now + max(REDRAW_EVERY_S if self._is_terminal else LINE_EVERY_S, 9 * (now - began))
 
     def _write_state(self, program: SearchProgram) -> None:
-        tokens = program.search.cost.tokens + sum(self._running.values())
         if self._is_terminal:
             size = shutil.get_terminal_size()
-            self._redraw(search_block(program, tokens, size.columns - 1, size.lines - 2))
+            self._redraw(search_block(program, self._running, size.columns - 1, size.lines - 2))
             return
         from burnish.evaluation.strategies.search_text import progress_text
 
-        line = progress_text(program.search, tokens)
+        line = progress_text(program.search, tokens_so_far(program, self._running))
         if line != self._last_line:
             self._last_line = line
             self._write(line + "\n")
@@ -291,13 +293,27 @@ class SearchDisplay:
             self._write(f"\x1b[{self._num_lines}F\x1b[J")
 
 
-def search_block(program: SearchProgram, tokens: int, width: int, height: int) -> list[str]:
-    """A search as lines for a terminal: how far it is, then the votes, or the tree if answers branch."""
+def tokens_so_far(program: SearchProgram, running: Mapping[str, Sequence[int]]) -> int:
+    """The tokens of a search, with those of requests that have not ended."""
+    return program.search.cost.tokens + sum(map(len, running.values()))
+
+
+def search_block(program: SearchProgram, running: Mapping[str, Sequence[int]], width: int, height: int) -> list[str]:
+    """A search as lines for a terminal: how far it is, what is being written, then the votes, or the tree if answers branch."""
     from burnish.evaluation.strategies.search_runner import tree_record
-    from burnish.evaluation.strategies.search_text import clipped, progress_text, tree_lines, votes_lines, votes_so_far
+    from burnish.evaluation.strategies.search_text import (
+        clipped,
+        progress_text,
+        running_lines,
+        tree_lines,
+        votes_lines,
+        votes_so_far,
+    )
 
     found = program.search
-    lines = [clipped(progress_text(found, tokens), width)]
+    lines = [clipped(progress_text(found, tokens_so_far(program, running)), width)]
+    lines += running_lines(found, running, width, max(0, height // RUNNING_SHARE))
+    height -= len(lines) - 1
     branches = any(node.parent is not None and node.parent.parent is not None for node in found.nodes)
     has_scores = any(node.score is not None for node in found.nodes)
     if not branches and not has_scores:

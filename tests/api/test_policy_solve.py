@@ -90,3 +90,25 @@ def test_an_answer_longer_than_the_model_is_cut_with_a_note(
     (solution,) = policy.solve("1+1=", "single", max_tokens=10**6)
     assert "max_tokens cut from 1000000" in capsys.readouterr().err
     assert solution.tokens > 0
+
+
+def test_progress_counts_prompts_and_tokens_and_may_go_to_a_function(
+    policy: burnish.Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    found = policy.solve(["1+1=", "2+2=", "3+3="], n=4, max_tokens=4, progress=said.append)
+    assert said[-1] == f"solved 3/3, {sum(solution.tokens for solution in found)} tokens"
+    done = [int(text.removeprefix("solved ").partition("/")[0]) for text in said]
+    assert done == sorted(done)
+    assert len(said) >= 12  # with every answer
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_a_line_on_stderr_unless_it_is_off(
+    policy: burnish.Policy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.cli.eval.LINE_EVERY_S", 0.0)
+    (solution,) = policy.solve("1+1=", n=4, max_tokens=4)
+    assert capsys.readouterr().err.splitlines()[-1] == f"solved 1/1, {solution.tokens} tokens"
+    policy.solve("1+1=", n=4, max_tokens=4, progress=False)
+    assert capsys.readouterr().err == ""

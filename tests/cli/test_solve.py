@@ -8,13 +8,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from burnish.cli.main import main
-from burnish.cli.solve import SearchDisplay
+from burnish.cli.solve import SearchDisplay, search_block
 from burnish.config.model import Model, NewModel
+from burnish.core.engine import Completion
+from burnish.evaluation.strategies.registry import load_strategy, strategy_record
+from burnish.evaluation.strategies.search import Question, Search
+from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.models.policy import load_policy
-from tests.evaluation.strategies.toy import solve
+from tests.evaluation.strategies.toy import sampling, solve, toy_tokenizer
 
 ALPHABET = "0123456789>"
 
@@ -110,6 +115,27 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_a_terminal_shows_the_ends_of_the_texts_that_are_being_written_and_the_tree() -> None:
+    tokenizer = toy_tokenizer()
+    search = Search(Question("q", "?", (1,), "exact"), tokenizer, sampling(tokenizer))
+    program = SearchProgram(search, load_strategy(strategy_record("beam_search", step="."))(search))
+    requests = program.requests()
+    texts = {request.id: "so " * 40 + str(k) for k, request in enumerate(requests)}
+    running = {one: tokenizer.encode(text) for one, text in texts.items()}
+    block = search_block(program, running, 60, 8)
+    assert block[0].startswith(f"{sum(map(len, texts.values())):,} tokens")
+    assert block[1:3] == [f"  > …{texts[request.id][-55:]}" for request in requests[:2]]
+    assert len(block) <= 8
+    for k, request in enumerate(requests):
+        tokens = np.array(tokenizer.encode(f"{k}."))
+        program.take(Completion(request.id, tokens, np.zeros(2, dtype=np.float32), "stop", version=0))
+    while program.score_by(lambda node: 0.25):
+        program.requests()
+    block = search_block(program, {}, 60, 40)
+    assert "(prompt)" in block[1]
+    assert sum("score 0.25" in line for line in block) == len(requests)
 
 
 def test_a_terminal_shows_votes_and_is_clean_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

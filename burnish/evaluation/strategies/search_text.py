@@ -8,6 +8,7 @@ from typing import Any
 
 from burnish.config.yaml_text import printable
 from burnish.evaluation.strategies.search import Search
+from burnish.evaluation.strategies.search_program import node_index
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.votes import count_votes
 
@@ -31,6 +32,18 @@ def clipped(text: str, width: int) -> str:
         used += columns(text[end])
         end += 1
     return text[:end] + "…"
+
+
+def clipped_start(text: str, width: int) -> str:
+    """Return the end of a text on one line of at most `width` columns, with an ellipsis in place of what does not fit."""
+    text = printable(" ".join(text.split()))
+    if columns(text) <= width:
+        return text
+    used, start = 0, len(text)
+    while start > 0 and used + columns(text[start - 1]) <= width - 1:
+        start -= 1
+        used += columns(text[start])
+    return "…" + text[start:]
 
 
 def columns(text: str) -> int:
@@ -117,6 +130,12 @@ def votes_lines(votes: Mapping[str, float], width: int, limit: int = 10) -> list
 def counted(number: int, thing: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def running_lines(search: Search, running: Mapping[str, Sequence[int]], width: int, limit: int) -> list[str]:
+    """Return the ends of the texts that are being written, one a line: those of the first requests. `running` has tokens by request."""
+    first = sorted(running, key=node_index)[:limit]
+    return [f"  > {clipped_start(search.tokenizer.decode(running[one][-width:]), max(8, width - 4))}" for one in first]
 
 
 def ended_answers(search: Search) -> list[SearchNode]:

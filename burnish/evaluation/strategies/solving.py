@@ -32,6 +32,7 @@ from burnish.evaluation.strategies.search_text import (
 from burnish.evaluation.strategies.solve_settings import SolveSettings, check_strategy
 from burnish.evaluation.strategies.spec import SELF_CERTAINTY
 from burnish.models.policy import PolicyModel
+from burnish.rollout.scoring import Progress
 
 COST = ("tokens", "requests", "context_tokens", "verifier_calls", "verifier_failures", "verifier_tokens")
 TREE, WALL = "tree", "wall_s"
@@ -135,6 +136,22 @@ def cost_text(solution: Solution) -> str:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
+
+
+class SolveProgress:
+    """How far the searches of several prompts are, as text for `say` whenever one of them has changed."""
+
+    def __init__(self, num_prompts: int, say: Progress) -> None:
+        self._num_prompts, self._say = num_prompts, say
+        self._num_done = 0
+        self._tokens: dict[str, int] = {}
+        """Tokens of each search that has begun, by its name."""
+
+    def on_step(self, program: SearchProgram) -> None:
+        """A search has changed."""
+        self._tokens[program.search.name] = program.search.cost.tokens
+        self._num_done += program.is_done
+        self._say(f"solved {self._num_done}/{self._num_prompts}, {counted(sum(self._tokens.values()), 'token')}")
 
 
 def solve_prompts(
