@@ -1,5 +1,7 @@
 """`burnish view RUN...`: a page that shows runs while they train, or with `--report` the same page as one file.
 
+It also shows the measurements of `burnish eval --scaling` in the folders.
+
 It only reads the files of runs and takes no lock, so that a run may be training or finished. A run writes its report when it ends.
 """
 
@@ -19,7 +21,13 @@ EXTRA = ("starlette", "uvicorn")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("paths", type=Path, nargs="+", metavar="RUN", help="runs, or folders of runs")
+    add(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="runs, measurements of burnish eval --scaling, or folders of them",
+    )
     add("--port", type=int, default=8100, help="port of the page on this machine; 0 takes a free one (default 8100)")
     add("--report", action="store_true", help="write report.html of each run instead: the page as one file")
     add("--png", action="store_true", help=f"write curves.png of each run instead (needs: {install_hint('plot')})")
@@ -45,13 +53,15 @@ def write_files(args: argparse.Namespace) -> int:
     """Write report.html, curves.png or both for each run."""
     from burnish.report.curves import write_curves_png
     from burnish.report.html_report import write_report
-    from burnish.report.scaling_page import JSON_NAME, write_scaling_page
+    from burnish.report.scaling_files import JSON_NAME, run_scalings
     from burnish.run.run_directory import RunDirectory
 
     for path in args.paths:
-        scalings = [path] if (path / JSON_NAME).is_file() else sorted(one.parent for one in path.glob(f"*/{JSON_NAME}"))
+        scalings = [path] if (path / JSON_NAME).is_file() else run_scalings(path)
         if args.report:
             for folder in scalings:
+                from burnish.report.scaling_page import write_scaling_page  # it loads torch
+
                 print(f"scaling: {write_scaling_page(folder)}")
         if scalings == [path]:
             continue

@@ -99,7 +99,7 @@ def write_report(run: Path) -> Path:
         )
     samples, blocks = selected_samples(run / "samples")
     answers: dict[str, Any] = {
-        "runs": {"runs": [data.summary()]},
+        "runs": {"runs": [data.summary()], "scalings": []},
         "runs/run": data.overview(),
         "runs/run/metrics/main": main,
         "runs/run/metrics/other": data.metrics("other"),

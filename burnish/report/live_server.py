@@ -13,27 +13,31 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from burnish.config.errors import UserError
 from burnish.gateway.http_guards import ACCEPTED_AT_ONCE, host_name, is_this_machine, limited_protocol, process_limits
-from burnish.report.html_report import live_document
+from burnish.report.html_report import live_document, static_file
 from burnish.report.live_samples import ChangedTable, json_bytes
 from burnish.report.page_data import MAX_POINTS, RunData
 from burnish.report.run_list import RunList
+from burnish.report.scaling_files import HTML_NAME, JSON_NAME, POLICY, scaling_index
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHUTDOWN_S = 2
 MAX_NUMBER = 10**12
 MAX_WORDS = 1000
 NO_RUN = "no such run: its folder is gone, or it was never on this page\n"
+NO_SCALING = "no such measurement: its folder is gone, or it was never on this page\n"
+NO_PAGE = f"the folder has no {HTML_NAME}: burnish view FOLDER --report writes it again from {JSON_NAME}\n"
 SECURITY_HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -81,11 +85,24 @@ def make_app(runs: RunList) -> ASGIApp:
     """Return the ASGI application."""
 
     def page(request: Request) -> Response:
+        shown = runs.summaries()
+        if not shown["runs"] and shown["scalings"]:
+            return scaling_start(shown["scalings"])
         content, policy = live_document()
         return Response(content, media_type="text/html", headers={"Content-Security-Policy": policy})
 
     def all_runs(request: Request) -> Response:
         return json_response(runs.summaries())
+
+    def scaling(request: Request) -> Response:
+        folder = runs.scaling(request.path_params["id"])
+        if folder is None:
+            return PlainTextResponse(NO_SCALING, 404)
+        try:
+            content = (folder / HTML_NAME).read_bytes()
+        except FileNotFoundError:
+            return PlainTextResponse(NO_PAGE, 404)
+        return Response(content, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
     def of_run(answer: Callable[[RunData, Request], Response]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
@@ -108,6 +125,7 @@ def make_app(runs: RunList) -> ASGIApp:
     # An id may contain slashes, so the longer paths come first.
     routes = [
         Route("/", page),
+        Route("/scaling/{id:path}", scaling),
         Route("/api/runs", all_runs),
         Route("/api/runs/{id:path}/metrics/{part}", of_run(_metrics)),
         Route("/api/runs/{id:path}/config", of_run(lambda run, _: json_response(run.config()))),
@@ -118,6 +136,15 @@ def make_app(runs: RunList) -> ASGIApp:
         Route("/api/runs/{id:path}", of_run(lambda run, _: json_response(run.overview()))),
     ]
     return LocalOnly(Starlette(routes=routes))
+
+
+def scaling_start(names: list[str]) -> Response:
+    """Return the start of a page without runs: the one measurement, or a list of them."""
+    links = [f"scaling/{quote(name)}" for name in names]
+    if len(links) == 1:
+        return RedirectResponse(links[0])
+    content = scaling_index(dict(zip(names, links, strict=True)), static_file("style.css"))
+    return Response(content, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
 
 class BadRequest(Exception):

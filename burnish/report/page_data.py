@@ -3,8 +3,9 @@
 `RunData` makes the JSON of one run from the files in its directory. The live server answers requests with it
 (`live_server.py`), and report.html embeds what it returns (`html_report.py`). The page asks for these paths:
 
-    runs                        every run: its name, state, step, phase, main numbers, and a stamp per file that changes with it
-    runs/ID                     the overview of a run: headline numbers, health, events, worst tokens, notes
+    runs                        every run: its name, state, step, phase, main numbers, and a stamp per file that changes with it; the ids
+                                of the measurements of test-time scaling, whose pages are scaling/ID
+    runs/ID                     the overview of a run: headline numbers, health, events, worst tokens, measurements in its folder, notes
     runs/ID/metrics/PART        the curves, PART is main or other; with `since` only lines of metrics.jsonl from that number on
     runs/ID/config              the config as text and as dotted keys, and earlier configs of the run
     runs/ID/scored              the rollouts that were scored last, while a step is being sampled (live page only)
@@ -31,6 +32,7 @@ from burnish.report.live_samples import TABLES_AT_ONCE, ChangedTable, LiveSample
 from burnish.report.mismatch_charts import is_profile, profile_charts
 from burnish.report.run_files import LogTail, MetricsTail, Series, WorstTokensTail
 from burnish.report.run_status import file_stamp, run_status
+from burnish.report.scaling_files import scaling_section, scalings_stamp
 from burnish.run.checkpoint.checkpoints import Checkpoint, Checkpoints, best_of
 from burnish.run.display import format_duration
 from burnish.run.metrics import HELD_OUT_FIGURES
@@ -76,7 +78,7 @@ class RunData:
             "worst": run.worst_tokens,
             "scored": run.scored,
         }
-        stamps = {name: file_stamp(path) for name, path in files.items()}
+        stamps = {name: file_stamp(path) for name, path in files.items()} | {"scalings": scalings_stamp(run.path)}
         state = [*stamps.values(), file_stamp(run.journal / "events.jsonl"), file_stamp(run.path / HEARTBEAT_FILE)]
         # A folder may hold hundreds of runs that ended long ago. They are not read again with every look at the list.
         if self._status.get("state") in (None, "running") or state != self._status_files:
@@ -96,6 +98,7 @@ class RunData:
             self.worst_tail.update()
             series = self.metrics_tail.series
             best = best_of(Checkpoints(self.directory.checkpoints, keep_last=1, report=_ignore).all())
+            scalings, unreadable = scaling_section(self.directory.path)
             return {
                 "id": self.id,
                 "name": self.directory.path.resolve().name,
@@ -106,8 +109,13 @@ class RunData:
                 "profiles": profile_charts(series),
                 "worst_tokens": self.worst_tail.rows(),
                 "events": episode_problems(self.directory.events, series),
+                "scalings": scalings,
                 "notes": {"lines": list(self.log_tail.notes), "total": self.log_tail.num_notes},
-                "damaged": [*damaged_lines(self.metrics_tail), *list(self.live_samples.unreadable.values())],
+                "damaged": [
+                    *damaged_lines(self.metrics_tail),
+                    *list(self.live_samples.unreadable.values()),
+                    *unreadable,
+                ],
             }
 
     def metrics(self, part: str, since: int = 0, generation: int = 0) -> dict[str, Any]:

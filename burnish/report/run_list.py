@@ -1,15 +1,16 @@
-"""The runs that a page shows: those that were named, and those below named folders, which may be added while the page is open."""
+"""The runs and measurements that a page shows: those that were named, and those below named folders. Both may be added meanwhile."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError, did_you_mean
 from burnish.report.page_data import RunData
+from burnish.report.scaling_files import JSON_NAME, find_scalings
 
 MAX_DEPTH = 3
 """Folders between a named folder and its runs: those of a user, of a group of runs, of the stages of a run."""
@@ -20,19 +21,21 @@ MAX_READ_AHEAD = 8
 
 
 class RunList:
-    """The runs of some paths, each by an id that stays the same."""
+    """The runs of some paths, and the measurements of test-time scaling, each by an id that stays the same."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
         self._runs: dict[str, RunData] = {}
         self._ids: dict[Path, str] = {}
+        self._scalings: dict[str, Path] = {}
         self._lock = threading.Lock()
         for path in paths:
             check_path(path)
         self.update()
-        if not self._runs:
+        if not (self._runs or self._scalings):
             raise UserError(
-                f"no run in {', '.join(map(str, paths))}: a run is a folder with a config.yaml, as burnish train writes it"
+                f"no run in {', '.join(map(str, paths))}: a run is a folder with a config.yaml, as burnish train writes it. No measurement "
+                f"either: burnish eval --scaling writes {JSON_NAME} into its folder once the samples of its pool are scored"
             )
 
     def update(self) -> None:
@@ -41,19 +44,19 @@ class RunList:
             found = {path.resolve(): base for base in self.paths for path in find_runs(base)}
             for path, base in found.items():
                 if path not in self._ids:
-                    self._ids[path] = self._new_id(path, base)
+                    self._ids[path] = _new_id(path, base, self._runs)
                     self._runs[self._ids[path]] = RunData(self._ids[path], path)
             for path in [path for path in self._ids if path not in found]:
                 del self._runs[self._ids.pop(path)]
+            self._update_scalings()
 
-    def _new_id(self, path: Path, base: Path) -> str:
-        """Return the path below the folder that was named; with a number if another run has it."""
-        base = base.resolve()
-        name = path.name if path == base else str(path.relative_to(base))
-        taken, number = name, 2
-        while taken in self._runs:
-            taken, number = f"{name} ({number})", number + 1
-        return taken
+    def _update_scalings(self) -> None:
+        found = {path.resolve(): base for base in self.paths for path in find_scalings(base, MAX_DEPTH)}
+        self._scalings = {name: path for name, path in self._scalings.items() if path in found}
+        known = set(self._scalings.values())
+        for path, base in found.items():
+            if path not in known:
+                self._scalings[_new_id(path, base, self._scalings)] = path
 
     def get(self, run_id: str) -> RunData | None:
         """Return a run by its id."""
@@ -73,7 +76,21 @@ class RunList:
         """Return the line of each run, by id."""
         self.update()
         runs = sorted(self._runs.items())  # a copy: another request may remove a run meanwhile
-        return {"runs": [run.summary() for _, run in runs]}
+        return {"runs": [run.summary() for _, run in runs], "scalings": sorted(self._scalings)}
+
+    def scaling(self, scaling_id: str) -> Path | None:
+        """Return the folder of a measurement by its id."""
+        return self._scalings.get(scaling_id)
+
+
+def _new_id(path: Path, base: Path, taken: Container[str]) -> str:
+    """Return the path below the folder that was named; with a number if it is taken."""
+    base = base.resolve()
+    name = path.name if path == base else str(path.relative_to(base))
+    found, number = name, 2
+    while found in taken:
+        found, number = f"{name} ({number})", number + 1
+    return found
 
 
 def check_path(path: Path) -> None:

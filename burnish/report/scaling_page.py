@@ -11,24 +11,31 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from burnish.config.errors import UserError
 from burnish.evaluation.completions import read_completions
 from burnish.evaluation.output_paths import read_result
 from burnish.evaluation.result import Row
-from burnish.evaluation.scaling import Scaling, ScalingPoint, envelope, scaling_json, scaling_of_json
+from burnish.evaluation.scaling import Scaling, envelope, scaling_json, scaling_of_json
 from burnish.evaluation.strategies.search_tree import SEARCH
 from burnish.report.html_report import static_file
+from burnish.report.scaling_files import (
+    HTML_NAME,
+    JSON_NAME,
+    POINT_COLUMNS,
+    POLICY,
+    SVG_NAME,
+    no_scaling,
+    point_rows,
+    read_scaling,
+)
 from burnish.report.svg_chart import svg_chart
 from burnish.run.durable_files import atomic_write
 
-JSON_NAME, SVG_NAME, HTML_NAME = "scaling.json", "scaling.svg", "scaling.html"
 MAX_TREES = 6
 """Searches of each file that the page shows as trees."""
 MAX_NODES = 400
 """Nodes of one tree that the page shows."""
 MAX_TEXT = 2000
 """Characters of a node that the page shows."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 STYLE = (
     "table{border-collapse:collapse;font-size:0.86em;font-variant-numeric:tabular-nums}td,th{padding:2px 10px 2px 0;text-align:left;"
     "border-bottom:1px solid var(--edge);white-space:nowrap}figure svg{max-width:760px}figure text{fill:var(--fg)}"
@@ -60,9 +67,9 @@ def write_scaling(folder: Path, scaling: Scaling) -> list[Path]:
 def write_scaling_page(folder: Path) -> Path:
     """Write scaling.html of a folder that holds scaling.json, and return its path."""
     try:
-        scaling = scaling_of_json(json.loads((folder / JSON_NAME).read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / JSON_NAME} is no result of `burnish eval --scaling` ({error!r})") from error
+        scaling = scaling_of_json(read_scaling(folder))
+    except (KeyError, TypeError) as error:
+        raise no_scaling(folder, error) from error
     atomic_write(folder / HTML_NAME, scaling_document(scaling, kept_trees(folder)))
     return folder / HTML_NAME
 
@@ -114,32 +121,10 @@ def scaling_document(scaling: Scaling, trees: Mapping[str, Sequence[Row]]) -> st
 
 
 def _points_table(scaling: Scaling) -> str:
-    best = {(point.strategy, point.budget) for point in envelope(scaling.points)}
-    head = ["strategy", "budget", "accuracy", "95% interval", "minus majority", "tokens", "times one answer"]
-    head += ["verifier calls", "verifier tokens", "failed", "seconds", "cache", "estimate"]
-    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
-    rows += [_point_row(point, (point.strategy, point.budget) in best) for point in scaling.points]
+    rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in POINT_COLUMNS) + "</tr>"]
+    for cells in point_rows(scaling_json(scaling)):
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return f"<table>{''.join(rows)}</table>"
-
-
-def _point_row(p: ScalingPoint, is_best: bool) -> str:
-    versus = p.versus_majority
-    cells = [
-        p.name,
-        str(p.budget),
-        f"{p.accuracy.mean:.3f}" + (" (best at its cost)" if is_best else ""),
-        f"{p.accuracy.low:.3f} to {p.accuracy.high:.3f}",
-        "" if versus is None else f"{versus.mean:+.3f} ({versus.low:+.3f} to {versus.high:+.3f})",
-        f"{p.tokens:,.1f}",
-        f"{p.times_one_answer:.1f}",
-        f"{p.verifier_calls:,.1f}",
-        "-" if p.verifier_tokens is None else f"{p.verifier_tokens:,.1f}",
-        str(p.num_failed),
-        "-" if p.wall_s is None else f"{p.wall_s:,.2f}",
-        "-" if p.cache_hit_rate is None else f"{p.cache_hit_rate:.1%}",
-        p.estimate,
-    ]
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _search_block(row: Row) -> str:

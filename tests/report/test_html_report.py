@@ -19,6 +19,7 @@ from burnish.report.html_report import SCRIPTS, live_document, page_script, stat
 from burnish.report.page_data import RunData
 from burnish.run.metrics import MetricsFile
 from burnish.run.samples import EventExamplesFile, WorstTokensFile, write_samples
+from tests.report.scaling_folder import CHART, make_scaling
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -143,6 +144,14 @@ def test_a_report_holds_the_answers_of_the_live_page(tmp_path: Path) -> None:
     assert answers["runs/run/texts/0"] == json.loads(live.block("texts", 0))
 
 
+def test_a_report_holds_the_measurements_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert embedded(run)["runs/run"]["scalings"] == []
+    make_scaling(run / "scaling-toy")
+    (shown,) = embedded(run)["runs/run"]["scalings"]
+    assert (shown["data"], shown["chart"], len(shown["rows"])) == ("toy", CHART, 1)
+
+
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_no_text_of_a_run_becomes_markup(tmp_path: Path, hostile: str) -> None:
     plain = parse(make_run(tmp_path))
@@ -187,7 +196,7 @@ def test_the_policy_names_the_hash_of_the_script(tmp_path: Path, is_live: bool) 
 def test_the_parts_that_links_lead_to_are_there(tmp_path: Path) -> None:
     page = parse(make_run(tmp_path))
     links = {value[1:] for value in page.values if re.fullmatch("#[a-z]+", value)}
-    assert links == {"overview", "curves", "mismatch", "events", "samples", "notes", "config"}
+    assert links == {"overview", "curves", "mismatch", "events", "scaling", "samples", "notes", "config"}
     assert links <= set(page.values), "each link has the section of its name"
 
 

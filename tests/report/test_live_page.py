@@ -17,6 +17,7 @@ from burnish.run.metrics import MetricsFile
 from burnish.run.samples import write_samples
 from burnish.run.supervisor.liveness import HEARTBEAT_FILE, Heartbeat
 from tests.report.browser import Browser
+from tests.report.scaling_folder import make_scaling
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
 TOOL = '<tool_call>\n{"name": "search"}\n</tool_call> well'
@@ -214,6 +215,22 @@ def test_rollouts_are_shown_as_they_are_scored(browser: Browser, address: str, r
     (runs[0].path / "scored.json").write_text(json.dumps({"rollouts": rollouts}))
     browser.wait("[...document.querySelectorAll('.scored .card pre')].some((node) => node.textContent === 'newer')")
     assert browser.run("window.broken === undefined && document.images.length === 0")
+    assert browser.problems == []
+
+
+def test_measurements_of_scaling_are_drawn_with_their_run_and_linked(
+    browser: Browser, address: str, runs: list[TrainingRun]
+) -> None:
+    opened(browser, address)
+    assert browser.run("byId('scaling').hidden && byId('scaling-links').hidden")
+    make_scaling(runs[0].path / "scaling-toy", HOSTILE)
+    make_scaling(runs[0].path.parent / "scaling-other")
+    browser.wait("!byId('scaling').hidden && document.querySelectorAll('#scaling-list a').length === 2")
+    assert texts(browser, "#scaling-list a") == ["first/scaling-toy", "scaling-other"]
+    assert texts(browser, "#scaling-parts figcaption") == [f"{HOSTILE}, 5 questions, <m>"]
+    assert "majority" in texts(browser, "#scaling-parts td")
+    browser.wait("document.querySelector('#scaling-parts img').naturalWidth === 40")
+    assert browser.run("window.broken === undefined")
     assert browser.problems == []
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from burnish.config.errors import UserError
 from burnish.report.live_server import make_app
 from burnish.report.run_list import RunList
 from burnish.run.metrics import MetricsFile
 from burnish.run.samples import write_samples
+from tests.report.scaling_folder import CHART, make_scaling
 
 
 @pytest.fixture
@@ -117,3 +120,55 @@ def test_a_table_that_changed_since_it_was_indexed_is_a_conflict(client: TestCli
     client.get("/api/runs/group/it/samples")
     (tmp_path / "group" / "it" / "samples" / "train-000001.parquet").unlink()
     assert client.get("/api/runs/group/it/texts/0").status_code == 409
+
+
+def test_measurements_are_listed_and_their_pages_served(client: TestClient, tmp_path: Path) -> None:
+    stamp = client.get("/api/runs").json()["runs"][0]["stamps"]["scalings"]
+    inside = make_scaling(tmp_path / "group" / "it" / "scaling gsm8k")
+    make_scaling(tmp_path / "deep" / "down" / "other", "other")
+    make_scaling(tmp_path / "group" / "it" / "checkpoints" / "inside")
+    make_scaling(tmp_path / ".hidden")
+    answer = client.get("/api/runs").json()
+    assert answer["scalings"] == ["deep/down/other", "group/it/scaling gsm8k"]
+    assert answer["runs"][0]["stamps"]["scalings"] != stamp == ""
+    page = client.get("/scaling/group/it/scaling%20gsm8k")
+    assert (page.status_code, page.text) == (200, "<p>page of toy")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "script-src" not in page.headers["content-security-policy"]
+    for path in ("none", "../secret.txt", "group/it"):
+        assert (client.get(f"/scaling/{path}").status_code) == 404
+    assert client.get("/scaling/deep/down/other", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    (inside / "scaling.html").unlink()
+    gone = client.get("/scaling/group/it/scaling gsm8k")
+    assert (gone.status_code, "burnish view FOLDER --report" in gone.text) == (404, True)
+    (inside / "scaling.json").unlink()
+    assert client.get("/api/runs").json()["scalings"] == ["deep/down/other"]
+
+
+def test_a_run_shows_the_measurements_in_its_folder_and_says_which_cannot_be_read(
+    client: TestClient, tmp_path: Path
+) -> None:
+    run = tmp_path / "group" / "it"
+    make_scaling(run / "a")
+    (make_scaling(run / "b") / "scaling.json").write_text("{}")
+    found = client.get("/api/runs/group/it").json()
+    (shown,) = found["scalings"]
+    assert (shown["name"], shown["data"], shown["model"], shown["questions"]) == ("a", "toy", "<m>", 5)
+    assert shown["chart"] == CHART
+    (row,) = shown["rows"]
+    assert dict(zip(shown["columns"], row, strict=True))["accuracy"] == "0.500 (best at its cost)"
+    assert [f"{run / 'b' / 'scaling.json'} is no result" in text for text in found["damaged"]] == [True]
+
+
+def test_a_folder_with_measurements_alone_opens_with_them(tmp_path: Path) -> None:
+    one = make_scaling(tmp_path / "scaling-a b")
+    with TestClient(make_app(RunList([one])), base_url="http://127.0.0.1:8100") as client:
+        assert client.get("/").text == "<p>page of toy"
+    make_scaling(tmp_path / "scaling-c", "second")
+    with TestClient(make_app(RunList([tmp_path])), base_url="http://127.0.0.1:8100") as client:
+        page = client.get("/").text
+        links = re.findall('<a href="([^"]+)">', page)
+        assert [client.get(f"/{link}").text for link in links] == ["<p>page of toy", "<p>page of second"]
+    (tmp_path / "pool").mkdir()
+    with pytest.raises(UserError, match=r"burnish eval --scaling writes scaling\.json"):
+        RunList([tmp_path / "pool"])

@@ -47,6 +47,7 @@ function drawOverview(overview) {
   drawIf("worst_tokens", drawWorstTokens);
   reveal("mismatch", overview.profiles.length || overview.worst_tokens.length);
   drawIf("events", drawEvents);
+  drawIf("scalings", drawScalings);
   drawIf("notes", drawNotes);
 }
 
@@ -65,6 +66,33 @@ function drawBreakdown(breakdown) {
   const box = folded(breakdown.title, scroll(table(["mode", "rows", "before", "after"], breakdown.rows.map((row) => row.map(visible)))));
   box.open = isOpen;
   byId("breakdown").append(box);
+}
+
+// Measurements in the folder of the run: each with its chart, as an image that runs no script, and its table.
+function drawScalings(measurements) {
+  reveal("scaling", measurements.length);
+  byId("scaling-parts").replaceChildren(...measurements.map(({ name, data, model, questions, chart, columns, rows }) => {
+    const figure = make("figure"), image = make("img", null, "drawing");
+    figure.append(make("figcaption", visible(data) + ", " + count(questions) + " questions, " + visible(model)));
+    if (chart) {
+      image.src = "data:image/svg+xml," + encodeURIComponent(chart);
+      image.alt = "accuracy by mean tokens a question";
+      figure.append(image);
+    }
+    figure.append(folded("All strategies and budgets (" + visible(name) + ")", scroll(table(columns, rows.map((row) => row.map(visible))))));
+    return figure;
+  }));
+}
+
+// Pages of all measurements in the folders that were named.
+function drawScalingLinks(ids) {
+  byId("scaling-links").hidden = !ids.length;
+  byId("scaling-list").replaceChildren(...ids.map((id) => {
+    const item = make("li"), link = make("a", visible(id));
+    link.href = "scaling/" + id.split("/").map(encodeURIComponent).join("/");
+    item.append(link);
+    return item;
+  }));
 }
 
 function drawNotes({ lines, total }) {

@@ -71,8 +71,10 @@ class Page {
 
   // Look at the list of runs, then load what has changed.
   async look() {
-    this.runs = (await this.source.json("runs")).runs;
+    const { runs, scalings } = await this.source.json("runs");
+    this.runs = runs;
     byId("runs").hidden = !this.source.isLive;
+    if (this.isDue("scaling links", scalings.join("|"))) drawScalingLinks(scalings);
     const isKnown = (id) => this.runs.some((run) => run.id === id);
     this.compared = this.compared.filter(isKnown);
     if (!this.runs.length) return;
@@ -107,8 +109,8 @@ class Page {
   }
 
   async loadOverview(run) {
-    const { metrics, log, worst } = run.stamps;
-    if (!this.isDue("overview", [run.id, metrics, log, worst].join())) return;
+    const { metrics, log, worst, scalings } = run.stamps;
+    if (!this.isDue("overview", [run.id, metrics, log, worst, scalings].join())) return;
     const overview = await this.source.json("runs/" + run.id);
     if (run.id !== this.focus) return;
     drawOverview(overview);
