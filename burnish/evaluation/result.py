@@ -18,6 +18,12 @@ from burnish.evaluation.episode_results import (
     player_table,
     summarise_episodes,
 )
+from burnish.evaluation.instruction_results import (
+    InstructionResult,
+    instruction_estimates,
+    instructions_json,
+    summarise_instructions,
+)
 from burnish.evaluation.search_results import SearchResult, search_lines, searches_json, summarise_searches
 from burnish.evaluation.statistics import (
     Estimate,
@@ -92,6 +98,8 @@ class Result:
     """Only if an environment answered the completions."""
     searches: SearchResult | None = None
     """Only if a strategy chose the completions."""
+    instructions: InstructionResult | None = None
+    """Only if the expected answers are IFEval's instructions."""
     rows: list[Row] = field(default_factory=list)
     """One row per sample, in the order of the questions. In a game of several players, one per player of a sample."""
 
@@ -137,6 +145,7 @@ def summarise(rows: Sequence[Row], best_by: str | None = None) -> Result:
         tables=_tables(scored),
         episodes=summarise_episodes(rows),
         searches=summarise_searches(rows),
+        instructions=summarise_instructions(rows),
         rows=list(rows),
     )
 
@@ -256,6 +265,8 @@ def result_text(result: Result) -> str:
     if result.accuracy is not None or not players:  # the players of a game win or lose: their table says how often
         missing = NO_ACCURACY if episodes is None else NO_SUCCESS
         rows.append((accuracy_name(n), interval_text(result.accuracy) + result.label if result.accuracy else missing))
+    if result.instructions is not None:
+        rows += [(name, interval_text(e)) for name, e in instruction_estimates(result.instructions).items()]
     rows += [(f"pass@{k}", interval_text(e)) for k, e in result.pass_at.items() if n > 1]
     rows += [(f"maj@{k}", interval_text(e)) for k, e in result.maj_at.items()]
     if not players:
@@ -365,6 +376,7 @@ def result_json(result: Result) -> dict[str, Any]:
         "failed": result.num_failed,
         "timed_out": result.num_timed_out,
         **({} if result.episodes is None else {"episodes": episodes_json(result.episodes)}),
+        **({} if result.instructions is None else {"instructions": instructions_json(result.instructions)}),
         **({} if result.searches is None else {"search": searches_json(result.searches)}),
         "by": {
             column: {

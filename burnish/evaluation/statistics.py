@@ -79,6 +79,27 @@ def clustered_interval(values: Sequence[float], trials: float) -> Estimate:
     return wilson_interval(mean, min(trials, max(n, effective)))
 
 
+def ratio_interval(hits: Sequence[float], trials: Sequence[float]) -> Estimate:
+    """Return sum(hits) / sum(trials) with its interval, where each question has several trials that are not independent of each other.
+
+    The interval is Wilson's with the effective number of trials, as in `clustered_interval`, to which this is equal if every question
+    has one trial. The variance is that of the linearised ratio: n / (n-1) sum_i (hits_i - R trials_i)^2 / sum(trials)^2 (Cochran 1977, 6.3).
+    """
+    if not trials:
+        raise ValueError("no samples")
+    total, n = math.fsum(trials), len(trials)
+    ratio = math.fsum(hits) / total
+    fewest = total**2 / math.fsum(t * t for t in trials)  # questions, if they differ in their weights (Kish, 1965)
+    spread = ratio * (1 - ratio)
+    if spread <= 0 or n == 1:
+        return wilson_interval(ratio, fewest)
+    squares = math.fsum((h - ratio * t) ** 2 for h, t in zip(hits, trials, strict=True))
+    if squares == 0:
+        return wilson_interval(ratio, total)
+    effective = spread * (n - 1) * total**2 / (n * squares) * (Z95 / student_t95(n - 1)) ** 2
+    return wilson_interval(ratio, min(total, max(fewest, effective)))
+
+
 def mean_at_k(groups: Groups) -> Estimate:
     """Return the mean over questions of each question's mean over its samples (mean@k).
 
