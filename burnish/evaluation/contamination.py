@@ -1,14 +1,15 @@
 """`burnish eval --contamination`: which questions of a test set the training data has, and the accuracy with and without them.
 
 Questions are compared as in `burnish data decontaminate`: by their words, without case and punctuation. A question overlaps if it is a
-training question, or shares a run of 13 words with one (Brown et al. 2020, 2005.14165, appendix C). Only the files that a run's config or the
-command names are compared, not what the model had read before.
+training question, or shares a run of 13 words with one (Brown et al. 2020, 2005.14165, appendix C). Only the files are compared that the
+command names, or the configs of a run and of the runs that its model came from. What the first of them started from had read is not known,
+and the result says so.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ class TrainingQuestions:
     sources: list[str] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
     """Sources without rows in a file, each with the reason."""
+    runs: list[str] = field(default_factory=list)
+    """The runs whose configs were read: one, those that its model came from, and so on."""
+    origins: list[str] = field(default_factory=list)
+    """Models that these runs started from and that are no runs here. What they had read is not known."""
+
+    @property
+    def chain(self) -> str | None:
+        """Return which runs were followed and where that ended; None if files were named."""
+        if not self.runs:
+            return None
+        before = f"; what {', '.join(self.origins)} had read before is not known" if self.origins else ""
+        return f"the training data of {', '.join(self.runs)}{before}"
 
 
 def training_questions(model: Path, paths: Sequence[str], folder: Path | None) -> TrainingQuestions:
@@ -81,11 +94,38 @@ def run_of_model(model: Path) -> Path | None:
 
 
 def _add_run(found: TrainingQuestions, run: Path) -> None:
-    path = run / "config.yaml"
-    config = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+    """Add the data of a run, of the runs that its model came from, and so on to the first."""
+    waiting, seen = [run], set[Path]()
+    while waiting:
+        one = waiting.pop(0)
+        if one.resolve() in seen:
+            continue
+        seen.add(one.resolve())
+        path = one / "config.yaml"
+        config = parse_yaml(path.read_text(encoding="utf-8"), str(path)) or {}
+        _add_sources(found, path, config, is_first=one is run)
+        found.runs.append(str(one))
+        for start in _starts(config):
+            before = run_of_model(Path(start))
+            if before is not None:
+                waiting.append(before)
+            elif start not in found.origins:
+                found.origins.append(start)
+
+
+def _starts(config: Mapping[str, Any]) -> list[str]:
+    """The models that a run started from: an adapter, and the model below it. None for a model with random weights."""
+    model = config.get("model") or {}
+    return [model[key] for key in ("adapter", "path") if model.get(key) is not None]
+
+
+def _add_sources(found: TrainingQuestions, path: Path, config: Mapping[str, Any], is_first: bool) -> None:
+    """Add the data that a config names. The run that was asked for must name some."""
     listed = [source for section, key in TRAINING_SECTIONS for source in (config.get(section) or {}).get(key) or []]
-    if not listed:
+    if not listed and is_first:
         raise UserError(f"{path} names no training data; name the files: --contamination train.jsonl")
+    if not listed:
+        found.not_compared.append(f"{path} names no training data")
     for source in map(Source.model_validate, listed):
         if source.task is not None:
             found.not_compared.append(f"{source.task} is a generated task, so its training rows are in no file")
@@ -143,7 +183,8 @@ def find_contamination(
     if source.task is not None:
         return f"{source.task} generates its problems, and its training and held-out problems never overlap"
     if not training.questions:
-        return "; ".join(dict.fromkeys(training.not_compared))
+        chain = [] if training.chain is None else [f"looked at {training.chain}"]
+        return "; ".join([*dict.fromkeys(training.not_compared), *chain])
     asked = {row.id: comparable_question(row) for row in read_rows(source, base, Counter())}
     ids = list(dict.fromkeys(row["id"] for row in rows))
     missing = [one for one in ids if one not in asked]
@@ -195,6 +236,7 @@ def contamination_text(found: Contamination | str) -> str:
             lines.append((name, f"{interval_text(estimate)}  {count:,} questions"))
     lines += [("", f"{one['question']} ~ {one['training_row']}: {one['shared']}") for one in found.first]
     lines += [("", f"not compared: {reason}") for reason in dict.fromkeys(found.training.not_compared)]
+    lines += [] if found.training.chain is None else [("", f"compared with {found.training.chain}")]
     return aligned_lines(lines)
 
 
@@ -208,6 +250,8 @@ def contamination_json(found: Contamination | str) -> dict[str, Any]:
 
     return {
         "training": found.training.sources,
+        "runs": found.training.runs,
+        "started_from": found.training.origins,
         "training_rows": len(found.training.questions),
         "not_compared": list(dict.fromkeys(found.training.not_compared)),
         "words": NGRAM_WORDS,

@@ -106,6 +106,45 @@ def test_a_run_names_its_training_files_also_from_its_checkpoint(tmp_path: Path,
     assert [question for _, question in named.questions] == [QUESTIONS[0], QUESTIONS[2]]
 
 
+def test_the_runs_that_a_model_came_from_are_followed_to_the_first(tmp_path: Path, test_set: Source) -> None:
+    files = [write(tmp_path / f"{k}.jsonl", [{"question": QUESTIONS[k], "answer": "1"}]) for k in range(3)]
+    runs = [tmp_path / name for name in ("sft", "first", "second")]
+    starts = ["path: org/base", f"path: {runs[0]}", f"path: org/base, adapter: {runs[1] / 'checkpoints/step-000004'}"]
+    for run, start, file, section in zip(runs, starts, files, ("sft", "data", "data"), strict=True):
+        key = "data" if section == "sft" else "train"
+        run_folder(run, f"model: {{{start}}}\n{section}: {{{key}: [{{path: {file}}}]}}\n")
+    (runs[1] / "checkpoints/step-000004").mkdir(parents=True)
+    training = training_questions(runs[2], (), None)
+    found = find_contamination(completions(1, 1, 0, 1), test_set, training)
+    assert isinstance(found, Contamination)
+    assert found.exact == ("gsm8k/0", "gsm8k/1", "gsm8k/2")
+    assert training.runs == [str(runs[2]), str(runs[1]), str(runs[0])]
+    assert (
+        f"compared with the training data of {runs[2]}, {runs[1]}, {runs[0]}; what org/base had read before is not known"
+        in contamination_text(found)
+    )
+    saved = contamination_json(found)
+    assert (saved["runs"], saved["started_from"]) == (training.runs, ["org/base"])
+    (runs[0] / "config.yaml").write_text(f"model: {{path: {runs[2]}}}\n")  # names no data, and is a circle
+    again = training_questions(runs[2], (), None)
+    assert ([question for _, question in again.questions], again.origins) == (
+        [QUESTIONS[2], QUESTIONS[1]],
+        ["org/base"],
+    )
+    assert again.not_compared == [f"{runs[0] / 'config.yaml'} names no training data"]
+
+
+def test_a_run_whose_model_was_new_or_is_gone_says_what_is_not_known(tmp_path: Path, test_set: Source) -> None:
+    train = write(tmp_path / "t.jsonl", [{"question": "q", "answer": "1"}])
+    new = run_folder(tmp_path / "new", f"model: {{new: {{}}, path: null}}\ndata: {{train: [{{path: {train}}}]}}\n")
+    assert training_questions(new, (), None).chain == f"the training data of {new}"
+    gone = run_folder(tmp_path / "gone", "model: {path: removed/run}\ndata: {train: [{task: sort_digits}]}\n")
+    text = find_contamination(completions(1, 1), test_set, training_questions(gone, (), None))
+    assert isinstance(text, str)
+    assert text.endswith(f"; looked at the training data of {gone}; what removed/run had read before is not known")
+    assert training_questions(tmp_path, (train,), None).chain is None
+
+
 def test_questions_of_training_rows_in_every_format_are_found(tmp_path: Path, test_set: Source) -> None:
     rows = [
         {"conversations": [{"from": "human", "value": QUESTIONS[1]}, {"from": "gpt", "value": QUESTIONS[3]}]},
