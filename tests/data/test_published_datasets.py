@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,17 @@ NUM_ROWS = {
     "gsm8k": 1319, "math500": 500, "aime24": 30, "amc": 83, "humaneval": 164, "mbpp": 257, "ifeval": 541,
     "nq": 3610, "hotpotqa": 7405, "countdown": 400, "game24": 1362,
 }  # fmt: skip
+
+
+def test_the_documentation_says_which_benchmarks_were_read_from_files_and_which_never() -> None:
+    page = (Path(__file__).parents[2] / "docs/eval.md").read_text()
+    section = page.partition("### Which files were tested\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    published, derived, installed, by_hand = [re.findall(r"`(\w+)`", line) for line in lines]
+    counted = re.findall(r"`(\w+)` \([^)]*?([\d,]+)[^)\d]*\)", lines[0] + lines[1])
+    assert {name: int(number.replace(",", "")) for name, number in counted} == NUM_ROWS
+    assert sorted([*published, *derived]) == sorted(NUM_ROWS)
+    assert sorted([*published, *derived, *installed, *by_hand]) == sorted(BENCHMARKS)
 
 
 def test_a_file_is_found_by_its_usual_names_in_the_order_given(tmp_path: Path) -> None:
