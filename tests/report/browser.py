@@ -125,7 +125,7 @@ class Browser:
         elif name == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
             self.problems.append(str(parameters["args"]))
         elif name == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith(
-            (self._origin, "blob:", "data:image/png;", "about:blank")
+            (self._origin, "blob:", "data:image/png;", "data:image/svg+xml,", "about:blank")
         ):
             self.problems.append(f"asked for {parameters['request']['url']}")
         return name
