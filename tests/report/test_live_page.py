@@ -234,6 +234,22 @@ def test_measurements_of_scaling_are_drawn_with_their_run_and_linked(
     assert browser.problems == []
 
 
+def test_a_config_that_comes_late_is_drawn_when_it_comes(browser: Browser, address: str) -> None:
+    opened(browser, address)
+    browser.run(
+        "page.late = new Promise((resolve) => (page.release = resolve)); page.now = page.source.json.bind(page.source); 0"
+    )
+    browser.run(
+        "page.source.json = async (path) => { if (path === 'runs/second/config') await page.late; return page.now(path); }; 0"
+    )
+    browser.run("document.querySelectorAll('#run-list input')[1].click()")
+    loaded = browser.run("Number(document.body.dataset.loaded)")
+    browser.run("page.load(); 0")  # as a look at the list of runs does, while the config is on its way
+    browser.wait(f"Number(document.body.dataset.loaded) > {loaded}")
+    browser.run("page.release(); 0")
+    browser.wait("byId('config-diff').querySelector('table')")
+
+
 def test_text_of_a_model_is_never_markup(browser: Browser, address: str, runs: list[TrainingRun]) -> None:
     hostile = sample_row(0, completion=HOSTILE, pieces=[HOSTILE[:9], HOSTILE[9:]], prompt=HOSTILE, group=HOSTILE)
     runs[1].samples([hostile | {"error": HOSTILE, "answer": HOSTILE, "parts": {HOSTILE: 1.0}, "finish": HOSTILE}])

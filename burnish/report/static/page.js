@@ -151,9 +151,12 @@ class Page {
 
   async loadConfig() {
     const shown = this.shownRuns(), due = shown.filter((run) => this.isDue("config/" + run.id, run.stamps.config));
-    await Promise.all(due.map(async (run) => this.configs.set(run.id, await this.source.json("runs/" + run.id + "/config"))));
-    if (!this.isDue("config", shown.map((run) => run.id + run.stamps.config).join() + this.focus)) return;
+    await Promise.all(due.map(async ({ id, stamps }) => {
+      this.configs.set(id, { ...await this.source.json("runs/" + id + "/config"), stamp: stamps.config });
+    }));
+    // Another load may have asked for a config that is still on its way: what is drawn is known by what has come.
     const known = shown.filter((run) => this.configs.has(run.id));
+    if (!this.isDue("config", known.map((run) => run.id + this.configs.get(run.id).stamp).join() + this.focus)) return;
     if (this.configs.has(this.focus)) drawConfig(known.map((run) => ({ name: run.id, keys: this.configs.get(run.id).keys })), this.configs.get(this.focus));
   }
 
