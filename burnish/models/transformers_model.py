@@ -53,7 +53,7 @@ def _load_pretrained(directory: Path, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,  # reported below, with names
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         check_remote_code(directory, error)
         raise UserError(f"transformers cannot load {directory}: {error}") from error
     inner, info = loaded

@@ -68,9 +68,87 @@ def test_quantised_models_and_answers_beyond_the_positions_are_refused_and_visio
     (text,) = problems(TrainConfig, {**long, "model": {"path": "models/qwen2.5-math-7b"}})
     assert "rollout.max_tokens=4096 leaves no room for a prompt: the model is made for 4096 positions" in text
     assert problems(TrainConfig, {**long, "model": {"path": "models/Qwen2.5-Math-7B-16k-think"}}) == []
-    judge = {"parts": [{"name": "model", "options": {"path": "deepseek-ai/DeepSeek-V3"}}]}
-    (text,) = problems(TrainConfig, {**RL, "model": {"path": "Qwen/Qwen2.5-7B"}, "reward": judge})
-    assert text.startswith("reward.parts[0] (model): options.path=deepseek-ai/DeepSeek-V3: a reward model needs")
+    for kind in ("model", "judge"):
+        scored = {"parts": [{"name": kind, "options": {"path": "deepseek-ai/DeepSeek-V3"}}]}
+        (text,) = problems(TrainConfig, {**RL, "model": {"path": "Qwen/Qwen2.5-7B"}, "reward": scored})
+        assert text.startswith(
+            f"reward.parts[0] ({kind}): options.path=deepseek-ai/DeepSeek-V3: its weights are stored"
+        )
+
+
+TEACHER = {"name": "teacher", "path": "OTHER"}
+TWO_WORKERS = {"parallel": {"tensor": 2}, "placement": {"name": "ray", "workers": 2}}
+PARTS = [{"name": "judge", "options": {"path": "OTHER", "engine": "native"}}]
+SEVERAL = {"name": "teachers", "paths": {"math": "Qwen/Qwen2.5-7B", "code": "OTHER", "own": None}}
+OTHER_MODELS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "divergence": (
+        {"algorithm": {"preset": "sdft", "kl": {"context": {"column": "answer"}, "reference": TEACHER}}},
+        "algorithm.kl.reference.path=",
+        "set algorithm.loss.support=sampled",
+    ),
+    "full": (
+        {"algorithm": {"preset": "grpo", "kl": {"loss": {"estimator": "full", "coef": 0.1}, "reference": TEACHER}}},
+        "algorithm.kl.reference.path=",
+        "use k3+ or k2",
+    ),
+    "gold": (
+        {"algorithm": {"preset": "gold", "kl": {"reference": TEACHER}}},
+        "algorithm.kl.reference.path=",
+        "algorithm.loss=gold needs",
+    ),
+    "teachers": (
+        {"algorithm": {"preset": "grpo", "kl": {"loss": {"estimator": "full", "coef": 0.1}, "reference": SEVERAL}}},
+        "algorithm.kl.reference.paths.code=",
+        "use k3+ or k2",
+    ),
+    "tensor parallelism": (
+        {"algorithm": {"preset": "on_policy_distillation", "kl": {"reference": TEACHER}}, **TWO_WORKERS},
+        "algorithm.kl.reference.path=",
+        "parallel.tensor needs",
+    ),
+    "process": (
+        {"algorithm": {"preset": "prime", "process": {"path": "OTHER"}}, "model": {"lora": {"rank": 4}}},
+        "algorithm.process.path=",
+        "model.lora needs",
+    ),
+    "reward model": ({"reward": {"parts": [{**PARTS[0], "name": "model"}]}}, "reward.parts[0] (model)", "train the"),
+    "judge": ({"reward": {"parts": PARTS}}, "reward.parts[0] (judge)", "engine=native of the judge"),
+}
+
+
+@pytest.mark.parametrize(("asked", "key", "advice"), OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_teachers_process_reward_models_and_judges_are_checked_too(
+    tmp_path: Path, asked: dict[str, Any], key: str, advice: str
+) -> None:
+    def found(model_type: str, **more: Any) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **more}))
+        tree = json.loads(json.dumps({**RL, **asked}).replace("OTHER", str(tmp_path)))
+        tree["model"] = {"path": "Qwen/Qwen2.5-7B", **tree.get("model", {})}
+        return problems(TrainConfig, tree)
+
+    (text,) = found("gpt_neox")
+    assert text.startswith(key)
+    assert "this model does not run on it (architecture 'gpt_neox'" in text
+    assert advice in text
+    (text,) = found("qwen2", quantization_config={"quant_method": "fp8"})
+    assert text.startswith(key)
+    assert "its weights are stored as fp8" in text
+    assert found("qwen2") == []
+
+
+def test_a_teacher_must_have_the_positions_that_answers_need_and_one_from_a_stage_the_family_of_its_base() -> None:
+    taught = {"preset": "mopd", "kl": {"reference": {"name": "teachers", "paths": {"math": "Qwen/Qwen2.5-Math-7B"}}}}
+    long = {**RL, "rollout": {"max_tokens": 5000}, "model": {"path": "Qwen/Qwen2.5-7B"}, "algorithm": taught}
+    (text,) = problems(TrainConfig, long)
+    assert text.startswith("algorithm.kl.reference.paths.math=Qwen/Qwen2.5-Math-7B: rollout.max_tokens=5000 leaves no")
+    assert problems(TrainConfig, {**long, "rollout": {"max_tokens": 4000}}) == []
+    gold = {"preset": "gold", "kl": {"reference": {"name": "teacher", "path": "stage:base"}}}
+    tree = {**RL, "model": {"path": "Qwen/Qwen2.5-7B"}, "algorithm": gold}
+    base = load_tree(TrainConfig, tree, None).config
+    (text,) = unsupported(base, None, "deepseek-ai/DeepSeek-V3")
+    assert text.startswith("algorithm.kl.reference.path=stage:base: its weights are stored as fp8")
+    gold["kl"]["reference"]["path"] = "stage:sft"
+    assert unsupported(load_tree(TrainConfig, tree, None).config, None, "deepseek-ai/DeepSeek-V3") == []
 
 
 def test_a_name_that_goes_on_has_the_family_of_its_origin_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -265,6 +266,14 @@ def test_a_truncated_file_is_refused_on_this_path_too(other: Path) -> None:
     file = other / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="gpt2"):
+        load_policy(Model(device="cpu"), other, None, seed=0)
+
+
+def test_a_format_whose_package_is_missing_is_refused_with_its_name(other: Path) -> None:
+    config = json.loads((other / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"cannot load .*GPTQ"):
         load_policy(Model(device="cpu"), other, None, seed=0)
 
 
