@@ -70,10 +70,21 @@ def make_files(config: AnyConfig) -> None:
         shown: dict[str, Any] = {name: "2" for name in (column, config.validation.by) if name is not None}
         if any(part.name == "rm_r1" for part in config.reward.parts):
             shown["reward_model"] = {"style": "rule", "ground_truth": "A"}
+        for options in (part.options for part in config.reward.parts if part.name == "lean"):
+            shown["reward_model"] = {"style": "rule", "ground_truth": "theorem one : 1 + 1 = 2 := by sorry"}
+            Path(options["project"], ".lake/build/lib/lean").mkdir(parents=True)
         make_data([*config.data.train, *config.data.validation], PROMPT | shown)
         for options in (config.environment.options, *(tool.options for tool in config.environment.tools)):
             if "corpus" in options:
                 Path(options["corpus"]).write_text(json.dumps(PASSAGE) + "\n")
+
+
+def make_lean(prefix: Path) -> Path:
+    """A folder for PATH with a `lean` that knows where it is and checks nothing."""
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin/lean").write_text(f"#!/bin/sh\necho {prefix}\n")
+    (prefix / "bin/lean").chmod(0o755)
+    return prefix / "bin"
 
 
 def make_model(path: str, is_chat: bool = False) -> None:

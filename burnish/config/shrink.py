@@ -294,7 +294,8 @@ def _game_edits(tree: Tree) -> Iterator[Edit]:
     yield "model", {**TINY_MODEL, "new": {**TINY_MODEL["new"], "max_positions": GAME_POSITIONS, **family}}
     updates = LONG_WARM_STARTS.get(name, WARM_START["updates"])
     yield "warm_start", {**WARM_START, "data": shown, "max_tokens": GAME_POSITIONS, "updates": updates}
-    yield "environment", {"name": name, "options": options, "max_turns": environment["max_turns"], "max_tokens": None}
+    turns = min(environment["max_turns"], GAME_TURNS[name])
+    yield "environment", {"name": name, "options": options, "max_turns": turns, "max_tokens": None}
     yield from _row_edits(tree, {"task": name}, shown)
 
 

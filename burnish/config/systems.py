@@ -41,8 +41,8 @@ SYSTEMS: tuple[System, ...] = (
     System("open-r1", "github.com/huggingface/open-r1", ("open_r1", "codeforces"), "no reward for single tags; its distillation is `burnish sft`"),
     System("X-R1", "github.com/dhcode-cpp/X-R1", ("x_r1",), "problems of MATH; sizes are unchecked"),
     System("Logic-RL", "2502.14768", ("logic_rl",), "our own generator of puzzles, no curriculum by people"),
-    System("Minimal-RL", "2504.11343", ("raft_plus_plus", "reinforce_rej"), "3072 tokens, which the model's positions allow"),
-    System("understand-r1-zero", "2503.20783", ("dr_grpo",), "no ablation of templates", ("Dr.GRPO", "Oat-Zero")),
+    System("Minimal-RL", "2504.11343", ("minimal_rl", "raft_plus_plus", "reinforce_rej"), "the number of steps; 3072 tokens for its 7B model, which its positions allow"),
+    System("understand-r1-zero", "2503.20783", ("understand_r1_zero", "dr_grpo"), "two templates of its study; the reward also reads answers outside their tags", ("Dr.GRPO", "Oat-Zero")),
     System("Open-Reasoner-Zero", "2503.24290", ("orz",), "the last phase on hard prompts is unchecked", ("ORZ",)),
     System("DAPO", "2503.14476", ("dapo",), "the number of steps"),
     System("VAPO", "2504.05118", ("vapo",), "the algorithm is the same; length and steps are ours"),
@@ -60,12 +60,12 @@ SYSTEMS: tuple[System, ...] = (
     System("T1", "2501.11651", ("t1",), "not the data of its cold start"),
     System("Kimi k1.5", "2501.12599", ("kimi_k15", "long2short", "long2short_toy"), "not Kimi's model and data; partial rollouts are rollout.source", ("k1.5",)),
     System("PF-PPO", "2409.06957", ("pf_ppo",), "a verifier in place of its reward model"),
-    System("L1", "2503.04697", ("lcpo", "lcpo_max"), "the algorithm is the same; some sizes are ours", ("LCPO",)),
+    System("L1", "2503.04697", ("l1", "lcpo", "lcpo_max"), "the algorithm is the same; some sizes are ours", ("LCPO",)),
     System("Demystify", "2502.03373", ("demystify",), "not its supervised start and web data", ("demystify-long-cot",)),
     System("LIMR", "2502.11886", ("limr",), "the selection is `burnish data impact`, made before"),
     System("Tina", "2504.15777", ("tina",), "no dropout of adapters, plain accuracy for its cosine of the length"),
     System("PRIME", "2502.01456", ("prime",), "mathematics alone, not its supervised stage"),
-    System("SPO", "2505.23564", ("spo_chain", "spo_tree"), "not their small KL; data and base are ours"),
+    System("SPO", "2505.23564", ("spo", "spo_chain", "spo_tree"), "the lengths and numbers of steps; spo_tree has data and base of ours and not their small KL"),
     System("Clip-Cov/KL-Cov", "2505.22617", ("clip_cov", "kl_cov"), "the algorithm is the same; some sizes are ours", ("Clip-Cov", "KL-Cov", "entropy mechanism")),
     System("LUFFY", "2504.14945", ("luffy", "rl_sft"), "not its own prompt"),
     System("PACS", "2509.02522", ("pacs",), "the algorithm is the same; some sizes are ours"),
@@ -85,11 +85,11 @@ SYSTEMS: tuple[System, ...] = (
     System("rStar2-Agent", "2508.20722", ("rstar2_agent",), "no resampling on correct (GRPO-RoC), not its supervised start and later stages", ("rStar2",)),
     System("MemAgent", "2507.02259", ("mem_agent",), "shorter sections and texts"),
     System("Table-R1", "2505.23621", ("table_r1",), "generated tables, short answers alone"),
-    System("RAGEN", "2504.20073", ("ragen_sokoban", "ragen_frozen_lake", "ragen_countdown"), "our own makers of boards"),
-    System("verl-agent", "2505.10978", ("gigpo", "science_world"), "guess_number and ScienceWorld in place of ALFWorld and WebShop", ("GiGPO", "verl-agent/GiGPO")),
+    System("RAGEN", "2504.20073", ("ragen", "ragen_sokoban", "ragen_frozen_lake", "ragen_countdown"), "our own makers of boards"),
+    System("verl-agent", "2505.10978", ("verl_agent", "gigpo", "science_world"), "our own boards and drawings of Sokoban; guess_number and ScienceWorld in place of ALFWorld and WebShop", ("GiGPO", "verl-agent/GiGPO")),
     System("OpenManus-RL", "github.com/OpenManus/OpenManus-RL", ("openmanus_rl",), "ScienceWorld in place of ALFWorld, WebShop and GAIA"),
     System("Agent Lightning", "2508.03680", ("agent_lightning", "gsm8k_agent"), "GSM8K in place of Calc-X; trainer and endpoint are one run"),
-    System("Kimina-Prover", "2504.11354", ("proofs",), "propositional proofs in a language of our own, GRPO on a small decoder made from nothing, no informal reasoning before the proof; the reward lean checks Lean 4 where it is installed"),
+    System("Kimina-Prover", "2504.11354", ("kimina_prover", "proofs"), "bring Lean, a built Mathlib, formal statements and your own cold start of the 72B model; no run with Lean was made here. proofs needs none of them: propositional logic in a language of our own, GRPO on a small decoder made from nothing"),
     System("RM-R1", "2505.02387", ("rm_r1",), "our own question, asked in both orders of every pair; your pairs; not the distillation of reasoning chains before RL; sizes and rates are ours"),
     System("Absolute Zero", "2505.03335", ("absolute_zero",), "a 1.5B model, 16 tasks of each type and shorter answers; the 8 attempts that measure a task are trained on; the buffer begins with one task", ("AZR", "Absolute Zero Reasoner")),
     System("SPIRAL", "2506.24119", ("spiral",), "Kuhn poker alone, not three games at once; half of the games against earlier weights; 1024 tokens a turn"),
@@ -113,7 +113,10 @@ def made_of(recipe: str) -> str:
     command = command_of(path)
     if command == "stages":
         stages = load(StagesConfig, path).config.stages.values()
-        return "stages: " + ", ".join(stage.command for stage in stages)
+        return "stages: " + ", ".join(
+            stage.command if stage.recipe is None else f"{stage.command} {stage.recipe.removesuffix('.yaml')}"
+            for stage in stages
+        )
     if command == "prefer":
         return f"prefer with {load(PreferConfig, path).config.preference.loss.name}"
     if command != "train":

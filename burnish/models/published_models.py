@@ -62,6 +62,7 @@ _SHAPES: dict[tuple[str, int], tuple[str, ...]] = {
         *(f"meta-llama/Meta-Llama-3-{size}" for size in ("8B", "8B-Instruct", "70B", "70B-Instruct")),
         *(f"HuggingFaceTB/SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "360M-Instruct")),
     ),
+    ("llama", 2 * K): ("realtreetune/rho-1b-sft-GSM8K",),
     ("llama", 4 * K): tuple(f"deepseek-ai/deepseek-math-7b-{kind}" for kind in ("base", "instruct", "rl")),
     ("mistral", 32 * K): ("mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-Instruct-v0.3"),
     ("gemma2", 8 * K): tuple(f"google/gemma-2-{size}" for size in ("2b", "2b-it", "9b", "9b-it", "27b", "27b-it")),

@@ -332,14 +332,14 @@ def test_adapters_go_on_as_adapters() -> None:
 # --- recipes -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["r1", "long2short", "long2short_toy"])
+@pytest.mark.parametrize("name", ["r1", "long2short", "long2short_toy", "l1"])
 def test_a_recipe_goes_through_all_of_its_stages_shrunk(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = RECIPES / f"{name}.yaml"
     loaded = load(StagesConfig, path)
     assert [line.startswith("# ") for line in path.read_text(encoding="utf-8").splitlines()[:4]] == [True] * 3 + [False]
     configs = load_stage_configs(loaded, path, Path())
     presets = [one.config.algorithm.preset for one in configs.values() if isinstance(one.config, TrainConfig)]
-    assert name.removesuffix("_toy") in presets
+    assert {"l1": "lcpo_max"}.get(name, name.removesuffix("_toy")) in presets
     assert main(["stages", str(path), "--shrink", "run.threads=1"]) == 0
     index = StageIndex.read(Path(f"runs/{name}-shrunk-0"))
     assert [stage for stage in loaded.config.stages if not index.is_done(stage)] == []
@@ -348,7 +348,7 @@ def test_a_recipe_goes_through_all_of_its_stages_shrunk(name: str, capsys: pytes
         assert rows[-1]["step"] >= 2
         if isinstance(one.config, TrainConfig):
             assert max(row.get("actor/grad_norm", 0.0) for row in rows) > 1e-3
-    assert "  samples " in capsys.readouterr().out
+    assert f"  {list(loaded.config.stages)[-1]} " in capsys.readouterr().out
 
 
 def test_r1_fine_tunes_the_base_again_and_long2short_begins_with_what_the_paper_says() -> None:
@@ -361,7 +361,7 @@ def test_r1_fine_tunes_the_base_again_and_long2short_begins_with_what_the_paper_
     assert short.start_of("short_rl") == "preferred"
 
 
-@pytest.mark.parametrize("name", ["r1", "r1_small", "long2short", "r1_toy", "long2short_toy"])
+@pytest.mark.parametrize("name", ["r1", "r1_small", "long2short", "r1_toy", "long2short_toy", "l1"])
 def test_a_recipe_is_checked_in_all_of_its_stages(
     name: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,14 @@ def test_every_system_is_found_by_its_names_without_case_and_punctuation() -> No
         find_system("tiny zeros")
 
 
+def test_every_system_that_runs_has_a_recipe_of_one_of_its_names_first() -> None:
+    others = {"Clip-Cov/KL-Cov", "Bae et al."}
+    """Recipes clip_cov and kl_cov, and bae."""
+    for system in SYSTEMS:
+        names = {normal_name(text) for text in (system.name, *system.aliases)}
+        assert not system.recipes or system.name in others or normal_name(system.recipes[0]) in names, system.name
+
+
 def test_the_command_prints_the_recipe_or_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--system", "logicrl"]) == 0
     out = capsys.readouterr().out
@@ -81,5 +89,5 @@ def test_what_a_system_is_made_of_is_read_from_its_recipe() -> None:
     assert made_of("tina").startswith("grpo (kl: 0.04 k3 in loss to frozen); LoRA; reward 2 math + think_format")
     assert "environment torl with python_session" in made_of("verl_tool")
     assert made_of("skythought") == "sft"
-    assert made_of("r1").startswith("stages: sft, train, eval, data reject, sft, reward-model, train")
+    assert made_of("r1").startswith("stages: sft, train r1_zero, eval, data reject, sft, reward-model, train")
     assert Path(SYSTEMS_PAGE).name == "systems.md"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from burnish.config.recipe_names import command_of
 from burnish.config.requirements import AnyConfig, missing_extras
 from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
 from burnish.config.systems import SYSTEMS
+from burnish.rewards import lean_reward
 from burnish.run.metrics import read_metrics
 from burnish.trainers import preference, sft
 from burnish.trainers.rl_run import checked_run, execute
-from tests.recipe_files import make_files
+from tests.recipe_files import make_files, make_lean
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 EXAMPLES = {"sort_digits", "sort_digits_experts", "beyond_demonstrations", "gsm8k", "reward_model", "step_reward_model"}
@@ -27,7 +29,7 @@ EXAMPLES |= {"guess_number", "r1_toy", "long2short_toy", "deepscaler_toy", "proo
 AGENTS = {"search_r1", "research", "retool", "torl", "deep_retrieval", "table_r1", "mem_agent", "multi_turn_correction"}
 AGENTS |= {"ragen_sokoban", "ragen_frozen_lake", "ragen_countdown", "tic_tac_toe_self_play", "kuhn_poker", "spiral"}
 AGENTS |= {"absolute_zero", "alphabet_sort", "reverse_text", "science_world", "calculator_toy", "gsm8k_agent"}
-AGENTS |= {"deep_researcher", "rl_factory", "openmanus_rl"}
+AGENTS |= {"deep_researcher", "rl_factory", "openmanus_rl", "ragen", "verl_agent"}
 OF_SYSTEMS = {recipe for system in SYSTEMS for recipe in system.recipes} - set(PRESETS) - EXAMPLES
 """Recipes of published systems that are no preset. Most extend another recipe."""
 LIKE_OTHERS = {
@@ -45,6 +47,7 @@ LIKE_OTHERS = {
 LIKE_OTHERS |= {"tinyzero", "cot_rm", "code_r1"}
 LIKE_OTHERS |= {"easy_r1", "racro", "gui_r1", "vision_sr1", "vtool_r1", "count_shapes", "click_target"}
 LIKE_OTHERS |= {"llasa_tts", "simple_vla", "frozen_lake_pictures", "sokoban_pictures"}
+LIKE_OTHERS |= {"ragen", "verl_agent"}  # ragen_sokoban with a filter, the episodes of vagen with the algorithm of gigpo
 """Those of them whose shrunk run is that of another recipe but for numbers: only their plans are checked."""
 EXAMPLES |= AGENTS | OF_SYSTEMS
 """Recipes of a task or a system rather than of an algorithm."""
@@ -98,6 +101,9 @@ def test_a_recipe_is_of_its_preset_says_where_it_comes_from_and_would_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(TrainConfig, path).config
+    if any(part.name == "lean" for part in config.reward.parts):
+        monkeypatch.setenv("PATH", str(make_lean(tmp_path / "lean")), prepend=os.pathsep)
+        monkeypatch.setattr(lean_reward, "lean_prefix", lean_reward.lean_prefix.__wrapped__)
     if missing := [text for text in missing_extras(config) if path.stem in AGENTS]:
         pytest.skip(missing[0])
     lines = path.read_text(encoding="utf-8").splitlines()
