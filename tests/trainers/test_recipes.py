@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,15 +42,17 @@ LIKE_OTHERS = {
     "deepmath",
     "still3",
     "qwq",
-    "the_lm_book",
     "deep_researcher",
     "openmanus_rl",
 }
 LIKE_OTHERS |= {"tinyzero", "cot_rm", "code_r1"}
-LIKE_OTHERS |= {"easy_r1", "racro", "gui_r1", "vision_sr1", "vtool_r1", "count_shapes", "click_target"}
+LIKE_OTHERS |= {"racro", "gui_r1", "vision_sr1", "vtool_r1", "count_shapes", "click_target"}
 LIKE_OTHERS |= {"llasa_tts", "simple_vla", "frozen_lake_pictures", "sokoban_pictures"}
-LIKE_OTHERS |= {"ragen", "verl_agent"}  # ragen_sokoban with a filter, the episodes of vagen with the algorithm of gigpo
-"""Those of them whose shrunk run is that of another recipe but for numbers: only their plans are checked."""
+LIKE_OTHERS |= {"verl_agent"}
+"""Those of them whose shrunk run chooses nothing that no other shrunk run chooses: only their plans are checked. --shrink replaces judges, speech,
+image tools and the environments describe and tabletop, which have tests of their own."""
+PICTURE_TASKS = {"count_shapes", "click_target"}
+"""Tasks that tests/trainers/test_new_vision_runs.py trains on."""
 EXAMPLES |= AGENTS | OF_SYSTEMS
 """Recipes of a task or a system rather than of an algorithm."""
 PREFERENCES = [path for path in RECIPES if path.stem in ("dpo", "ipo", "kto", "simpo", "orpo")]
@@ -69,6 +73,33 @@ def name(path: Path) -> str:
 def test_every_preset_has_a_recipe_and_every_recipe_a_preset() -> None:
     assert {path.stem for path in RECIPES} - EXAMPLES == set(PRESETS)
     assert LIKE_OTHERS <= OF_SYSTEMS | AGENTS
+
+
+def choices(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a config with its key: names of choices, tasks and families."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from choices(value, f"{key}.{name}")
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from choices(value, key)
+    elif isinstance(tree, str) and not key.endswith(".pattern"):
+        yield key, tree
+
+
+def test_what_a_shrunk_recipe_chooses_is_trained_by_it_or_by_another() -> None:
+    def chosen(path: Path) -> set[tuple[str, str]]:
+        tree = load_shrunk(TrainConfig, path)[0].resolved
+        algorithm = {key: value for key, value in tree["algorithm"].items() if key != "preset"}
+        return set(choices({**tree, "algorithm": algorithm, "run": {}}))
+
+    left = {choice for path in RL if path.stem in LIKE_OTHERS for choice in chosen(path)}
+    left -= {(key, text) for key, text in left if text in PICTURE_TASKS}
+    for path in (path for path in RL if path.stem not in LIKE_OTHERS):
+        if not left:
+            return
+        left -= chosen(path)
+    assert left == set()
 
 
 def fewer_examples(config: AnyConfig) -> list[str]:
@@ -137,6 +168,19 @@ def test_a_shrunk_recipe_trains_from_end_to_end(path: Path, tmp_path: Path) -> N
     assert all(("actor/kl_ref" in row) == (algorithm.kl.loss.coef > 0) for row in steps if "actor/loss" in row)
     assert all(("actor/kl_reward" in row) == (algorithm.kl.reward.coef > 0) for row in steps)
     assert ("reward/greedy" in steps[0]) == bool(algorithm.needs("greedy"))
+
+
+def test_speech_trains_on_its_own_task_which_shrink_replaces(tmp_path: Path) -> None:
+    warm_start = ["data.options.num=300", "updates=20", "batch_size=32", "optimizer.lr=1e-2"]
+    rest = "rollout.prompts=4 rollout.n=4 training.steps=2 validation.limit=8 validation.every=2 run.threads=1 model.device=cpu"
+    overrides = ["model.new.hidden_size=32", "model.new.mlp_size=64", *(f"warm_start.{one}" for one in warm_start)]
+    path = RECIPES[0].parent / "llasa_tts.yaml"
+    loaded = load(TrainConfig, path, [*overrides, *rest.split(), f"run.directory={tmp_path}"])
+    with checked_run(loaded.config, loaded.resolved, loaded.base, path.stem) as (parts, run):
+        assert execute(parts, run)
+    steps = [row for row in read_metrics(run.directory.metrics) if row["step"] > 0]
+    assert [row["actor/updates"] for row in steps] == [1, 1]
+    assert all(0 < row["reward/part/task"] < 1 for row in steps)  # what the recogniser hears is partly right
 
 
 @pytest.mark.parametrize("path", SUPERVISED, ids=name)
