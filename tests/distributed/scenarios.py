@@ -85,6 +85,19 @@ FEWER_POOLS = [
     "placement.roles={actor: policy, rollout: policy, critic: others}",
 ]
 """The critic alone in a pool of its own."""
+TEACHER = [
+    "algorithm=on_policy_distillation",
+    "algorithm.kl.reference={name: teacher, path: base}",
+    "training.steps=2",
+    "seed=1",
+]
+"""The toy's model of another seed as the teacher."""
+TEACHER_APART = [
+    "placement=ray",
+    "placement.pools={policy: {places: 1}, others: {places: 1}}",
+    "placement.roles={actor: policy, rollout: policy, reference: others}",
+]
+"""The teacher in a process of its own."""
 ADAPTERS = ["model.new=null", "model.path=base", "model.lora={rank: 2, alpha: 4}", "training.steps=4"]
 """Adapters on a saved model, whose frozen reference is that model with them off."""
 EXPERTS = ["model.new={family: qwen3_moe, experts: [4, 2, 12]}", "training.steps=3"]
@@ -118,6 +131,8 @@ def equal(folder: Path, facts: Facts) -> None:
     """The same recipe in one process, with one worker of Ray's and with two."""
     save_base(folder)
     run(folder, "one-apart", *APART)
+    run(folder, "one-teacher", *TEACHER)
+    run(folder, "ray-teacher", *TEACHER, *TEACHER_APART)
     places = {"one": [], "ray-one": placed(1, 1), "ray-two": placed(2, 1, "placement.sync=delta")}
     for name, where in places.items():
         run(folder, name, *where)

@@ -69,6 +69,13 @@ def test_with_reference_critic_and_reward_in_pools_of_their_own_numbers_are_thos
     assert said.startswith("critic rank 0 of 1 has ended")
 
 
+def test_a_teacher_in_a_process_of_its_own_gives_the_numbers_of_a_local_one(folder: Path) -> None:
+    assert all(abs(row["actor/kl_reward"]) > 1e-4 for row in numbers(folder, "one-teacher"))
+    assert_same(folder, "ray-teacher", "one-teacher", 1e-9)
+    logs = {path.name for path in (folder / "ray-teacher" / "workers").glob("*.log")}
+    assert logs == {f"{role}-0.log" for role in ("actor", "rollout", "reference")}
+
+
 def test_processes_have_the_drivers_priority(folder: Path) -> None:
     assert json.loads((folder / "facts.json").read_text())["niceness"] == [0] * 5
 

@@ -27,12 +27,29 @@ from burnish.core.segments import offsets_from_lengths
 from burnish.core.trajectory import Trajectory, chain_nodes, pack
 from burnish.distributed.roles import build_policy, build_reference
 from burnish.distributed.server_teacher import ServerTeacher
+from burnish.gateway.http_guards import bind_socket
+from burnish.inference.native.dense_engine import DenseEngine
+from burnish.models.decoder import initialise
 from burnish.models.policy import load_policy
 from burnish.run.metrics import read_metrics
+from burnish.serve.app import Api
+from burnish.serve.async_engine import AsyncEngine
+from burnish.serve.engine_worker import EngineThread
+from burnish.serve.http_server import ApiServer, server_url
+from burnish.serve.request_to_engine import ServedModel, TokenScorer
 from burnish.training.reference import make_reference
-from tests.trainers.tiny import TINY, WARM, run_of
+from tests.reused_reward_workers import end_all, reused_reward_workers
+from tests.trainers.tiny import TINY, run_of
 
 NEW = ["model.new={hidden_size: 16, num_layers: 1, num_heads: 2, mlp_size: 32}"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_reward_workers() -> Iterator[None]:
+    """One scoring process for all runs of this file."""
+    with reused_reward_workers():
+        yield
+    end_all()
 
 
 @contextlib.contextmanager
@@ -47,6 +64,31 @@ def serving(directory: Path) -> Iterator[str]:
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving_in_thread(directory: Path) -> Iterator[str]:
+    """The address of the same server in a thread of this process, which starts at once."""
+    policy = load_policy(Model.model_validate({"path": str(directory), "dtype": "float32"}), directory, None, 0)
+    model, decode = policy.module, policy.tokenizer.decode
+    engine = EngineThread(lambda listener: DenseEngine(model, 4, decode, listener))
+    served = ServedModel("teacher", policy.tokenizer, model.arch.vocab_size, model.arch.max_positions, None, None)
+    bound, listens = bind_socket("127.0.0.1", 0), threading.Event()
+    server = ApiServer(
+        Api(served, AsyncEngine(engine, 8), 2**20, TokenScorer(model)),
+        None,
+        5,
+        log=lambda text: listens.set(),
+        ready="ready",
+    )
+    thread = threading.Thread(target=server.run, args=([bound],))
+    thread.start()
+    try:
+        assert listens.wait(60)
+        yield server_url(bound).removesuffix("/v1")
+    finally:
+        server.stop()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -107,10 +149,12 @@ def _answers(number: int) -> list[Trajectory]:
     return [Trajectory(f"p{number}", 0, 0, nodes, "stop", "", reward=0.0)]
 
 
-@pytest.mark.slow
-def test_a_served_teacher_judges_as_one_of_this_process(tmp_path: Path) -> None:
-    warm = run_of(tmp_path / "warm", TINY + WARM, ["training.steps=1"]) / "warm_start"
-    policy = load_policy(Model.model_validate({"path": str(warm), "dtype": "float32"}), warm, None, 0)
+@pytest.mark.parametrize("serve", [serving_in_thread, pytest.param(serving, marks=pytest.mark.slow)])
+def test_a_served_teacher_judges_as_one_of_this_process(tmp_path: Path, serve: Any) -> None:
+    config = load(TrainConfig, None, ["data.train.task=sort_digits", *NEW]).config
+    policy = build_policy(config.model, config.data.train, 0, tmp_path)
+    initialise(policy.module, seed=5, std=0.5)
+    policy.save(tmp_path / "teacher")
     lengths = [6, 4, 5]
     batch = Batch(
         tokens=torch.tensor([3, 4, 11, 2, 3, 1, 5, 11, 5, 1, 2, 2, 11, 4, 4]),
@@ -118,18 +162,19 @@ def test_a_served_teacher_judges_as_one_of_this_process(tmp_path: Path) -> None:
         token={"action_mask": torch.tensor([i >= 3 for n in lengths for i in range(n)])},
     )
     expected = make_reference("frozen", policy.module, 1000, 1.0).logprobs(batch)
-    with serving(warm) as url:
+    with serve(tmp_path / "teacher") as url:
         torch.testing.assert_close(ServerTeacher(url).logprobs(batch), expected, atol=1e-4, rtol=1e-4)
         with pytest.raises(UserError, match=r"teacher server .*wrong"):
             ServerTeacher(url, "wrong").logprobs(batch)
         places = {
             "url": f"{{name: teacher, url: '{url}'}}",
-            "path": f"{{name: teacher, path: '{warm}'}}",
+            "path": f"{{name: teacher, path: '{tmp_path / 'teacher'}'}}",
             "several": f"{{name: teachers, paths: {{sort_digits: '{url}'}}}}",
         }
         served, here, several = (_gaps(tmp_path / name, place) for name, place in places.items())
     assert served == several == pytest.approx(here, rel=1e-3)
     assert len(served) == 2
+    assert min(map(abs, served)) > 0.1
 
 
 def _gaps(folder: Path, teacher: str) -> list[float]:
