@@ -102,6 +102,7 @@ class Remedy(NamedTuple):
 
 
 COLLAPSE = "entropy collapses, answers become similar"
+TEMPLATE = "answers depend less and less on their prompts, although the entropy is high"
 LENGTH = "answers grow longer without getting better"
 NO_SIGNAL = "prompts that are always or never solved teach nothing"
 RATIOS = "token ratios are unstable (mixtures of experts, long answers)"
@@ -113,9 +114,9 @@ REPEATS = "answers repeat themselves or mix scripts"
 VARIANCE = "advantages are noisy"
 CRITIC_BIAS = "a critic is biased at the start, or over long answers"
 SPARSE_REWARD = "one reward at the end says little about single tokens"
-ROLES = "a batch mixes roles or types of tasks whose rewards have different scales"
+ROLES = "a batch mixes roles or types of tasks that are not equally easy"
+SELF_PLAY = "self-play learns to beat only its current opponent, and collapses"
 NO_DATA = "there are no tasks to train on"
-SEVERAL_ROLES = "one policy plays several roles that are not equally easy"
 UNKNOWN_WORLD = "an agent's rewards are rare, and it does not know what its tools or users will say"
 NO_VERIFIER = "there is neither a verifier nor a teacher"
 DRIFTED_PREFIX = "a teacher judges late tokens behind a prefix it would not have written"
@@ -131,6 +132,8 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(COLLAPSE, "entropy bonus with an adaptive coefficient", ("algorithm.entropy={coef: 0.001, adaptive: {target: 0.2}}",)),
     Remedy(COLLAPSE, "learning from high-entropy tokens only", ("algorithm.entropy.top_share=0.2",)),
     Remedy(COLLAPSE, "a higher temperature", ("rollout.temperature=1.2",), ("t1",)),
+    Remedy(TEMPLATE, "measure it: how likely answers are under the prompts of others", ("training.collapse_every=5",)),
+    Remedy(TEMPLATE, "train on the groups whose rewards differ most", ("algorithm.filters=[{name: snr, share: 0.9}]",)),
     Remedy("wrong answers grow long, extreme prompts count more", "no division by length or deviation", ("algorithm=dr_grpo",), ("dr_grpo",)),
     Remedy("long answers' tokens count less", "one mean over all tokens", ("algorithm.aggregation=token-mean",), ("dapo",)),
     Remedy("prompts with long answers count more", "one mean over the tokens of each prompt", ("algorithm.aggregation=prompt-mean",)),
@@ -144,6 +147,7 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(NO_SIGNAL, "keep the groups whose rewards differ most", ("algorithm.filters=[{name: snr, share: 0.9}]",)),
     Remedy(NO_SIGNAL, "draw rarely solved prompts more often", ("algorithm.curriculum=prioritised",), ("kimi_k15",)),
     Remedy(NO_SIGNAL, "end with the prompts that were hardly ever solved", ("algorithm.curriculum={name: hard_only, start: 401}",), ("orz",)),
+    Remedy("wrong answers outnumber the right ones of a group", "drop the surplus", ("algorithm.filters=[balance]",)),
     Remedy(LENGTH, "a reward for being shorter than the other answers of the group", ("algorithm.shaping=[{name: kimi_length, warmup_steps: 100}]",), ("kimi_k15", "long2short")),
     Remedy(LENGTH, "a penalty on tokens and turns that grows with how often the prompt is solved", ("algorithm.shaping=[linear_length]",)),
     Remedy(LENGTH, "a length asked for in the prompt", ("algorithm=lcpo", "data.budget={}"), ("lcpo", "lcpo_max")),
@@ -183,8 +187,6 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "a teacher with another tokenizer judges groups of tokens", ("algorithm=gold", "algorithm.kl.reference.path=teacher"), ("gold",)),
     Remedy(SPARSE_REWARD, "a teacher in addition to the verifier", ("algorithm=kdrl", "algorithm.kl.reference.path=teacher"), ("kdrl",)),
     Remedy(SPARSE_REWARD, "the policy itself, shown a success of the group, judges every token", ("algorithm=sdpo",), ("sdpo",)),
-    Remedy(DRIFTED_PREFIX, "early tokens count more", ("algorithm=iw_opd", "algorithm.kl.reference.path=teacher"), ("iw_opd",)),
-    Remedy(FORGETTING, "the policy that reads the demonstration teaches the policy that does not", ("algorithm=sdft", "algorithm.kl.context.column=solution"), ("sdft", "opsd")),
     Remedy(SPARSE_REWARD, "compare an agent's turns that begin in the same state", ("algorithm=gigpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("gigpo",)),
     Remedy(SPARSE_REWARD, "a reward for each turn of an agent beside the outcome", ("algorithm=mt_grpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("mt_grpo",)),
     Remedy(SPARSE_REWARD, "a critic that estimates from turn to turn", ("algorithm=bilevel_gae", "environment={name: 'game.py:Game', max_turns: 8}"), ("bilevel_gae",)),
@@ -192,28 +194,36 @@ PROBLEMS: tuple[Remedy, ...] = (
     Remedy(SPARSE_REWARD, "compare turns of the same state and, with more weight, the same history", ("algorithm=hgpo", "environment={name: 'game.py:Game', max_turns: 8}"), ("hgpo",)),
     Remedy(SPARSE_REWARD, "the last step's advantage for all steps of a run, divided by their number", ("algorithm=step_broadcast", "environment={name: 'game.py:Game', max_turns: 8}"), ("step_broadcast",)),
     Remedy(SPARSE_REWARD, "reward a turn for making the known answer likelier (IGPO)", ("algorithm=rebn", "algorithm.shaping=[information_gain]", "environment={name: 'search.py:Search', max_turns: 8}")),
-    Remedy(SEVERAL_ROLES, "a moving average of each role as its baseline (self-play)", ("algorithm=rae", "environment={name: 'game.py:Game', max_turns: 8}"), ("rae",)),
-    Remedy(SEVERAL_ROLES, "attempts against attempts at the same problem, proposals against proposals", ("algorithm=hierarchical_grpo", "environment={name: 'tasks.py:Proposals', max_turns: 5}"), ("hierarchical_grpo",)),
+    Remedy(SPARSE_REWARD, "a teacher's KL, subtracted from advantages after their normalisation", ("algorithm.kl={loss: {coef: 0}, advantage: {coef: 0.1}, reference: {name: teacher, path: teacher}}",)),
+    Remedy(DRIFTED_PREFIX, "early tokens count more", ("algorithm=iw_opd", "algorithm.kl.reference.path=teacher"), ("iw_opd",)),
+    Remedy(FORGETTING, "the policy that reads the demonstration teaches the policy that does not", ("algorithm=sdft", "algorithm.kl.context.column=solution"), ("sdft", "opsd")),
+    Remedy(ROLES, "a moving average of each role as its baseline (self-play)", ("algorithm=rae", "environment={name: 'game.py:Game', max_turns: 8}"), ("rae",)),
+    Remedy(ROLES, "attempts against attempts at the same problem, proposals against proposals", ("algorithm=hierarchical_grpo", "environment={name: 'tasks.py:Proposals', max_turns: 5}"), ("hierarchical_grpo",)),
+    Remedy(ROLES, "a baseline for each role, over the batch", ("algorithm=trr_plus_plus",), ("trr_plus_plus",)),
+    Remedy(SELF_PLAY, "part of the games against earlier weights", ("algorithm=rae", "rollout.opponents={name: pool, share: 0.75}", "environment={name: kuhn_poker, max_turns: 3}", "data.train=[{task: kuhn_poker}]", "data.validation=[{task: kuhn_poker, limit: 64}]", "reward.parts=[task]")),
     Remedy("an answer takes several conversations", "every sample counts once, and all its conversations get its advantage", ("algorithm=multi_conversation",), ("multi_conversation",)),
     Remedy(RARE_SUCCESS, "imitate right answers in addition to the policy loss", ("algorithm.auxiliary.positive_nll=0.1",), ("vapo",)),
     Remedy(RARE_SUCCESS, "weight prompts by one over how often they are solved", ("algorithm=max_rl",), ("max_rl",)),
     Remedy(RARE_SUCCESS, "easy prompts first", ("algorithm.curriculum={name: easy_to_hard, column: level}",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations in addition to the policy loss", ("algorithm.auxiliary.sft=0.1", "data.demonstrations.path=demonstrations.jsonl"), ("rl_sft",)),
     Remedy(RARE_SUCCESS, "imitate demonstrations by a schedule, and most where the policy is undecided", ("algorithm=chord", "data.demonstrations.path=demonstrations.jsonl"), ("chord",)),
+    Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
     Remedy(UNKNOWN_WORLD, "predict what the environment says, beside the policy loss", ("algorithm.auxiliary.observations={tool: 0.1}", "environment={name: torl, max_turns: 3, tools: [{name: python}]}"), ("echo",)),
     Remedy(NO_VERIFIER, "imitate one's own samples of a sharper distribution", ("algorithm=ssd", "rollout.temperature=0.7"), ("ssd",)),
-    Remedy(RARE_SUCCESS, "demonstrations inside the groups", ("algorithm=luffy", "data.demonstrations.path=demonstrations.jsonl", "data.demonstrations_per_group=1"), ("luffy", "rl_plus")),
+    Remedy(NO_VERIFIER, "a model that is asked whether the answer is right", ("reward.parts=[{name: judge, options: {path: models/judge}}]",)),
+    Remedy(NO_VERIFIER, "train a judge first, by RL on preference pairs, to give reasons and a verdict (RM-R1)", ("reward.parts=[rm_r1]",)),
+    Remedy(NO_VERIFIER, "a judge of that kind, which compares an answer with the expected one", ("reward.parts=[{name: judge, options: {path: models/judge, parser: pair}}]",)),
+    Remedy("samples that nothing grades are empty or stubs", "they leave the loss", ("algorithm.filters=[non_stub]",), ("ssd",)),
     Remedy(VARIANCE, "leave a sample's own reward out of its baseline", ("algorithm.advantage=rloo",), ("rloo",)),
     Remedy(VARIANCE, "weight the baseline by length", ("algorithm.advantage=opo",), ("opo",)),
     Remedy(VARIANCE, "a baseline for every position", ("algorithm.advantage=otb",), ("otb",)),
     Remedy(VARIANCE, "a greedy answer as baseline, without groups", ("algorithm.advantage=remax", "rollout.n=1"), ("remax",)),
     Remedy("one of several rewards dominates the others", "normalise each on its own", ("algorithm.advantage=gdpo", "reward.parts=[math, think_format]"), ("gdpo",)),
     Remedy(COST, "one sample a prompt, against values estimated before training", ("algorithm=astar_po", "rollout.n=1"), ("astar_po",)),
-    Remedy(NO_DATA, "the model proposes and solves tasks about programs, checked by the sandbox", ("algorithm=trr_plus_plus", "data.train=[{task: absolute_zero}]", "data.validation=[{task: absolute_zero, limit: 24}]", "reward.parts=[task]", "environment={name: absolute_zero, max_turns: 9}"), ("trr_plus_plus",)),
-    Remedy(ROLES, "a baseline for each role, over the batch", ("algorithm=trr_plus_plus",), ("trr_plus_plus",)),
     Remedy(COST, "prune samples of small advantage", ("algorithm.filters=[{name: cppo, prune: 0.5}]",), ("cppo",)),
     Remedy(COST, "train on right answers alone", ("algorithm=raft_plus_plus",), ("raft_plus_plus",)),
     Remedy(COST, "learn from groups of earlier steps again", ("algorithm.replay={share: 0.5, uses: 2}",), ("pf_ppo", "spo_tree")),
+    Remedy(NO_DATA, "the model proposes and solves tasks about programs, checked by the sandbox", ("algorithm=trr_plus_plus", "data.train=[{task: absolute_zero}]", "data.validation=[{task: absolute_zero, limit: 24}]", "reward.parts=[task]", "environment={name: absolute_zero, max_turns: 9}"), ("trr_plus_plus",)),
 )  # fmt: skip
 
 

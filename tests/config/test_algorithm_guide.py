@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_every_setting_of_the_table_of_problems_loads_and_changes_the_recipe(rem
     changed = load(TrainConfig, RECIPE, remedy.overrides)
     assert changed.resolved != load(TrainConfig, RECIPE).resolved
     assert set(remedy.presets) <= set(PRESETS)
+
+
+def test_the_methods_against_a_problem_stand_together_and_once() -> None:
+    problems = [remedy.problem for remedy in PROBLEMS]
+    assert len(list(groupby(problems))) == len(set(problems))
+    assert len({(remedy.problem, remedy.method) for remedy in PROBLEMS}) == len(PROBLEMS)
 
 
 def test_every_preset_answers_a_problem_or_is_a_plain_method() -> None:
