@@ -263,6 +263,16 @@ def test_hgpo_on_the_worked_example(options: dict[str, object], expected: list[f
     close(by_turn(batch, hgpo(batch, gamma=0.9, **options)), expected, atol=2e-6)
 
 
+@settings(max_examples=40)
+@given(st.lists(episodes, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 2))
+def test_hgpo_without_history_is_the_step_part_of_gigpo(group: list[Episode], gamma: float, alpha: float) -> None:
+    """The only cluster is the state's, with weight w = 2^alpha, so that the sum is w a / (w + 1e-6)."""
+    batch, weight = batch_of(group), 2**alpha
+    step = gigpo(batch, gamma=gamma, omega=1.0) - gigpo(batch, gamma=gamma, omega=0.0)
+    got = hgpo(batch, gamma=gamma, alpha=alpha, history=0, normalise="none")
+    torch.testing.assert_close(got * (weight + 1e-6) / weight, step, atol=1e-12, rtol=0)
+
+
 def test_hgpo_with_the_episode_as_the_widest_cluster() -> None:
     """By hand: returns of episodes 1, 0, .5, so a_0 = .5, -.5, 0 with weight 1 beside weight 2 of the state's cluster."""
     batch = batch_of(HISTORIES)
