@@ -55,6 +55,9 @@ SLOT_RECORDS: dict[str, tuple[type[Slot], ...]] = {
 }
 """The records of every slot; `burnish algorithms` prints this table."""
 
+OLD_PASS_COLUMNS = ("sum_p2", "entropy")
+"""Outputs other than log-probs that a slot may need of the policy before its first update."""
+
 if TYPE_CHECKING:  # mypy cannot follow unions that are built at run time
     AdvantageSlot: TypeAlias = Any
     RatioSlot: TypeAlias = Any
@@ -168,6 +171,15 @@ class Algorithm(Record):
         is_own_anchor = num_updates == 1 and self.replay is None
         in_reward = self.kl.reward.coef > 0 and self.kl.reward.policy == "old"
         return not is_own_anchor or in_reward or self.kl.advantage.coef > 0 or bool(self.needs("old"))
+
+    def has_trainer_logp(self, num_updates: int) -> bool:
+        """Whether `old_logp` holds the trainer's log-probs before the first update."""
+        return self.reads_old_logp(num_updates) and self.correction.name != "bypass"
+
+    def makes_old_pass(self, num_updates: int) -> bool:
+        """Whether the policy passes over the batch before the updates: for `old_logp`, or for what else such a pass gives."""
+        gives_more = self.router.learner_experts == "replay" or any(self.needs(name) for name in OLD_PASS_COLUMNS)
+        return gives_more or self.has_trainer_logp(num_updates)
 
     @model_validator(mode="after")
     def _combinations(self) -> Algorithm:

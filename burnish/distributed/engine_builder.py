@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
 from burnish.config.foreign_engines import Vllm
 from burnish.config.placement import RayPlacement
@@ -27,7 +26,6 @@ from burnish.inference.transformers_engine import TransformersEngine
 from burnish.inference.vllm.vllm_engine import VllmEngine
 from burnish.inference.vllm.vllm_server import VllmServer
 from burnish.memory_plan.kv_cache import GIB
-from burnish.models.architecture import Architecture
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
 from burnish.models.policy import (
@@ -36,6 +34,7 @@ from burnish.models.policy import (
 )
 from burnish.models.transformers_model import TransformersPolicy
 from burnish.rollout.validation import sampling_options
+from burnish.training.architecture_checks import check_router
 
 
 def set_expert_recording(config: TrainConfig, policy: PolicyModel) -> None:
@@ -44,20 +43,6 @@ def set_expert_recording(config: TrainConfig, policy: PolicyModel) -> None:
     if config.algorithm.router.engine_experts != "ignore":
         assert isinstance(policy.module, Decoder), "a policy with an architecture"
         policy.module.records_experts = True
-
-
-def check_router(config: TrainConfig, arch: Architecture | None) -> None:
-    """Refuse `algorithm.router` for a model without experts, and recorded experts from an engine that does not record them."""
-    router = config.algorithm.router
-    if router == Router():
-        return
-    if arch is None or arch.experts is None:
-        raise UserError("algorithm.router is set, and the model has no experts: remove the section")
-    if router.engine_experts != "ignore" and engine_kind(config.rollout, is_native=True) != "native":
-        raise UserError(
-            f"algorithm.router.engine_experts={router.engine_experts} needs the native engine, which records the experts: "
-            "set rollout.engine=native"
-        )
 
 
 def build_engine(policy: PolicyModel, rollout: Rollout, listener: Callable[[str, int], None] | None = None) -> Engine:

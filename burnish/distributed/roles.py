@@ -19,18 +19,16 @@ from burnish.config.records import slot_options
 from burnish.config.schema import Layers, TrainConfig
 from burnish.core.engine import Engine
 from burnish.data.tasks.registry import alphabet_of
-from burnish.distributed.engine_builder import check_router, find_paged_engine
+from burnish.distributed.engine_builder import find_paged_engine
 from burnish.distributed.judge_process import EngineJudge
 from burnish.distributed.server_teacher import ServerTeacher
 from burnish.environments.registry import environment_of, environment_renderer, num_workers, worker_limits
 from burnish.environments.tools.call_formats import call_format, detect_format
 from burnish.environments.workers import ObjectWorkers
-from burnish.inference.native.parallel_decoder import CONFIG_KEY
-from burnish.models import tensor_shards
 from burnish.models.activation_checkpointing import set_activations
 from burnish.models.architecture import architecture_from_hf, read_config, why_not_native
 from burnish.models.compiled_layers import compile_layers
-from burnish.models.fp8_layers import check_fp8_architecture, set_fp8
+from burnish.models.fp8_layers import set_fp8
 from burnish.models.heads import ValueModel
 from burnish.models.kernels.aligned_groups import GroupComparison
 from burnish.models.kernels.logprob import Divergence
@@ -49,6 +47,7 @@ from burnish.rewards.judge_options import JudgeOptions
 from burnish.rewards.reward_parts import JUDGE, MODEL, RewardModelOptions
 from burnish.rollout.runner import RolloutRunner
 from burnish.training.aligned_teacher import AlignedTeacher
+from burnish.training.architecture_checks import check_policy_layers
 from burnish.training.auxiliary_models import Critic, ProcessRewardModel, trainable_copy
 from burnish.training.learner import Learner
 from burnish.training.parallel.ranks import SOLO, Ranks, check_model_divides, parallelize_model
@@ -158,19 +157,14 @@ def build_learner(config: TrainConfig, policy: PolicyModel, ranks: Ranks = SOLO)
 
 
 def check_architecture(config: TrainConfig, policy: AnyPolicy, base: Path | None) -> None:
-    """Refuse what the layers of the policy cannot do: 8-bit products, routing, and divisions over the processes of a cluster."""
-    arch, placement = policy.arch, config.placement
-    check_router(config, arch)
-    if arch is None:
-        return  # `model_support.py` refuses what needs the native decoder
-    lora = _lora_of(config, policy)
-    if config.training.layers == "fp8":
-        check_fp8_architecture(arch, lora is not None and lora.base != "dtype")
-    if not isinstance(placement, RayPlacement):
-        return
-    check_model_divides(arch, config.parallel, lora)
-    if placement.engine_tensor > 1:
-        tensor_shards.check_divisible(arch, placement.engine_tensor, CONFIG_KEY)
+    """Refuse what the layers of the policy, or of the models beside it, cannot do."""
+    check_policy_layers(config, policy.arch, _lora_of(config, policy))
+    if isinstance(config.placement, RayPlacement):
+        _check_others_divide(config, base)
+
+
+def _check_others_divide(config: TrainConfig, base: Path | None) -> None:
+    """Refuse a teacher or a process reward model that the learner's processes cannot divide."""
     process, reference = config.algorithm.process, config.algorithm.kl.reference
     others = {"algorithm.kl.reference.path": getattr(reference, "path", None)}
     others["algorithm.process.path"] = None if process is None else process.path

@@ -10,17 +10,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
 from burnish.config.placement import LocalPlacement, MeshSizes, Parallel, RayPlacement, check_placement_fits
+from burnish.config.plugins import is_reference
 from burnish.config.schema import TrainConfig, check_fp8_fits
+from burnish.memory_plan.from_config import reference_kind, teacher_paths
 from burnish.memory_plan.hardware import Cluster
-from burnish.memory_plan.mesh_memory import DeviceMemory, Workload, device_memory, engine_weights, micro_batches
+from burnish.memory_plan.mesh_memory import (
+    DeviceMemory,
+    Workload,
+    device_memory,
+    engine_copy_bytes,
+    engine_weights,
+    micro_batches,
+)
 from burnish.memory_plan.mesh_time import StepTime, Traffic, learner_traffic, step_time, weight_push
-from burnish.memory_plan.model_shapes import ModelShape, shape_of
+from burnish.memory_plan.model_shapes import ModelShape, shape_of, shape_of_path
 from burnish.memory_plan.planner import gib
 from burnish.memory_plan.suggestions import PLAN_TOLERANCE
-from burnish.models.fp8_layers import HINT
+from burnish.models.model_support import native_settings
+from burnish.training.architecture_checks import check_policy_layers
+from burnish.training.parallel.ranks import check_model_divides
 
 SHORT_SHARE = 0.25
 """The second estimate of times, and the choice of the mesh, are for answers that take this share of their maximum."""
@@ -58,16 +68,15 @@ class ClusterPlan:
         return step_time(work, self.mesh, self.engine_gpus, self.memory.cache, self.cluster)
 
 
-def workload_of(config: TrainConfig, shape: ModelShape) -> Workload:
+def workload_of(config: TrainConfig, shape: ModelShape, base: Path | None) -> Workload:
     """The work of a step, with sequences of full length in its last rollout stage."""
     training, algorithm = config.training, config.algorithm
     last = config.rollout.all_stages()[-1]
     prompt = config.data.max_prompt_tokens
     answer = last.max_tokens * config.environment.max_turns
     longest = config.environment.max_tokens or prompt + answer
-    reference = algorithm.kl.reference
-    has_reference = reference.has_weights and reference.name != "policy"
-    has_old_pass = training.mini_batches * training.epochs > 1
+    reference = reference_kind(config, config.model.lora)
+    has_old_pass = algorithm.makes_old_pass(training.mini_batches * training.epochs)
     return Workload(
         shape,
         config.model.dtype,
@@ -86,15 +95,22 @@ def workload_of(config: TrainConfig, shape: ModelShape) -> Workload:
         weights_in_8_bits=config.rollout.weights.name == "fp8",
         cache_in_8_bits=config.rollout.cache_dtype == "fp8",
         shares_prefixes=training.share_prefixes,
-        reference="copy" if has_reference and config.model.lora is None else "off" if has_reference else "none",
-        num_scoring_passes=has_old_pass + has_reference,
+        has_server_engine=is_foreign(config),
+        reference=reference,
+        teacher=sum(_teacher_size(path, shape, base) for path in teacher_paths(config)),
+        num_scoring_passes=has_old_pass + (reference != "none"),
         num_learners=1 if algorithm.critic is None else 2,
     )
 
 
+def _teacher_size(path: str, policy: ModelShape, base: Path | None) -> int:
+    """Number of parameters of a teacher; the policy's for one that an earlier stage makes."""
+    return (policy if is_reference(path) else shape_of_path(path, base)).num_parameters
+
+
 def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> ClusterPlan:
     """The fastest plan that fits; UserError with the nearest one if none does, or with what the plan does not cover."""
-    work = workload_of(config, shape_of(config.model, base))
+    work = workload_of(config, shape_of(config, base), base)
     check_covered(config, cluster, work.shape)
     candidates = _candidates(config, work, cluster)
     if not candidates:
@@ -120,16 +136,24 @@ def plan_cluster(config: TrainConfig, base: Path | None, cluster: Cluster) -> Cl
         return _with_engine_key(min(fitting, key=lambda plan: plan.time(SHORT_SHARE).total), config)
     remedy = _remedy(config, work, cluster)
     if nearest is None:
-        weights, size = work.shape.num_parameters * work.element, max(sizes)
-        share = f", {gib(weights // size)} on each GPU of an engine of {size}" if size > 1 else ""
         raise UserError(
-            f"{work.shape.name} has no room on {cluster.text}, which is {_plural(cluster.num_gpus)} of {gib(cluster.gpu.memory)}: its weights "
-            f"are {gib(weights)}{share}, beside the learner's weights, master copies and moments; {remedy}"
+            f"{work.shape.name} has no room on {cluster.text}, which is {_plural(cluster.num_gpus)} of {gib(cluster.gpu.memory)}: "
+            f"{_least_of_engine(work, max(sizes))}, beside the learner's weights, master copies and moments; {remedy}"
         )
     raise UserError(
         f"this run does not fit on {cluster.text}: at least {gib(nearest.memory.total)} of {gib(cluster.gpu.memory)} on a GPU\n"
         f"{plan_report(_with_engine_key(nearest, config))}\n{remedy}; training.optimizer.offload=true, or a smaller training.token_budget need less on each"
     )
+
+
+def _least_of_engine(work: Workload, size: int) -> str:
+    """What the largest engine needs, in words."""
+    weights = engine_copy_bytes(work)
+    cache = LEAST_CACHE_SEQUENCES * work.cached_sequence_bytes
+    parts = f"its weights are {gib(weights)} and {LEAST_CACHE_SEQUENCES} sequences of {work.longest:,} tokens in the KV cache {gib(cache)}"
+    if size == 1:
+        return parts
+    return f"{parts}, of which each GPU of an engine of {size} has {gib(weights // size + cache // work.shape.cache_parts(size))}"
 
 
 def _plural(num_gpus: int) -> str:
@@ -141,16 +165,9 @@ def _plural(num_gpus: int) -> str:
 
 def check_covered(config: TrainConfig, cluster: Cluster, shape: ModelShape) -> None:
     """Refuse a placement that the plan does not cover, and a run that the model does not allow or that cannot be on several GPUs."""
-    if config.algorithm.router != Router() and not shape.num_experts:
-        raise UserError(f"algorithm.router is set, and {shape.name} has no experts: remove the section")
-    if config.training.layers == "fp8" and (shape.num_experts or shape.is_latent):
-        raise UserError(
-            f"training.layers=fp8 does not train experts or latent attention, which {shape.name} has: {HINT}"
-        )
-    if config.rollout.weights.name == "fp8" and (shape.num_experts or shape.is_latent):
-        raise UserError(
-            f"rollout.weights=fp8 does not sample with experts or latent attention, which {shape.name} has: set it to model"
-        )
+    check_policy_layers(config, shape.arch, config.model.lora)
+    for need, advice in native_settings(config) if shape.arch is None else ():
+        raise UserError(f"{need} needs the native decoder, and {shape.name} does not run on it: {advice}")
     placement, num = config.placement, cluster.num_gpus
     turns = "the plan has a worker and an engine process on each GPU, which take turns"
     if config.rollout.source.name != "sync":
@@ -170,17 +187,18 @@ def check_covered(config: TrainConfig, cluster: Cluster, shape: ModelShape) -> N
         raise UserError(
             "--cluster does not plan parallel.offload: set it to false; training.optimizer.offload=true is planned"
         )
-    if num > 1 and (problem := config_conflict(_placed(config, cluster, Parallel()))) is not None:
+    if num > 1 and (problem := config_conflict(_placed(config, cluster, Parallel()), shape)) is not None:
         raise UserError(f"this run cannot have a worker and an engine process on each GPU of {cluster.text}: {problem}")
 
 
-def config_conflict(config: TrainConfig) -> str | None:
-    """Why a config with another placement or mesh would be refused; None if it would not."""
+def config_conflict(config: TrainConfig, shape: ModelShape) -> str | None:
+    """Why a run with another placement or mesh would be refused; None if it would not. The checks are those of a run."""
     try:
         check_placement_fits(config)
         if config.training.layers == "fp8":
             check_fp8_fits(config)
-    except ValueError as error:
+        check_policy_layers(config, shape.arch, config.model.lora)
+    except (ValueError, UserError) as error:  # validators of a config raise ValueError
         return str(error)
     return None
 
@@ -203,43 +221,38 @@ def _candidates(config: TrainConfig, work: Workload, cluster: Cluster) -> list[t
         meshes = list(possible_meshes(work, cluster))
     else:
         meshes = [config.parallel.sizes(cluster.num_gpus)]
-        problem = mesh_conflict(meshes[0], work)
-        if problem is None and cluster.num_gpus > 1:
-            problem = config_conflict(_placed(config, cluster, config.parallel))
-        if problem is not None:
+        problem = config_conflict(_placed(config, cluster, config.parallel), work.shape)
+        if cluster.num_gpus > 1 and problem is not None:
             raise UserError(problem)
     return [
         (replace(work, activations=policy), mesh)
         for policy in _policies(work.activations)
         for mesh in meshes
         if mesh == MeshSizes()
-        or config_conflict(_placed(config, cluster, parallel_of(mesh), activations=policy)) is None
+        or config_conflict(_placed(config, cluster, parallel_of(mesh), activations=policy), work.shape) is None
     ]
-
-
-def mesh_conflict(mesh: MeshSizes, work: Workload) -> str | None:
-    """Why a mesh cannot train the model; None if it can."""
-    if mesh.pipeline > work.shape.num_layers:
-        return (
-            f"parallel.pipeline={mesh.pipeline} needs as many layers, and {work.shape.name} has {work.shape.num_layers}"
-        )
-    return work.shape.learner_conflict(mesh.tensor, mesh.expert, work.lora)
 
 
 def engine_sizes(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> list[int]:
     """The numbers of GPUs that an engine may have, ascending: that of the config, or all that divide the GPUs and the model."""
-    placement, num = config.placement, cluster.num_gpus
-    if isinstance(placement, RayPlacement) and placement.engine_tensor > 1:
-        size = placement.engine_tensor
-        if num % size:
-            raise UserError(f"placement.engine_tensor={size} does not divide the {_plural(num)} of {cluster.text}")
-        if (problem := shape.engine_conflict(size)) is not None:
-            raise UserError(problem)
-        return [size]
-    sizes = [size for size in _divisors(min(MAX_ENGINE_GPUS, num)) if num % size == 0 and shape.divides_engine(size)]
+    fixed, num = getattr(config.placement, "engine_tensor", 1), cluster.num_gpus
+    sizes = [size for size in _divisors(min(MAX_ENGINE_GPUS, num)) if num % size == 0]
     if is_foreign(config):  # its servers divide the model by themselves
-        return sizes
-    return [s for s in sizes if s == 1 or config_conflict(_placed(config, cluster, Parallel(), engine_gpus=s)) is None]
+        return [size for size in sizes if shape.num_heads % size == 0]
+    if fixed > 1:
+        if num % fixed:
+            raise UserError(f"placement.engine_tensor={fixed} does not divide the {_plural(num)} of {cluster.text}")
+        problem = config_conflict(_placed(config, cluster, Parallel(), engine_gpus=fixed), shape)
+        if problem is not None:
+            raise UserError(problem)
+        return [fixed]
+    if shape.arch is None:  # it samples through transformers
+        return [1]
+    return [
+        size
+        for size in sizes
+        if size == 1 or config_conflict(_placed(config, cluster, Parallel(), engine_gpus=size), shape) is None
+    ]
 
 
 def is_foreign(config: TrainConfig) -> bool:
@@ -313,19 +326,31 @@ def _learner_seconds(work: Workload, mesh: MeshSizes, cluster: Cluster) -> float
 
 def possible_meshes(work: Workload, cluster: Cluster) -> Iterator[MeshSizes]:
     """All meshes of the cluster's GPUs that divide the model and the batch."""
-    shape, num = work.shape, cluster.num_gpus
-    sequences = work.sequences // work.mini_batches
+    num, sequences = cluster.num_gpus, work.sequences // work.mini_batches
     for tensor in _divisors(min(cluster.gpus_per_machine, num)):
         for expert in _divisors(num // tensor):
-            if shape.learner_conflict(tensor, expert, work.lora) is not None:
+            if not divides_model(work, Parallel(tensor=tensor, expert=expert)):
                 continue
             for context in _divisors(num // tensor // expert):
+                if not divides_model(work, Parallel(tensor=tensor, context=context)):
+                    continue
                 for pipeline in _divisors(num // tensor // expert // context):
                     data = num // tensor // expert // context // pipeline
-                    if pipeline > shape.num_layers or data * expert > sequences:
+                    if data * expert > sequences or not divides_model(work, Parallel(pipeline=pipeline)):
                         continue
                     for copies in _divisors(data):
                         yield MeshSizes(pipeline, data, context, expert, tensor, copies)
+
+
+def divides_model(work: Workload, parallel: Parallel) -> bool:
+    """Whether processes can divide the model so, by the check of a run."""
+    if work.shape.arch is None:  # transformers' own layers are only sharded
+        return parallel == Parallel()
+    try:
+        check_model_divides(work.shape.arch, parallel, work.lora)
+    except UserError:
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:
@@ -346,8 +371,8 @@ def _with_engine(
         if without + engine_weights(work, size, cluster) >= cluster.gpu.memory:
             continue
         memory = device_memory(work, mesh, size, cluster)
-        one = work.shape.kv_size * work.shape.num_layers * work.element * work.longest
-        if memory.cache * work.shape.cache_parts(size) < LEAST_CACHE_SEQUENCES * one and cluster.num_gpus > 1:
+        cache = memory.cache * work.shape.cache_parts(size)
+        if cache < LEAST_CACHE_SEQUENCES * work.cached_sequence_bytes and cluster.num_gpus > 1:
             continue
         changes = [f"training.activations={work.activations}"] if work.activations != configured.activations else []
         plan = ClusterPlan(cluster, work, mesh, size, memory, tuple(changes))
@@ -413,8 +438,8 @@ def _time_lines(plan: ClusterPlan) -> list[str]:
 
 def _cache_text(plan: ClusterPlan) -> str:
     work = plan.work
-    one = work.shape.kv_size * work.shape.num_layers * work.element * work.longest
-    return f"{plan.memory.cache * work.shape.cache_parts(plan.engine_gpus) // one:,} sequences of {work.longest:,} tokens an engine"
+    cache = plan.memory.cache * work.shape.cache_parts(plan.engine_gpus)
+    return f"{cache // work.cached_sequence_bytes:,} sequences of {work.longest:,} tokens an engine"
 
 
 def _traffic_note(one: Traffic) -> str:

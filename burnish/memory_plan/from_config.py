@@ -174,7 +174,8 @@ def _architecture(
     """
     try:
         if model.path is None and model.adapter is None:
-            return _new_architecture(model, sources, seed, characters)
+            made = new_policy(model, sources, seed, characters)
+            return made if isinstance(made, str) else (made, None)
         lora, path = model.lora, None if model.path is None else find_directory(model.path, base, with_weights=False)
         if model.adapter is not None:
             adapter = find_directory(model.adapter, base, with_weights=False)
@@ -191,14 +192,13 @@ def _architecture(
     return f"the forward pass is transformers' own ({reason or 'model.backend=transformers'})"
 
 
-def _new_architecture(
-    model: Model, sources: list[Source], seed: int, characters: str
-) -> tuple[Architecture, None] | str:
+def new_policy(model: Model, sources: list[Source], seed: int, characters: str = "") -> Architecture | str:
+    """The architecture of a new model, whose tokenizer has the characters of the sources, or the reason why it is unknown."""
     plain = [source.model_copy(update={"options": {}}) for source in sources]  # options do not change the characters
     alphabet = alphabet_of(plain, seed, characters)
     if alphabet is None or model.new is None:
         return "the characters of a new model's tokenizer are not known"
-    return new_architecture(model.new, len({PAD, EOS, *alphabet})), None
+    return new_architecture(model.new, len({PAD, EOS, *alphabet}))
 
 
 def _sft_setup(model: Model, stage: Sft, arch: Architecture, lora: Lora | None, is_gpu: bool, section: str) -> RunSetup:
@@ -293,7 +293,7 @@ def _rl_setup(
         in_fp8=training.layers == "fp8",
         lora=lora,
         tokens_per_row=samples * longest / (prompt + samples * (longest - prompt)) if training.share_prefixes else 1.0,
-        reference=_reference_kind(config, lora),
+        reference=reference_kind(config, lora),
         teacher=_teacher_parameters(config, arch, base),
         full_kl=algorithm.compares_vocabulary,
         critic=None if algorithm.critic is None else algorithm.critic.optimizer,
@@ -314,13 +314,14 @@ def _rl_setup(
     return replace(setup, cache=_cache_bytes(config, setup, sequences, capacity))
 
 
-def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
+def reference_kind(config: TrainConfig, lora: Lora | None) -> str:
+    """What a run holds of its reference: none, off (the adapters disabled), copy, ema, or teacher."""
     slot = config.algorithm.kl.reference
     if not slot.has_weights or slot.name == "policy" or slot.is_served or (slot.name == "iterate" and slot.every == 1):
         return "none"
     if slot.name == "frozen" and lora is not None and config.model.adapter is None:
         return "off"
-    if _teacher_paths(config):
+    if teacher_paths(config):
         return "teacher"
     return "ema" if slot.name == "ema" else "copy"
 
@@ -328,13 +329,14 @@ def _reference_kind(config: TrainConfig, lora: Lora | None) -> str:
 def _teacher_parameters(config: TrainConfig, arch: Architecture, base: Path | None) -> int:
     """Number of parameters of all teachers; the policy's for one that an earlier stage makes; 0 for one that is unknown."""
     total = 0
-    for path in _teacher_paths(config):
+    for path in teacher_paths(config):
         found = None if is_reference(path) else _architecture(Model(path=path), [], config.seed, base)
         total += arch.num_parameters if found is None else 0 if isinstance(found, str) else found[0].num_parameters
     return total
 
 
-def _teacher_paths(config: TrainConfig) -> list[str]:
+def teacher_paths(config: TrainConfig) -> list[str]:
+    """The models of all teachers that the run loads."""
     slot = config.algorithm.kl.reference
     if isinstance(slot, TeachersReference):
         return list(slot.directories.values())

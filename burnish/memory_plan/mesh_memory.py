@@ -8,17 +8,18 @@ one GPU. `mesh_time.py` has traffic and time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from burnish.config.model import Lora, Optimizer
+from burnish.config.model import Lora, Optimizer, Projection
 from burnish.config.placement import MeshSizes
 from burnish.memory_plan.hardware import Cluster
 from burnish.memory_plan.learner_bytes import LearnerFootprint, LearnerPasses, learner_footprint, meta_policy
 from burnish.memory_plan.model_shapes import ModelShape
-from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, MemoryPart
+from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, MemoryPart, reference_bytes
 from burnish.models.architecture import Architecture
 from burnish.models.flops import causal_pairs
 from burnish.models.kernels.fp8 import FP8_SCALE_BYTES
@@ -52,9 +53,13 @@ class Workload:
     weights_in_8_bits: bool = False
     """Whether the engine multiplies by 8-bit copies of the layers' matrices."""
     cache_in_8_bits: bool = False
+    has_server_engine: bool = False
+    """Whether vLLM or SGLang samples, which has a copy of its own in the model's type."""
     shares_prefixes: bool = True
     reference: str = "none"
-    """none, off or copy, as in `planner.RunSetup`."""
+    """none, off, copy, ema or teacher, as in `planner.RunSetup`."""
+    teacher: int = 0
+    """Number of parameters of all teachers."""
     num_scoring_passes: int = 0
     """Forward passes over the batch before the updates: old log-probs, reference log-probs."""
     num_learners: int = 1
@@ -71,6 +76,11 @@ class Workload:
         if self.cache_in_8_bits:
             size = 1 + FP8_SCALE_BYTES / (shape.kv_size if shape.is_latent else shape.head_dim)
         return shape.kv_size * shape.num_layers * size
+
+    @property
+    def cached_sequence_bytes(self) -> int:
+        """Bytes of a sequence of full length in the KV cache of all layers."""
+        return math.ceil(self.cached_token_bytes * self.longest)
 
     @property
     def sequences(self) -> int:
@@ -179,7 +189,9 @@ def device_memory(work: Workload, mesh: MeshSizes, engine_gpus: int, cluster: Cl
     state = [
         MemoryPart("weights", one.weights),
         MemoryPart("master copies and moments", (one.master + one.moments) * on_device),
-        MemoryPart("reference", one.weights if work.reference == "copy" else 0),
+        MemoryPart(
+            "reference", _reference_bytes(work, one, mesh), "of a teacher" if work.reference == "teacher" else ""
+        ),
         MemoryPart("critic", one.resident * (work.num_learners - 1), "weights, master copies, moments"),
         MemoryPart("engine's weights", engine_weights(work, engine_gpus, cluster), f"a copy on {engine_gpus} GPUs"),
         MemoryPart(
@@ -228,7 +240,29 @@ def _expert_row_bytes(work: Workload, mesh: MeshSizes) -> int:
 
 def engine_weights(work: Workload, engine_gpus: int, cluster: Cluster) -> int:
     """Bytes of the engine's own weights on a GPU. A single process samples from the learner's tensors."""
-    return 0 if cluster.num_gpus == 1 else work.shape.num_parameters * work.element // engine_gpus
+    return 0 if cluster.num_gpus == 1 else engine_copy_bytes(work) // engine_gpus
+
+
+def engine_copy_bytes(work: Workload) -> int:
+    """Bytes of the weights that an engine holds. The native engine has frozen matrices in the learner's 4 bits."""
+    shape = work.shape
+    if work.lora is None or work.has_server_engine:
+        return shape.num_parameters * work.element
+    layers = shape.common_size + shape.num_expert_layers * shape.routed_size
+    others = shape.num_parameters - layers + _adapter_size(shape, work.lora)
+    return _frozen_layer_bytes(work, layers) + others * work.element
+
+
+def _frozen_layer_bytes(work: Workload, size: float) -> int:
+    """Bytes of `size` parameters of layers below adapters."""
+    assert work.lora is not None, "weights are frozen below adapters alone"
+    return int(size * (work.element if work.lora.base == "dtype" else NF4_BYTES[work.lora.base]))
+
+
+def _reference_bytes(work: Workload, one: LearnerFootprint, mesh: MeshSizes) -> int:
+    """Bytes of the reference's weights on one process."""
+    parts = mesh.pipeline * mesh.tensor * mesh.shards
+    return reference_bytes(work.reference, one, work.dtype, work.lora, work.teacher * work.element // parts)
 
 
 def _micro_batch_rows(work: Workload, mesh: MeshSizes) -> int:
@@ -243,17 +277,18 @@ def _footprint(work: Workload, mesh: MeshSizes, count: int) -> LearnerFootprint:
     arch = shape.equivalent(-(-shape.num_layers // mesh.pipeline), mesh.tensor)
     rows = _micro_batch_rows(work, mesh)
     passes = LearnerPasses(work.activations, rows, rows, count, work.longest)
-    one = _cached_footprint(arch, work.dtype, work.lora, work.optimizer, passes).per_process(mesh.shards)
+    lora = None if work.lora is None else dense_targets(work.lora)
+    one = _cached_footprint(arch, work.dtype, lora, work.optimizer, passes).per_process(mesh.shards)
     common, routed = stage_sizes(shape, mesh)
     own = (common + routed * mesh.expert) / mesh.shards  # experts are sharded over the other processes alone
     scale = own / (arch.num_parameters / mesh.shards)
     weights = int(own * work.element)
     if work.lora is not None:
-        adapters, of_equivalent = _adapter_size(shape, work.lora), _adapter_size(shape, work.lora, as_dense=True)
-        scale = adapters / of_equivalent
+        adapters = _adapter_size(shape, work.lora)
+        scale = adapters / _num_adapted(shape.equivalent(shape.num_layers, 1), dense_targets(work.lora))
         if work.lora.base != "dtype":  # 4-bit matrices are not sharded
             ends = _end_size(shape, mesh)
-            weights = int((common - ends + routed) * NF4_BYTES[work.lora.base]) + ends // mesh.shards * work.element
+            weights = _frozen_layer_bytes(work, common - ends + routed) + ends // mesh.shards * work.element
         weights += adapters // (mesh.pipeline * mesh.shards) * work.element
     scaled: dict[str, Any] = {
         name: int(getattr(one, name) * scale) for name in ("master", "moments", "on_host", "sums", "gradients")
@@ -261,18 +296,39 @@ def _footprint(work: Workload, mesh: MeshSizes, count: int) -> LearnerFootprint:
     return replace(one, weights=weights, **scaled)
 
 
-def _adapter_size(shape: ModelShape, lora: Lora, as_dense: bool = False) -> int:
-    """Parameters of the adapters of all layers; `as_dense` of the dense decoder that computes as much, whose MLPs have one each."""
-    heads, kv_heads = (num * shape.head_dim for num in (shape.num_heads, shape.num_kv_heads))
-    widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
-    attention = sum(shape.hidden_size + widths[name] for name in lora.projections if name in widths)
-    of_mlp = sum(name in lora.projections for name in ("gate_proj", "up_proj", "down_proj"))
-    dense, sparse = shape.num_layers - shape.num_expert_layers, shape.num_expert_layers
-    mlps = [(shape.num_layers, shape.active_mlp_size)] if as_dense else [(dense, shape.mlp_size)]
-    if not as_dense and sparse:
-        mlps += [(sparse * shape.num_experts, shape.expert_size), (sparse * (shape.shared_size > 0), shape.shared_size)]
-    in_mlps = sum(number * of_mlp * (shape.hidden_size + width) for number, width in mlps)
-    return lora.rank * (shape.num_layers * attention + in_mlps)
+OF_LATENT_ATTENTION: dict[Projection, Projection] = {
+    "q_a_proj": "q_proj",
+    "q_b_proj": "q_proj",
+    "kv_a_proj_with_mqa": "k_proj",
+    "kv_b_proj": "v_proj",
+}
+"""The projections of latent attention, and those that a dense decoder has in their place."""
+
+
+def dense_targets(lora: Lora) -> Lora:
+    """The adapters of a dense decoder that computes as much."""
+    if lora.targets == "all-linear":
+        return lora
+    return lora.model_copy(update={"targets": list(dict.fromkeys(OF_LATENT_ATTENTION.get(n, n) for n in lora.targets))})
+
+
+def _adapter_size(shape: ModelShape, lora: Lora) -> int:
+    """Parameters of the adapters of all layers."""
+    assert shape.arch is not None, "models that run through transformers have no adapters"
+    return _num_adapted(shape.arch, lora)
+
+
+_adapted: dict[str, int] = {}
+"""Numbers of adapters by their inputs."""
+
+
+def _num_adapted(arch: Architecture, lora: Lora) -> int:
+    """Parameters of the adapters of an architecture, as they are made."""
+    key = f"{arch} {lora!r}"
+    if key not in _adapted:
+        model = meta_policy(arch, torch.bfloat16, lora)
+        _adapted[key] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return _adapted[key]
 
 
 _footprints: dict[str, LearnerFootprint] = {}

@@ -7,16 +7,25 @@ the keys of a Hugging Face config, dense or with experts, with grouped-query or 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.config.model import Lora, Model
-from burnish.memory_plan.kv_cache import num_cache_ranks
-from burnish.models.architecture import Architecture, architecture_from_hf, read_config, why_not_native
+from burnish.config.schema import TrainConfig
+from burnish.memory_plan.from_config import new_policy
+from burnish.memory_plan.kv_cache import cache_token_bytes, num_cache_ranks
+from burnish.models.architecture import (
+    Architecture,
+    architecture_from_hf,
+    new_architecture,
+    read_config,
+    why_not_native,
+)
 from burnish.models.policy import find_directory
-from burnish.training.parallel.expert_parallel import EXPERT_PROJECTIONS, IN_4_BITS, WITH_ADAPTERS
+
+NEW_VOCABULARY = 1024
+"""Tokens of a new model whose characters are not known before its data is read."""
 
 
 @dataclass(frozen=True)
@@ -49,53 +58,9 @@ class ModelShape:
     tower_size: int = 0
     """Parameters of a vision tower with its projector."""
     is_latent: bool = False
-    """Whether attention is multi-head latent attention, whose heads the learner does not divide."""
-
-    def divides_learner(self, tensor: int, expert: int) -> bool:
-        """Whether these numbers of tensor- and expert-parallel processes can train the model (`training/parallel`)."""
-        return self.learner_conflict(tensor, expert) is None
-
-    def learner_conflict(self, tensor: int, expert: int, lora: Lora | None = None) -> str | None:
-        """Why these numbers of processes cannot train the model, with its adapters; None if they can."""
-        if tensor > 1 and self.is_latent:
-            return f"parallel.tensor does not divide latent attention, which {self.name} has: use parallel.data or parallel.context"
-        if expert > 1 and not self.num_experts:
-            return f"parallel.expert={expert} has no effect: {self.name} has no experts; use parallel.data"
-        divided = {"query heads": self.num_heads, "key/value heads": self.num_kv_heads, "MLP columns": self.mlp_size}
-        divided |= {"columns of an expert": self.expert_size} if self.num_experts else {}
-        if (problem := self._undivided("parallel.tensor", tensor, divided)) is not None:
-            return problem
-        if (problem := self._undivided("parallel.expert", expert, {"experts": self.num_experts})) is not None:
-            return problem
-        if not self.num_experts or lora is None or tensor == expert == 1:
-            return None
-        if lora.base != "dtype":
-            return IN_4_BITS
-        return WITH_ADAPTERS if tensor > 1 and not EXPERT_PROJECTIONS.isdisjoint(lora.projections) else None
-
-    def divides_engine(self, size: int) -> bool:
-        """Whether the native engine can have this number of ranks (`models/tensor_shards.py`)."""
-        return self.engine_conflict(size) is None
-
-    def engine_conflict(self, size: int) -> str | None:
-        """Why the native engine cannot have this number of ranks; None if it can."""
-        divided = {"query heads": self.num_heads}
-        divided |= {"MLP columns": self.mlp_size} if self.num_expert_layers < self.num_layers else {}
-        if self.num_experts:
-            divided |= {"experts": self.num_experts, "columns of shared experts": self.shared_size}
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            return (
-                f"placement.engine_tensor={size} neither divides the {self.num_kv_heads} key/value heads of {self.name} nor is a multiple "
-                "of them"
-            )
-        return self._undivided("placement.engine_tensor", size, divided)
-
-    def _undivided(self, key: str, parts: int, divided: dict[str, int]) -> str | None:
-        """Which of these numbers a config key does not divide, in words; None if it divides all."""
-        for what, number in divided.items():
-            if number % parts:
-                return f"{key}={parts} does not divide the {number} {what} of {self.name}: use a divisor"
-        return None
+    """Whether attention is multi-head latent attention."""
+    arch: Architecture | None = None
+    """The architecture, which the checks of a run read; None for a model that runs through transformers."""
 
     def cache_parts(self, size: int) -> int:
         """Parts into which the ranks of an engine divide the KV cache. With fewer key/value heads than ranks, several have the same one.
@@ -163,26 +128,24 @@ class ModelShape:
         )  # fmt: skip
 
 
-def shape_of(model: Model, base: Path | None) -> ModelShape:
-    """The shape of a config's model: from its directory, or of a published model of that name."""
+def shape_of(config: TrainConfig, base: Path | None) -> ModelShape:
+    """The shape of a config's policy: a new one, that of its directory, or a published one of that name."""
+    model = config.model
     if model.new is not None:
-        new = model.new
-        sizes = {
-            "hidden_size": new.hidden_size,
-            "num_hidden_layers": new.num_layers,
-            "num_attention_heads": new.num_heads,
-        }
-        others = {
-            "num_key_value_heads": new.num_kv_heads,
-            "intermediate_size": new.mlp_size,
-            "tie_word_embeddings": new.tied,
-        }
-        return shape_from_hf({**sizes, **others, "vocab_size": 1024}, "a new model")
+        made = new_policy(model, [*config.data.train, *config.data.validation], config.seed)
+        arch = new_architecture(model.new, NEW_VOCABULARY) if isinstance(made, str) else made
+        return shape_of_architecture(arch, "a new model")
     path = model.path or model.adapter
     if path is None:
         raise UserError(
             "no model: give model.path (a Hugging Face directory, or the name of a published model) or model.new"
         )
+    found = shape_of_path(path, base)
+    return replace(found, arch=None) if model.backend == "transformers" else found
+
+
+def shape_of_path(path: str, base: Path | None) -> ModelShape:
+    """The shape of a model directory, or of a published model of that name."""
     is_here = any((root / path / "config.json").is_file() for root in (Path(), base or Path()))
     if not is_here and (known := published_shape(path)) is not None:
         return known  # nothing is downloaded for a plan
@@ -191,10 +154,9 @@ def shape_of(model: Model, base: Path | None) -> ModelShape:
 
 def shape_from_hf(config: dict[str, Any], name: str) -> ModelShape:
     """The shape that a config.json describes."""
-    tower = 0
-    if config.get("vision_config") and why_not_native(config) is None:
-        shape = architecture_from_hf(config, name).vision
-        tower = 0 if shape is None else shape.num_parameters
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}  # it is trained converted
+    if why_not_native(plain) is None:
+        return shape_of_architecture(architecture_from_hf(plain, name), name)
     tied = bool(config.get("tie_word_embeddings") or (config.get("text_config") or {}).get("tie_word_embeddings"))
     config = config.get("text_config") or config
     try:
@@ -213,7 +175,24 @@ def shape_from_hf(config: dict[str, Any], name: str) -> ModelShape:
         kv_size = 2 * kv_heads * head_dim
     return ModelShape(
         name, hidden, layers, vocab, heads, kv_heads, head_dim, attention, kv_size, mlp,
-        tied, **_experts(config, layers), tower_size=tower, is_latent=bool(latent),
+        tied, **_experts(config, layers), is_latent=bool(latent),
+    )  # fmt: skip
+
+
+def shape_of_architecture(arch: Architecture, name: str) -> ModelShape:
+    """The shape of a model that runs on the native decoder."""
+    experts: dict[str, Any] = {}
+    if arch.experts is not None:
+        one = arch.experts
+        experts = {
+            "num_experts": one.num_experts, "experts_per_token": one.experts_per_token, "expert_size": one.expert_size,
+            "shared_size": one.shared_size, "num_dense_layers": arch.num_layers - arch.num_expert_layers,
+        }  # fmt: skip
+    attention, kv_size = sum(arch.attention_matrices.values()), cache_token_bytes(arch, 1) // arch.num_layers
+    return ModelShape(
+        name, arch.hidden_size, arch.num_layers, arch.vocab_size, arch.num_heads, arch.num_kv_heads,
+        (arch.head_dim + arch.value_dim) // 2, attention, kv_size, arch.mlp_size, arch.tied, **experts,
+        tower_size=0 if arch.vision is None else arch.vision.num_parameters, is_latent=arch.latent is not None, arch=arch,
     )  # fmt: skip
 
 
@@ -232,7 +211,7 @@ def _latent_attention(config: dict[str, Any], hidden: int, heads: int) -> tuple[
     return (nope + rope + value) // 2, of_queries + of_keys + heads * value * hidden, latent + rope
 
 
-def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
+def _experts(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """The expert fields of a shape; none for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     number = next((int(config[name]) for name in names if config.get(name)), 0)
@@ -251,6 +230,7 @@ def _experts(config: dict[str, Any], layers: int) -> dict[str, int]:
 # --- published models ----------------------------------------------------------------------------------------------------
 
 _DENSE_KEYS = (
+    "model_type",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -258,42 +238,42 @@ _DENSE_KEYS = (
     "intermediate_size",
     "vocab_size",
 )
-_DENSE: dict[str, tuple[int, ...]] = {
-    r"Qwen2\.5(-Coder|-Math)?-0\.5B": (896, 24, 14, 2, 4864, 151936),
-    r"(Qwen2\.5(-Coder|-Math)?|Distill-Qwen)-1\.5B": (1536, 28, 12, 2, 8960, 151936),
-    r"Qwen2\.5(-Coder)?-3B": (2048, 36, 16, 2, 11008, 151936),
-    r"(Qwen2\.5(-Coder|-Math)?|Distill-Qwen)-7B": (3584, 28, 28, 4, 18944, 152064),
-    r"(Qwen2\.5(-Coder)?|Distill-Qwen)-14B": (5120, 48, 40, 8, 13824, 152064),
-    r"(Qwen2\.5(-Coder)?|Distill-Qwen)-32B": (5120, 64, 40, 8, 27648, 152064),
-    r"Qwen2\.5(-Math)?-72B": (8192, 80, 64, 8, 29568, 152064),
-    r"Qwen3-0\.6B": (1024, 28, 16, 8, 3072, 151936),
-    r"Qwen3-1\.7B": (2048, 28, 16, 8, 6144, 151936),
-    r"Qwen3-4B": (2560, 36, 32, 8, 9728, 151936),
-    r"Qwen3-8B": (4096, 36, 32, 8, 12288, 151936),
-    r"Qwen3-14B": (5120, 40, 40, 8, 17408, 151936),
-    r"Qwen3-32B": (5120, 64, 64, 8, 25600, 151936),
-    r"Llama-3(\.1)?-8B|Distill-Llama-8B": (4096, 32, 32, 8, 14336, 128256),
-    r"Llama-3(\.1|\.3)?-70B|Distill-Llama-70B": (8192, 80, 64, 8, 28672, 128256),
-    r"Llama-3\.2-1B": (2048, 16, 32, 8, 8192, 128256),
-    r"Llama-3\.2-3B": (3072, 28, 24, 8, 8192, 128256),
-    r"Mistral-7B": (4096, 32, 32, 8, 14336, 32768),
+_DENSE: dict[str, tuple[str | int, ...]] = {
+    r"Qwen2\.5(-Coder|-Math)?-0\.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936),
+    r"(Qwen2\.5(-Coder|-Math)?|Distill-Qwen)-1\.5B": ("qwen2", 1536, 28, 12, 2, 8960, 151936),
+    r"Qwen2\.5(-Coder)?-3B": ("qwen2", 2048, 36, 16, 2, 11008, 151936),
+    r"(Qwen2\.5(-Coder|-Math)?|Distill-Qwen)-7B": ("qwen2", 3584, 28, 28, 4, 18944, 152064),
+    r"(Qwen2\.5(-Coder)?|Distill-Qwen)-14B": ("qwen2", 5120, 48, 40, 8, 13824, 152064),
+    r"(Qwen2\.5(-Coder)?|Distill-Qwen)-32B": ("qwen2", 5120, 64, 40, 8, 27648, 152064),
+    r"Qwen2\.5(-Math)?-72B": ("qwen2", 8192, 80, 64, 8, 29568, 152064),
+    r"Qwen3-0\.6B": ("qwen3", 1024, 28, 16, 8, 3072, 151936),
+    r"Qwen3-1\.7B": ("qwen3", 2048, 28, 16, 8, 6144, 151936),
+    r"Qwen3-4B": ("qwen3", 2560, 36, 32, 8, 9728, 151936),
+    r"Qwen3-8B": ("qwen3", 4096, 36, 32, 8, 12288, 151936),
+    r"Qwen3-14B": ("qwen3", 5120, 40, 40, 8, 17408, 151936),
+    r"Qwen3-32B": ("qwen3", 5120, 64, 64, 8, 25600, 151936),
+    r"Llama-3(\.1)?-8B|Distill-Llama-8B": ("llama", 4096, 32, 32, 8, 14336, 128256),
+    r"Llama-3(\.1|\.3)?-70B|Distill-Llama-70B": ("llama", 8192, 80, 64, 8, 28672, 128256),
+    r"Llama-3\.2-1B": ("llama", 2048, 16, 32, 8, 8192, 128256),
+    r"Llama-3\.2-3B": ("llama", 3072, 28, 24, 8, 8192, 128256),
+    r"Mistral-7B": ("mistral", 4096, 32, 32, 8, 14336, 32768),
 }  # fmt: skip
 _TIED = r"-(0\.5B|0\.6B|1B|1\.5B|1\.7B|3B|4B)"
 """Published models of these sizes tie their output head."""
 _EXPERTS: dict[str, dict[str, Any]] = {
     r"Qwen3-30B-A3B": {
-        **dict(zip(_DENSE_KEYS, (2048, 48, 32, 4, 6144, 151936), strict=True)), "head_dim": 128, "num_experts": 128,
+        **dict(zip(_DENSE_KEYS, ("qwen3_moe", 2048, 48, 32, 4, 6144, 151936), strict=True)), "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
     r"Qwen3-235B-A22B": {
-        **dict(zip(_DENSE_KEYS, (4096, 94, 64, 4, 12288, 151936), strict=True)), "head_dim": 128, "num_experts": 128,
+        **dict(zip(_DENSE_KEYS, ("qwen3_moe", 4096, 94, 64, 4, 12288, 151936), strict=True)), "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
     },
     r"Mixtral-8x7B": {
-        **dict(zip(_DENSE_KEYS, (4096, 32, 32, 8, 14336, 32000), strict=True)), "num_local_experts": 8, "num_experts_per_tok": 2,
+        **dict(zip(_DENSE_KEYS, ("mixtral", 4096, 32, 32, 8, 14336, 32000), strict=True)), "num_local_experts": 8, "num_experts_per_tok": 2,
     },
     r"DeepSeek-(V3|R1)": {
-        **dict(zip(_DENSE_KEYS, (7168, 61, 128, 128, 18432, 129280), strict=True)), "n_routed_experts": 256, "n_shared_experts": 1,
+        **dict(zip(_DENSE_KEYS, ("deepseek_v3", 7168, 61, 128, 128, 18432, 129280), strict=True)), "n_routed_experts": 256, "n_shared_experts": 1,
         "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     },

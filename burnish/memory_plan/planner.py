@@ -300,15 +300,24 @@ def _expert_bytes(layer: nn.Module) -> int:
 
 
 def _reference_parts(setup: RunSetup, actor: LearnerFootprint) -> list[MemoryPart]:
+    teacher = setup.teacher * getattr(torch, setup.dtype).itemsize // setup.shards
+    size = reference_bytes(setup.reference, actor, setup.dtype, setup.lora, teacher)
     if setup.reference in ("none", "off"):
         return []
     if setup.reference == "teacher":
-        size = setup.teacher * getattr(torch, setup.dtype).itemsize // setup.shards
         return [MemoryPart("teacher", size, f"{setup.teacher:,} parameters")]
-    size = actor.weights if setup.lora is None else actor.gradients or actor.sums
-    if setup.reference == "ema" and setup.dtype != "float32":
-        return [MemoryPart("reference", size + actor.sums, "a copy and its float32 average")]
-    return [MemoryPart("reference", size, "a copy")]
+    has_average = setup.reference == "ema" and setup.dtype != "float32"
+    return [MemoryPart("reference", size, "a copy and its float32 average" if has_average else "a copy")]
+
+
+def reference_bytes(kind: str, actor: LearnerFootprint, dtype: str, lora: Lora | None, teacher: int) -> int:
+    """Bytes of a reference's weights on one process, by its kind; `teacher` are those of a teacher."""
+    if kind in ("none", "off"):
+        return 0
+    if kind == "teacher":
+        return teacher
+    size = actor.weights if lora is None else actor.gradients or actor.sums
+    return size + actor.sums if kind == "ema" and dtype != "float32" else size
 
 
 def gib(size: int) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.config.errors import UserError
+from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, Layer
 from burnish.models.kernels.cuda.products import gated_product, has_gated_product, has_partial_product, partial_product
 from burnish.models.kernels.elementwise import exact_geglu
@@ -203,7 +204,7 @@ class Fp8Products(ModelProducts):
 
 def check_fp8_weights(model: Decoder) -> None:
     """Refuse 8-bit copies of the weights where they cannot be used."""
-    check_fp8_shapes(model)
+    _check_model_copies(model)
     weight = model.embedding.weight
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(weight.device)
@@ -216,22 +217,27 @@ def check_fp8_weights(model: Decoder) -> None:
         )
 
 
-def check_fp8_shapes(model: Decoder) -> None:
-    """Refuse models that have no 8-bit copies on any device. Their weights need not be loaded."""
-    if model.arch.experts is not None or model.arch.latent is not None:
-        what = "experts" if model.arch.experts is not None else "latent attention"
+def check_fp8_copies(arch: Architecture, is_quantised: bool) -> None:
+    """Refuse models that have no 8-bit copies on any device. `is_quantised`: their matrices are in 4 bits."""
+    if arch.experts is not None or arch.latent is not None:
+        what = "experts" if arch.experts is not None else "latent attention"
         raise UserError(
             f"rollout.weights=fp8: matrices of {what} are not multiplied in 8 bits: set rollout.weights=model"
         )
-    if not all(isinstance(module.weight, Tensor) for _, module in _linear_layers(model)):
+    if is_quantised:
         raise UserError(
             "rollout.weights=fp8: the matrices are in 4 bits already: set rollout.weights=model, or model.lora.base=dtype"
         )
 
 
+def _check_model_copies(model: Decoder) -> None:
+    is_quantised = not all(isinstance(module.weight, Tensor) for _, module in _linear_layers(model))
+    check_fp8_copies(model.arch, is_quantised)
+
+
 def fp8_copy_bytes(model: Decoder) -> int:
     """Memory of the 8-bit copies that an engine on the model holds."""
-    check_fp8_shapes(model)
+    _check_model_copies(model)
     layers = _quantised_layers(model, MIN_PROJECTION)
     return sum(layer.weight.numel() + layer.out_features * FP8_SCALE_BYTES for layer in layers)
 

@@ -1,7 +1,7 @@
 """What a config asks of its models that their families do not support, found before any weights are downloaded or loaded.
 
 The native decoder has the families of `model_families.py`. Any other decoder runs through transformers, without adapters, reward models and
-what else the functions `_..._settings` list. The models are the policy, its teachers, the process reward model, reward models and judges.
+what else `native_settings` lists. The models are the policy, its teachers, the process reward model, reward models and judges.
 The facts come from the config.json of a directory or of the Hugging Face cache, or else from the table of published models.
 """
 
@@ -73,7 +73,7 @@ def unsupported(config: AnyConfig, base: Path | None, base_model: str | None = N
     problems: list[str] = []
     hf_config = None if path is None else known_config(path, base)
     if path is not None and hf_config is not None:
-        found = _family_problems(hf_config, _native_settings(config), "trained")
+        found = _family_problems(hf_config, native_settings(config), "trained")
         problems += [f"model.path={path}: {text}" for text in found]
         # The start of a run checks a directory with its real prompts. A later stage or a download comes too late for that.
         if isinstance(config, TrainConfig) and (base_model is not None or local_directory(path, base) is None):
@@ -117,7 +117,7 @@ def _why_not_native(hf_config: dict[str, Any]) -> str | None:
     return why_not_native(hf_config)
 
 
-def _native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
+def native_settings(config: AnyConfig) -> Iterator[tuple[str, str]]:
     """The settings of a config that need the native decoder for the policy, and what to do without it."""
     if isinstance(config, RewardModelConfig):
         yield "`burnish reward-model`", "train the scorer from a model of a native family, which may be a smaller one"

@@ -20,6 +20,8 @@ from burnish.core.sharded_tensors import PlacedShard, Shard, full_shard
 from burnish.models.architecture import Architecture
 from burnish.models.vision.tensor_names import TOWER
 
+ENGINE_KEY = "placement.engine_tensor"
+"""The config key that sets the number of ranks of an engine."""
 Range = tuple[int, int]
 """Rows or columns [start, stop)."""
 VOCABULARY = ("embedding", "head")
@@ -30,8 +32,8 @@ FROM_LATENTS = ("q_up", "kv_up")
 """Modules of latent attention with equal rows for each head."""
 
 
-def check_divisible(arch: Architecture, size: int, key: str) -> None:
-    """Refuse a number of ranks that cannot have equal parts of the layers. `key` is the config key that sets it."""
+def check_engine_divisible(arch: Architecture, size: int) -> None:
+    """Refuse a number of ranks of an engine that cannot have equal parts of the layers."""
     sizes = {"query heads": arch.num_heads}
     if arch.num_expert_layers < arch.num_layers:
         sizes["MLP columns"] = arch.mlp_size
@@ -40,11 +42,11 @@ def check_divisible(arch: Architecture, size: int, key: str) -> None:
         sizes["columns of shared experts"] = arch.experts.shared_size
     for what, number in sizes.items():
         if number % size:
-            raise UserError(f"{key}={size} does not divide the model's {number} {what}")
+            raise UserError(f"{ENGINE_KEY}={size} does not divide the model's {number} {what}")
     kv_heads = arch.num_kv_heads
     if kv_heads % size and size % kv_heads:
         raise UserError(
-            f"{key}={size} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
+            f"{ENGINE_KEY}={size} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
         )
 
 

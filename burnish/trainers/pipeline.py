@@ -40,7 +40,7 @@ from burnish.algorithms.filters.filter_functions import (
 from burnish.algorithms.filters.spec import SnrFilter
 from burnish.algorithms.losses.policy_loss import PolicyLoss
 from burnish.algorithms.shaping.shapers import SHAPERS
-from burnish.algorithms.spec import Algorithm
+from burnish.algorithms.spec import OLD_PASS_COLUMNS, Algorithm
 from burnish.config.errors import UserError
 from burnish.config.records import Plugin, slot_options
 from burnish.core.batch import Batch
@@ -58,7 +58,6 @@ from burnish.trainers.mismatch import (
     gap_report,
 )
 from burnish.trainers.pipeline_steps import (
-    OLD_PASS_COLUMNS,
     SlotFunction,
     StepContext,
     anchor_on_behaviour,
@@ -123,8 +122,7 @@ class AlgorithmPipeline:
         self.sample_filters = sample_filter_steps(filters, replays=algorithm.replay is not None)
         self.compares_with_engine = algorithm.own_temperature is None
         """Whether the learner's log-probs are of the distribution that was sampled from, not of a temperature of the loss (SSD)."""
-        self.has_trainer_logp = algorithm.reads_old_logp(num_updates) and algorithm.correction.name != "bypass"
-        """Whether `old_logp` holds the trainer's log-probs before the first update."""
+        self.has_trainer_logp = algorithm.has_trainer_logp(num_updates)
 
     def shape(self, batch: Batch, step: int, max_tokens: int) -> Batch:
         """The batch with the rewards that the shapers return, in the listed order. Shapers never change `accuracy`."""
@@ -244,7 +242,7 @@ def preparation_steps(
     steps: list[Step] = []
     if replays and needs_old and not (columns or bypasses or corrects):
         steps.append(Step("old_logprobs", partial(old_logprobs_of_new_groups, needs_reference=needs_reference)))
-    elif columns or (needs_old and not bypasses):
+    elif algorithm.makes_old_pass(num_updates):
         # A later step replaces `old_logp` by log-probs of other policies; `sum_p2` needs those of the current policy.
         keeps_policy_logp = "sum_p2" in columns and (bypasses or replays)
         steps.append(Step("old_logprobs", partial(old_logprobs, columns=columns, keeps_policy_logp=keeps_policy_logp)))

@@ -75,10 +75,6 @@ class StepContext:
         self.budget, self.role_baselines = self.state.budget, self.state.role_baselines
 
 
-OLD_PASS_COLUMNS = ("sum_p2", "entropy")
-"""Outputs other than log-probs that a slot may need of the policy before its first update."""
-
-
 class SlotFunction(NamedTuple):
     """The function of a shaper or filter, with its options."""
 

@@ -106,6 +106,8 @@ TWO = ("placement={name: ray, workers: 2, engines: 2}", "rollout.prompts=4")
         ),
         (("algorithm.router.engine_experts=replay",), "algorithm.router is set, and the model has no experts"),
         ((EXPERTS, "training.layers=fp8"), "the grouped products of experts have no 8-bit form"),
+        ((EXPERTS, "rollout.weights=fp8"), "matrices of experts are not multiplied in 8 bits"),
+        ((*TWO, EXPERTS, "rollout.weights=fp8"), "matrices of experts are not multiplied in 8 bits"),
         ((*TWO, "parallel.expert=2"), "parallel.expert=2 has no effect: the model has no experts"),
         ((*TWO, EXPERTS, "parallel.expert=2"), "parallel.expert=2 does not divide the model's 7 experts"),
         (

@@ -13,16 +13,24 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.errors import UserError
 from burnish.config.loading import load
-from burnish.config.model import Lora, Model, Optimizer
+from burnish.config.model import Lora, Optimizer
 from burnish.config.placement import MeshSizes
 from burnish.config.recipe_names import recipe_path
 from burnish.config.schema import TrainConfig
-from burnish.memory_plan.cluster_plan import ClusterPlan, parallel_of, plan_cluster, possible_meshes
+from burnish.memory_plan.cluster_plan import (
+    ClusterPlan,
+    engine_sizes,
+    parallel_of,
+    plan_cluster,
+    plan_report,
+    possible_meshes,
+    workload_of,
+)
 from burnish.memory_plan.hardware import GPUS, parse_cluster
 from burnish.memory_plan.kv_cache import cache_token_bytes
-from burnish.memory_plan.mesh_memory import Workload, device_memory, stage_sizes
+from burnish.memory_plan.mesh_memory import Workload, device_memory, engine_weights, stage_sizes
 from burnish.memory_plan.mesh_time import learner_traffic, step_time
-from burnish.memory_plan.model_shapes import ModelShape, published_shape, shape_from_hf, shape_of
+from burnish.memory_plan.model_shapes import ModelShape, published_shape, shape_from_hf, shape_of_path
 from burnish.memory_plan.planner import CUDA_CONTEXT_BYTES, GIB, RunSetup, plan_memory
 from burnish.models.architecture import Architecture, architecture_from_hf
 from burnish.models.flops import ForwardCounts, backward_flops, causal_pairs, forward_flops, recomputed_flops
@@ -74,7 +82,7 @@ def test_other_names_are_not_taken_for_published_models() -> None:
     assert published_shape("my-model") is None
     assert published_shape("Qwen2.5-7.5B") is None
     with pytest.raises(UserError, match="does not exist"):
-        shape_of(Model(path="my-model"), None)
+        shape_of_path("my-model", None)
 
 
 def test_a_directory_wins_over_the_table(tmp_path: Path) -> None:
@@ -87,7 +95,7 @@ def test_a_directory_wins_over_the_table(tmp_path: Path) -> None:
     }
     (tmp_path / "Qwen2.5-7B").mkdir()
     (tmp_path / "Qwen2.5-7B" / "config.json").write_text(json.dumps(config))
-    found = shape_of(Model(path="Qwen2.5-7B"), tmp_path)
+    found = shape_of_path("Qwen2.5-7B", tmp_path)
     assert found.num_parameters == 2 * (4 * 64 * 64 + 3 * 64 * 96) + 2 * 100 * 64
     with pytest.raises(UserError, match="has no vocab_size"):
         shape_from_hf({key: value for key, value in config.items() if key != "vocab_size"}, "it")
@@ -188,11 +196,10 @@ def test_engines_divide_the_model_and_cache_what_the_native_engine_caches() -> N
     assert found.is_latent
     assert found.kv_size * found.num_layers == cache_token_bytes(arch, 1) == 2 * (16 + 4)
     assert [found.cache_parts(size) for size in (1, 4, 6, 64)] == [1, 4, 6, 8]
-    assert not found.divides_learner(2, 1)
-    assert [size for size in (1, 2, 3, 4, 8) if found.divides_engine(size)] == [1, 2, 4]
-    experts = shape("Qwen3-30B-A3B")  # 32 heads, 4 key heads, 128 experts
-    assert [size for size in (4, 8, 12, 32, 64) if experts.divides_engine(size)] == [4, 8, 32]
-    assert experts.cache_parts(8) == 4
+    assert shape("Qwen3-30B-A3B").cache_parts(8) == 4
+    config = load(TrainConfig, recipe_path("gspo")).config  # of a model with 32 heads, 4 key heads, 128 experts
+    assert engine_sizes(config, shape("Qwen3-30B-A3B"), parse_cluster("8x12xH200")) == [1, 2, 4, 8, 16, 32]
+    assert engine_sizes(config, replace(found, arch=None), parse_cluster("8xH200")) == [1]  # through transformers
 
 
 def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
@@ -264,15 +271,15 @@ V3 = "model.path=deepseek-ai/DeepSeek-V3-Base"
     ("recipe", "cluster", "overrides", "words"),
     [
         ("r1_zero", "2x8xB200", (V3, ray(16), "parallel.tensor=2"), "parallel.tensor does not divide latent attention"),
-        ("r1_zero", "8xH200", (ray(8), "parallel.expert=8"), "parallel.expert=8 has no effect: Qwen2.5-32B has no exp"),
-        ("r1_zero", "16xH200", (ray(16), "parallel.tensor=16"), "parallel.tensor=16 does not divide the 40 query hea"),
+        ("r1_zero", "8xH200", (ray(8), "parallel.expert=8"), "parallel.expert=8 has no effect: the model has no exp"),
+        ("r1_zero", "16xH200", (ray(16), "parallel.tensor=16"), "parallel.tensor=16 does not divide the model's 40 q"),
         (
             "gspo",
             "4x8xH200",
             (ray(32), "parallel.tensor=32"),
-            "parallel.tensor=32 does not divide the 4 key/value heads",
+            "parallel.tensor=32 does not divide the model's 4 key/value heads",
         ),
-        ("gspo", "9xH200", (ray(9), "parallel.expert=9"), "parallel.expert=9 does not divide the 128 experts"),
+        ("gspo", "9xH200", (ray(9), "parallel.expert=9"), "parallel.expert=9 does not divide the model's 128 experts"),
         ("gspo", "64xH200", (ray(64), "parallel.pipeline=64"), "parallel.pipeline=64 needs as many layers"),
         (
             "gspo",
@@ -287,13 +294,18 @@ V3 = "model.path=deepseek-ai/DeepSeek-V3-Base"
             "parallel.tensor cannot split experts w",
         ),
         ("gspo", "8xH200", (ray(8), "parallel={data: 4}"), "does not make 8 processes"),
-        ("gspo", "8xH200", ("training.layers=fp8",), "training.layers=fp8 does not train experts"),
-        ("gspo", "8xH200", ("rollout.weights=fp8",), "rollout.weights=fp8 does not sample with experts"),
+        ("gspo", "8xH200", ("training.layers=fp8",), "the grouped products of experts have no 8-bit form"),
+        (
+            "gspo",
+            "8xH200",
+            ("rollout.weights=fp8",),
+            "rollout.weights=fp8: matrices of experts are not multiplied in 8 bits",
+        ),
         (
             "r1_zero",
             "8xH200",
             ("algorithm.router.balance=0.1",),
-            "algorithm.router is set, and Qwen2.5-32B has no experts",
+            "algorithm.router is set, and the model has no experts",
         ),
         ("r1_zero", "8xH200", (ray(8, ", layout: split"),), "does not plan placement.layout=split"),
         ("r1_zero", "64x8xH200", (ray(8),), "placement.workers=8, but 64 x 8 x H200 is 512 GPUs"),
@@ -305,13 +317,33 @@ V3 = "model.path=deepseek-ai/DeepSeek-V3-Base"
         ),
         (
             "r1_zero",
-            "9x8xH200",
-            (ray(72, ", engine_tensor: 9"),),
-            "engine_tensor=9 neither divides the 8 key/value heads",
+            "40xH200",
+            (ray(40, ", engine_tensor: 20"),),
+            "engine_tensor=20 does not divide the model's 27648 MLP columns",
         ),
         ("gspo", "8xH200", ("rollout.source=ahead",), "does not plan rollout.source=ahead"),
         ("gspo", "8xH200", ("model.device=cuda:1",), "each GPU of 1 x 8 x H200: model.device=cuda:1"),
         ("gspo", "8xH200", (ray(8), "parallel.offload=true"), "does not plan parallel.offload"),
+        ("r1_zero", "8xH200", ("training.layers=fp8", "model.lora.base=nf4"), "dequantised and quantised again"),
+        ("sort_digits_experts", "H200", ("training.layers=fp8",), "experts have no 8-bit form"),
+        (
+            "sort_digits_experts",
+            "2xH200",
+            (ray(2), "model.new.family=olmoe", "parallel.tensor=2"),
+            "parallel.tensor does not divide norms over all heads",
+        ),
+        (
+            "sort_digits",
+            "2xH200",
+            (ray(2), "model.new={family: gemma2, num_kv_heads: 1}", "parallel.context=2"),
+            "attention over gathered keys has no soft-capped scores",
+        ),
+        (
+            "gsm8k",
+            "2xH200",
+            (ray(2), "model.backend=transformers", "algorithm.router.balance=0.1"),
+            "algorithm.router needs the native decoder",
+        ),
     ],
 )
 def test_what_cannot_run_on_the_cluster_is_refused_with_the_reason(
@@ -352,6 +384,76 @@ def test_frozen_weights_in_4_bits_are_planned_as_such() -> None:
     assert sizes[0] - sizes[1] == pytest.approx(shape.common_size * (2 - 4.5 / 8), rel=1e-6)
 
 
+def test_a_model_that_runs_through_transformers_is_only_sharded(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "gpt_neox", "intermediate_size": 2048}))
+    here = f"model.path={tmp_path}"
+    plan = plan_of("8xH200", here)
+    assert {(mesh.data, plan.engine_gpus) for mesh in possible_meshes(plan.work, plan.cluster)} == {(8, 1)}
+    for key, value in (("parallel.context", "2"), ("model.lora", "{}")):
+        with pytest.raises(UserError, match=f"{key} needs the native decoder"):
+            plan_of("8xH200", here, ray(8), f"{key}={value}")
+
+
+def test_a_new_model_with_experts_is_planned_with_them() -> None:
+    recipe = "sort_digits_experts"
+    assert plan_of("2xH200", "algorithm.router.balance=0.1", recipe=recipe).work.shape.num_experts == 8
+    assert plan_of("2xH200", ray(2), "parallel.expert=2", recipe=recipe).mesh.expert == 2
+
+
+def test_engines_of_a_cluster_have_the_cache_and_the_weights_of_the_run() -> None:
+    in_8_bits = ("rollout.weights=fp8", "rollout.cache_dtype=fp8", "algorithm.correction=none")
+    plan = plan_of("64xH200", *in_8_bits, ray(64), "parallel.context=4")
+    assert plan.engine_gpus == 1  # 61 GiB of weights, and room for four sequences of full length
+    cached = plan.memory.cache // (66560 * 64 * 8 * 2 * (128 + 4))  # layers, heads, keys and values, bytes with a scale
+    assert cached >= 4
+    assert f"{cached} sequences of 66,560 tokens" in plan_report(plan)
+
+    def engine(*overrides: str) -> float:
+        config = load(TrainConfig, recipe_path("r1_zero"), ["model.lora={rank: 8, base: nf4}", *overrides]).config
+        return engine_weights(workload_of(config, shape("Qwen2.5-32B"), None), 1, parse_cluster("8xH200")) / GIB
+
+    assert engine() == pytest.approx(19.4, abs=0.2)  # as the learner's
+    assert engine("rollout.engine=vllm") == pytest.approx(61.03, abs=0.01)
+
+
+FROZEN = "algorithm.kl.reference=frozen"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes", "reference"),
+    [
+        ((), 1, "none"),
+        (("algorithm.correction=bypass",), 0, "none"),
+        (("training.mini_batches=1", "training.epochs=1"), 0, "none"),
+        (("training.mini_batches=1", "training.epochs=1", "algorithm.correction=decoupled_token_is"), 1, "none"),
+        (("algorithm.kl.loss.coef=0.1", FROZEN), 2, "copy"),
+        (("algorithm.kl.loss.coef=0.1", "algorithm.kl.reference=ema"), 2, "ema"),
+        (("algorithm.kl.loss.coef=0.1", FROZEN, "model.lora.rank=8"), 2, "off"),
+        (("algorithm.kl.loss.coef=0.1", "algorithm.kl.reference={name: teacher, url: 'http://a:1'}"), 1, "none"),
+        (("algorithm.kl.loss.coef=0.1", "algorithm.kl.reference={name: teacher, path: Qwen3-4B}"), 2, "teacher"),
+    ],
+)
+def test_passes_and_references_are_those_of_the_run(overrides: tuple[str, ...], passes: int, reference: str) -> None:
+    loaded = load(TrainConfig, recipe_path("gspo"), list(overrides))
+    one = workload_of(loaded.config, shape("Qwen3-30B-A3B"), None)
+    assert (one.num_scoring_passes, one.reference) == (passes, reference)
+    assert one.teacher == (shape("Qwen3-4B").num_parameters if reference == "teacher" else 0)
+    held = [part.bytes for part in device_memory(one, MeshSizes(), 1, ONE).resident if part.name == "reference"]
+    size = {"none": [], "off": [], "teacher": [2 * one.teacher], "copy": [2 * one.shape.num_parameters]}
+    size["ema"] = [6 * one.shape.num_parameters]  # with a float32 average
+    assert held == [pytest.approx(number, rel=1e-6) for number in size[reference]]
+
+
+def test_adapters_of_latent_attention_are_counted_as_they_are_made() -> None:
+    adapted = Lora(rank=8, targets=["q_b_proj", "kv_b_proj"])
+    one = work("DeepSeek-V3", lora=adapted, prompts=512)
+    state = device_memory(one, MeshSizes(data=512), 32, CLUSTER).resident
+    held = next(part.bytes for part in state if part.name == "master copies and moments")
+    number = 61 * 8 * (1536 + 128 * 192 + 512 + 128 * 256)
+    assert held * 512 == pytest.approx(12 * number, rel=0.01)  # 4 + 8 bytes each
+
+
 def test_the_config_fixes_the_engine() -> None:
     mesh = "parallel={expert: 4}"
     fixed = plan_of("2x8xH200", ray(16, ", engine_tensor: 8"), mesh, recipe="gspo")
@@ -360,9 +462,7 @@ def test_the_config_fixes_the_engine() -> None:
     free = plan_of("2x8xH200", ray(16), mesh, recipe="gspo")
     assert free.engine_gpus < 8
     assert f"placement.engine_tensor={free.engine_gpus}" in free.changes
-    too_small = (
-        r"218\.9 GiB on each GPU of an engine of 2.*without parallel and placement\.engine_tensor in the config it fits"
-    )
+    too_small = r"222\.6 GiB, .*without parallel and placement\.engine_tensor in the config it fits"
     with pytest.raises(UserError, match=too_small):
         plan_of("8x8xH200", "model.path=Qwen3-235B-A22B", ray(64, ", engine_tensor: 2"), mesh, recipe="gspo")
 
@@ -371,7 +471,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan() -> None:
     least = r"(?s)does not fit on 1 x 8 x A100: at least .* GiB of 79.1 GiB.*tried that has room is 2 x 8 x A100 \(16 GPUs\)"
     with pytest.raises(UserError, match=least):
         plan_of("8xA100", "training.activations=recompute")
-    no_room = r"4 GPUs of 79.1 GiB: its weights are 61.0 GiB, 15.3 GiB on each GPU of an engine of 4, .* is 2 x 8 x A100 \(16 GPUs\)"
+    no_room = r"4 GPUs of 79.1 GiB: its weights are 61.0 GiB and 4 sequences of 66,560 tokens in the KV cache 65.0 GiB, .* is 2 x 8 x A100 \(16 GPUs\)"
     with pytest.raises(UserError, match=no_room):
         plan_of("4xA100", "training.activations=recompute")
 

@@ -31,13 +31,19 @@ from burnish.models.kernels.elementwise import RMSNorm
 from burnish.models.kernels.grouped_products import grouped_product, sum_slots
 from burnish.models.lora.adapters import LoraLinear, wrap_with_lora
 from burnish.models.nf4 import quantised_weights
-from burnish.models.tensor_shards import BY_INPUTS, check_divisible, rank_architecture, rank_blocks, vocabulary_range
+from burnish.models.tensor_shards import (
+    BY_INPUTS,
+    ENGINE_KEY,
+    check_engine_divisible,
+    rank_architecture,
+    rank_blocks,
+    vocabulary_range,
+)
 from burnish.models.weight_layout import lora_targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-CONFIG_KEY = "placement.engine_tensor"
 IDLE_TIMEOUT = timedelta(days=365)
 """How long a rank may wait for the next command: an engine may be idle for as long as the learner trains. A rank that ends closes its
 connection, which the others notice at once."""
@@ -180,9 +186,9 @@ class ParallelDecoder(Decoder):
         device: torch.device,
         lora: Lora | None = None,
     ) -> None:
-        check_divisible(whole, ranks.size, CONFIG_KEY)
+        check_engine_divisible(whole, ranks.size)
         if lora is not None and lora.base != "dtype":
-            raise UserError(f"{CONFIG_KEY} cannot cut matrices in 4 bits: set model.lora.base=dtype")
+            raise UserError(f"{ENGINE_KEY} cannot cut matrices in 4 bits: set model.lora.base=dtype")
         start, stop = vocabulary_range(whole.vocab_size, ranks.rank, ranks.size)
         with torch.device("meta"):
             super().__init__(rank_architecture(whole, ranks.size))
@@ -244,7 +250,7 @@ def rank_part(arch: Architecture, lora: Lora | None, name: str, full: Tensor, ra
 def parallel_decoder_of(model: Decoder, ranks: EngineRanks) -> ParallelDecoder:
     """This rank's part of a whole decoder, with its weights."""
     if quantised_weights(model):
-        raise UserError(f"{CONFIG_KEY} cannot cut matrices in 4 bits: set model.lora.base=dtype")
+        raise UserError(f"{ENGINE_KEY} cannot cut matrices in 4 bits: set model.lora.base=dtype")
     weight = model.embedding.weight
     part = ParallelDecoder(model.arch, ranks, weight.dtype, weight.device, model.lora)
     part.load_full(model.named_parameters())

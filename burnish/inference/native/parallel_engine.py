@@ -24,9 +24,10 @@ from burnish.inference.engine_common import EngineStats
 from burnish.inference.native.device_state import DeviceRows, NewRow, SamplerFlags
 from burnish.inference.native.model_runner import ModelRunner, PrefillChunk, row_options
 from burnish.inference.native.paged_engine import PagedEngine, free_device_bytes
-from burnish.inference.native.parallel_decoder import CONFIG_KEY, EngineRanks, ParallelDecoder
+from burnish.inference.native.parallel_decoder import EngineRanks, ParallelDecoder
 from burnish.memory_plan.kv_cache import CachePlan
 from burnish.models.layer_products import products_of
+from burnish.models.tensor_shards import ENGINE_KEY
 
 Send = Callable[..., None]
 """`send(operation, *arguments)`: a command of the leader to all followers."""
@@ -132,7 +133,7 @@ class ParallelEngine(PagedEngine):
         """Takes the arguments of `PagedEngine`, without exact mode."""
         if options.get("exact"):
             raise UserError(
-                f"{CONFIG_KEY} sums over ranks in another order than one process, so rollout.exact cannot hold: use one rank"
+                f"{ENGINE_KEY} sums over ranks in another order than one process, so rollout.exact cannot hold: use one rank"
             )
         assert model.ranks.is_leader, "the other ranks follow"
         super().__init__(model, *args, **options)

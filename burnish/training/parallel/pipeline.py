@@ -53,7 +53,7 @@ def head_layers(arch: Architecture) -> float:
 
 def stage_layers(arch: Architecture, num_stages: int, has_head: bool = True) -> list[range]:
     """The layers of each stage; raise if there are too few of them."""
-    ranges = layer_ranges(arch.num_layers, num_stages, head_layers(arch) if has_head else 0.0)
+    ranges = layer_ranges(arch.num_layers, num_stages, head_layers(arch) if has_head and num_stages > 1 else 0.0)
     num_deep = 0 if arch.vision is None else arch.vision.num_deep_layers
     if len(ranges[0]) < num_deep:
         raise UserError(
