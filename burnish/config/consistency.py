@@ -218,10 +218,10 @@ def check_algorithm_fits(config: TrainConfig) -> None:
             "add a reward part that verifies the answer, or set correct_at of a part to the lowest value of a correct answer"
         )
     num_updates = config.training.mini_batches * config.training.epochs
-    if algorithm.router.learner_experts == "replay" and not algorithm.reads_old_logp(num_updates):
+    if algorithm.router.learner_experts == "replay" and num_updates == 1:
         raise ValueError(
-            "algorithm.router.learner_experts=replay has no effect with one update per batch: the update itself is the first pass, and its "
-            "own experts are those of the old log-probs. Set training.mini_batches or training.epochs above 1, or remove it"
+            "algorithm.router.learner_experts=replay has no effect with one update per batch: it has the weights of the pass of old "
+            "log-probs, and chooses the same experts. Set training.mini_batches or training.epochs above 1, or remove it"
         )
     check_demonstrations_fit(config)
     check_distillation_fits(config)

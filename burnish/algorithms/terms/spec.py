@@ -362,7 +362,7 @@ class Router(Record):
     learner_experts: Literal["ignore", "replay"] = "ignore"
     """The experts that the learner chose for each token in its pass of old log-probs. replay: all updates of the batch compute with them and with
     the current scores of them (R2 of verl), so that an update moves no token of a later mini-batch to other experts. Any engine will do. Needs
-    training.mini_batches or training.epochs above 1, or something else that reads old log-probs."""
+    training.mini_batches or training.epochs above 1."""
 
     @model_validator(mode="after")
     def _check_one_replay(self) -> Router:
