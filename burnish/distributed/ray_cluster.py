@@ -188,10 +188,7 @@ def start_local_ray(num_cpus: int) -> None:
             return
         except PermissionError as error:
             ray.shutdown()
-            raise UserError(
-                f"Ray cannot run a program of its own: {error}. Its files are on a disk that is mounted noexec, or were copied without their modes; "
-                "pip install --force-reinstall ray"
-            ) from error
+            raise UserError(_why_not_permitted(error)) from error
         except Exception as error:  # Ray raises bare exceptions for a node that started too slowly
             ray.shutdown()
             if attempt == MAX_RAY_STARTS:
@@ -200,6 +197,20 @@ def start_local_ray(num_cpus: int) -> None:
                     0,
                 ) from error
             print(f"burnish: Ray did not start ({error}); trying again", file=sys.stderr, flush=True)
+
+
+def _why_not_permitted(error: PermissionError) -> str:
+    """Which file stops Ray from starting, and what to do: one of its programs, or one that another user's Ray left behind."""
+    file = "" if error.filename is None else os.fsdecode(error.filename)
+    if Path(ray.__file__).parent in Path(file).parents:
+        return (
+            f"Ray cannot run a program of its own: {error}. Its files are on a disk that is mounted noexec, or were copied without their modes; "
+            "pip install --force-reinstall ray"
+        )
+    return (
+        f"Ray did not start on this machine, for it may not use {file or 'one of its files'}: {error}. If another user's Ray made it, set RAY_TMPDIR "
+        "to a directory of your own"
+    )
 
 
 # --- Waiting for the machines of a cluster -------------------------------------------------------------------------------
