@@ -71,8 +71,8 @@ if FastLoader is not None:
     FastLoader.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+.0123456789"))
 
 
-MAX_FAST_LEVELS = 1000
-"""Levels of nesting up to which a text goes to `FastLoader`, which crashes above 1500 on a thread with a stack of 512 kB, and above 5000 on one of 8 MB."""
+MAX_FAST_LEVELS = 400
+"""Levels of nesting up to which a text goes to `FastLoader`. With 500, reading and checking it crash on a thread with a stack of 256 kB."""
 MAX_NODES = 100_000
 """Maximum number of values that a document with aliases may expand to. A few lines of nested aliases can expand to billions."""
 
@@ -82,6 +82,9 @@ def parse_yaml(text: str, where: str) -> Any:
     if FastLoader is not None and _most_levels(text) <= MAX_FAST_LEVELS:
         try:
             return _load(FastLoader, text)
+        except yaml.constructor.ConstructorError as error:
+            # The text is well-formed: both loaders make this error, if the one in Python does not stop before it at what libyaml allows.
+            raise _error_at_mark(error, where) from error
         except (yaml.YAMLError, ValueError, RecursionError):
             pass  # the loader in Python finds the same error and describes it
     try:
@@ -89,11 +92,15 @@ def parse_yaml(text: str, where: str) -> Any:
     except RecursionError as error:
         raise UserError(f"{where}: not valid YAML: values are nested too deeply") from error
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{where}{place}: {error.problem or error.context}") from error
+        raise _error_at_mark(error, where) from error
     except (yaml.YAMLError, ValueError) as error:  # a control character; an impossible date
         raise UserError(f"{where}: not valid YAML: {error}") from error
+
+
+def _error_at_mark(error: yaml.MarkedYAMLError, where: str) -> UserError:
+    mark = error.problem_mark or error.context_mark
+    place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return UserError(f"{where}{place}: {error.problem or error.context}")
 
 
 def _most_levels(text: str) -> int:

@@ -1,6 +1,8 @@
 """YAML parsing and output."""
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,33 @@ def test_an_error_reads_alike_with_and_without_libyaml(text: str, monkeypatch: p
     with pytest.raises(UserError) as plain:
         parse_yaml(text, "here")
     assert str(fast.value) == str(plain.value)
+
+
+@pytest.mark.skipif(FastLoader is None, reason="this PyYAML has no libyaml")
+def test_an_error_is_told_behind_text_that_only_libyaml_reads() -> None:
+    with pytest.raises(UserError, match=r"here, line 3, column 1: key 'b' is given twice, first in line 2"):
+        parse_yaml("a: 1\t# a tab before a comment\nb: 1\nb: 2", "here")
+
+
+LEVELS = yaml_text.MAX_FAST_LEVELS
+
+
+@pytest.mark.skipif(FastLoader is None, reason="this PyYAML has no libyaml")
+@pytest.mark.parametrize(
+    "text",
+    ["[" * LEVELS + "]" * LEVELS, "- " * LEVELS, "\n".join(" " * level + "a:" for level in range(LEVELS))],
+    ids=["flow", "list", "mapping"],
+)
+def test_the_deepest_text_for_libyaml_fits_a_small_stack(text: str) -> None:
+    program = (
+        "import sys, threading; from burnish.config.yaml_text import FastLoader, _load\n"
+        "def read():\n"
+        "    _load(FastLoader, sys.argv[1])\n"
+        "    print('read')\n"
+        "threading.stack_size(256 * 1024); thread = threading.Thread(target=read); thread.start(); thread.join()"
+    )
+    done = subprocess.run([sys.executable, "-c", program, text], capture_output=True, text=True, check=False)
+    assert done.stdout == "read\n"
 
 
 @pytest.mark.parametrize(
