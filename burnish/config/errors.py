@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 
 class UserError(Exception):
@@ -57,6 +58,16 @@ def is_hub_id(text: str, roots: Iterable[Path] = (Path(),)) -> bool:
     if not HUB_ID.fullmatch(text) or owner in LOCAL_FOLDERS or name.endswith(LOCAL_SUFFIXES):
         return False
     return not any((root / owner).is_dir() for root in roots)
+
+
+def is_server_url(url: str) -> bool:
+    """Whether `url` is the address of an HTTP server: scheme and host, optionally a port and a path, nothing else."""
+    try:
+        parts = urlsplit(url)
+        has_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number, or an IPv6 address has no closing bracket
+        return False
+    return has_server and not (parts.query or parts.fragment or parts.username)
 
 
 def hub_dataset_hint(path: str, roots: Iterable[Path] = (Path(),)) -> str:

@@ -15,16 +15,6 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
 
-def is_server_url(url: str) -> bool:
-    """Whether `url` is the address of an HTTP server: scheme and host, optionally a port and a path, nothing else."""
-    try:
-        parts = urlsplit(url)
-        has_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or an IPv6 address has no closing bracket
-        return False
-    return has_server and not (parts.query or parts.fragment or parts.username)
-
-
 class _DeadlineSocket:
     """The part of a socket's interface that `http.client` uses, with one deadline for all calls."""
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from burnish.config.errors import UserError
-from burnish.core.http import connection_to, is_server_url
+from burnish.config.errors import UserError, is_server_url
+from burnish.core.http import connection_to
 from burnish.models.weight_files import FILE_BYTES, METADATA
 from burnish.run.checkpoint.saver import keep_in_place
 from burnish.run.checkpoint.snapshot import write_file

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, is_server_url
 from burnish.config.plugins import check_options
-from burnish.core.http import is_server_url
 from burnish.data.pair_questions import PAIR_TEMPLATE, check_template, fill_pair_template, verdict_of
 
 SCORE_PATTERNS = {

@@ -296,8 +296,10 @@ class TeachersReference(Reference):
             for path in paths.values()
         ]
         assert self.teachers, "the config refuses an empty list"
-        self.weights = ReferenceWeights(model)  # not read: each teacher has its own
-        self.token_budget, self.temperature, self.ranks = token_budget, temperature, ranks
+
+    @property
+    def model(self) -> nn.Module:
+        raise AssertionError("each teacher has a model of its own")
 
     def _logprobs(self, batch: Batch) -> Tensor:
         """The log-probs of each row under its own teacher."""

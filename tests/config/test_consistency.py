@@ -69,6 +69,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"replay": {"uses": 4, "max_age": 2}}, "cannot be reached"),
     ({**BARE, "loss": "logprob", "replay": {}}, "loss logprob has no ratio to correct for that"),
     ({**BARE, "loss": "mixed_offpolicy", "replay": {}}, "replay demonstrations"),
+    (
+        {"kl": {"reference": {"name": "teachers", "paths": {"a": "http://"}}}},
+        "paths.a=http:// is no address of a server",
+    ),
+    ({"kl": {"reference": {"name": "teachers", "paths": {"a": "x:8000"}}}}, "paths.a=x:8000 is no address"),
+    ({"kl": {"reference": {"name": "teacher", "url": "x:1"}}}, "url=x:1 is no address"),
     ({"router": {"engine_experts": "replay", "learner_experts": "replay"}}, "give the same updates different experts"),
     ({"router": {"learner_experts": "replay"}, "correction": "bypass"}, "bypass has the engine's log-probs instead"),
 ]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from burnish.config.errors import UserError
-from burnish.core.http import connection_to, is_server_url
+from burnish.config.errors import UserError, is_server_url
+from burnish.core.http import connection_to
 from burnish.inference.server_client import ServerError
 from burnish.inference.vllm.vllm_requests import VLLM
 from burnish.rewards.judge_endpoint import JudgeEndpoint, JudgeFailed, RateLimit

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from burnish.algorithms.batch_columns import TEACHER_IDS
+from burnish.algorithms.terms.spec import TeachersReference
 from burnish.config.errors import UserError
 from burnish.config.loading import load
 from burnish.config.model import Model
@@ -141,6 +142,11 @@ def test_each_row_asks_its_own_teacher_which_may_be_a_server(tmp_path: Path) -> 
     torch.testing.assert_close(found, torch.where(batch.sequence_ids == 1, own, served))
     assert (found[batch.action_mask] < 0).all()
     assert (dict(model_directories(config)), config.algorithm.kl.reference.is_served) == ({}, False)
+
+
+def test_addresses_of_teachers_are_told_from_directories() -> None:
+    slot = TeachersReference(paths={"a": "HTTP://x:1", "b": "models/a:b", "c": None})
+    assert (slot.servers, slot.directories) == (["HTTP://x:1"], {"b": "models/a:b"})
 
 
 def _answers(number: int) -> list[Trajectory]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from burnish.config.errors import is_server_url
 from burnish.config.records import Record, Slot, choice
 
 
@@ -27,8 +29,13 @@ class Aggregation(Slot):
 # --- The reference
 
 
-SERVER_SCHEMES = ("http://", "https://")
-"""How the address of a server begins; other places of a teacher are directories."""
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
+
+
+def check_server_url(key: str, url: str) -> None:
+    """Refuse what is no address of a server; errors name `key`."""
+    if not is_server_url(url):
+        raise ValueError(f"{key}={url} is no address of a server; write it as http://host:8000")
 
 
 class ReferenceRecord(Slot):
@@ -108,6 +115,8 @@ class TeacherReference(ReferenceRecord):
 
     @model_validator(mode="after")
     def _check_one_place(self) -> TeacherReference:
+        if self.url is not None:
+            check_server_url("url", self.url)
         if self.path is not None and self.url is not None:
             raise ValueError("a teacher has a path or a url: remove one of them")
         if self.served_model is not None and self.url is None:
@@ -131,9 +140,16 @@ class TeachersReference(ReferenceRecord):
     column: str = "data_source"
     """The column of the training rows that names the teacher; data_source is the name of a row's source."""
 
+    @model_validator(mode="after")
+    def _check_servers(self) -> TeachersReference:
+        for name, path in self.paths.items():
+            if path is not None and ("://" in path or HOST_AND_PORT.fullmatch(path)):
+                check_server_url(f"paths.{name}", path)
+        return self
+
     @property
     def servers(self) -> list[str]:
-        return [path for path in self.paths.values() if path is not None and path.startswith(SERVER_SCHEMES)]
+        return [path for path in self.paths.values() if path is not None and is_server_url(path)]
 
     @property
     def is_served(self) -> bool:

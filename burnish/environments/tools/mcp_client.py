@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
-from burnish.config.errors import UserError, unknown_name_error
+from burnish.config.errors import UserError, is_server_url, unknown_name_error
 from burnish.config.extras import install_hint
-from burnish.core.http import is_server_url
 from burnish.environments.base import Episode, RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
 from burnish.environments.tools.values import WrongArguments, check_arguments, error_result, result_text

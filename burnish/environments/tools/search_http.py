@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 from urllib.error import HTTPError
 from urllib.request import Request
 
-from burnish.config.errors import UserError
-from burnish.core.http import deadline_opener, is_server_url
+from burnish.config.errors import UserError, is_server_url
+from burnish.core.http import deadline_opener
 from burnish.data.search_corpus.bm25_index import Passage, passage_of
 from burnish.environments.base import RunsIn
 from burnish.environments.tools.base import Tool, ToolResult
