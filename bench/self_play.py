@@ -45,12 +45,6 @@ CONFIG: dict[str, Any] = {
 }
 EVERY = 20
 HELD_OUT = "validation/sampled/environment/"
-TRAINED = {
-    "illegal_games": "environment/illegal",
-    "thought_chars": "environment/thought_chars",
-    "entropy": "actor/entropy",
-    "grad_norm": "actor/grad_norm",
-}
 LAST = 10
 """Steps at the end whose mean is given."""
 
@@ -100,7 +94,7 @@ def learn(name: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[
 
 
 def outcome(metrics: Path) -> dict[str, Any]:
-    """What a run came to, with its curves: [step, won, lost, illegal, thought] held out, and the columns of training by step."""
+    """What a run came to, with [step, won, lost, illegal, thought] of every held-out measurement."""
     rows = read_metrics(metrics)
     held_out = [
         [row["step"], *(row[HELD_OUT + key] for key in ("won", "lost", "illegal", "thought_chars"))]
@@ -108,11 +102,10 @@ def outcome(metrics: Path) -> dict[str, Any]:
         if f"{HELD_OUT}won" in row
     ]
     steps = [row for row in rows if row["step"] > 0]
-    curves = {name: [row.get(key) for row in steps] for name, key in TRAINED.items()}
     best = max(held_out, key=lambda row: row[1])
 
-    def last(name: str) -> float:
-        found = [value for value in curves[name][-LAST:] if value is not None]
+    def last(key: str) -> float:
+        found = [row[key] for row in steps[-LAST:] if row.get(key) is not None]
         return sum(found) / len(found)
 
     return {
@@ -124,10 +117,9 @@ def outcome(metrics: Path) -> dict[str, Any]:
         "illegal_after": held_out[-1][3],
         "thoughts_before": held_out[0][4],
         "thoughts_after": held_out[-1][4],
-        "entropy_after": last("entropy"),
-        "grad_norm_after": last("grad_norm"),
+        "entropy_after": last("actor/entropy"),
+        "grad_norm_after": last("actor/grad_norm"),
         "held_out": held_out,
-        "training": curves,
     }
 
 
