@@ -30,6 +30,8 @@ from burnish.run.stage_index import StageIndex
 
 RECIPE = "r1_small"
 MEASURED = ("base", "cold_start", "reasoning", "second_sft", "all_scenarios")
+MADE = ("demonstrations", "pairs")
+"""Stages that make rows, whose numbers are saved."""
 LENGTHS = {
     "cold_start": "sft.updates",
     "reasoning": "training.steps",
@@ -174,8 +176,11 @@ def results(args: argparse.Namespace, overrides: list[str]) -> list[dict[str, An
         }
         metrics = folder / stage / "metrics.jsonl"
         if metrics.is_file():
-            row["steps"] = read_metrics(metrics)[-1]["step"]
+            last = read_metrics(metrics)[-1]
+            row |= {"steps": last["step"], "reward": last.get("reward/mean")}
         rows.append(row)
+    made = {stage: index.entries[stage].outcome for stage in MADE}
+    rows[0]["made"] = {stage: outcome.note for stage, outcome in made.items() if outcome is not None}
     rows[0] |= {"of": args.model.name, "data": "sums" if args.sums else "gsm8k", "seconds_asked": args.seconds}
     return rows
 

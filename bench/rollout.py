@@ -1,4 +1,4 @@
-"""Rollout throughput of the native engine on one GPU: the works R1 to R5, experts (E1, E2), and the cost of groups and ragged lengths.
+"""Rollout throughput of the native engine on one GPU: the works R1 to R5, experts (E1, E2, and E2 with a larger cache), and the cost of groups and ragged lengths.
 
 python bench/rollout.py [--works R1 R2 ...] [--repeats 3] [--transformers] [--vllm-python PYTHON] [--parts] [--first-token]
 
@@ -76,7 +76,8 @@ WORKS = {
     "R4": Work("7B", 256, 256),
     "R5": Work("7B", 256, 1024),
     "E1": Work("30B-A3B", 256, 256),
-    "E2": Work("30B-A3B", 1024, 256, engine=ROOMY),
+    "E2": Work("30B-A3B", 1024, 256),
+    "E2, roomy": Work("30B-A3B", 1024, 256, engine=ROOMY),
     "ragged": Work("1.5B", 2048, 2048, rows=256, ragged=True),
     "ragged, 512 rows": Work("1.5B", 2048, 2048, rows=512, ragged=True),
     "group of 1": Work("1.5B", 32, 1, prompt=2048),
