@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import SchemaValidator
 
 from burnish.algorithms.advantages.spec import GrpoAdvantage, ReinforceAdvantage
 from burnish.algorithms.losses.spec import PpoClip
@@ -15,8 +17,9 @@ from burnish.algorithms.spec import Algorithm
 from burnish.config.default_correction import NO_CORRECTION_NOTE
 from burnish.config.errors import UserError
 from burnish.config.loading import algorithm_from_preset, dump, load, merge_trees, set_key, with_defaults
-from burnish.config.records import Plugin, root_node
+from burnish.config.records import Plugin, Record, root_node
 from burnish.config.schema import SftConfig, TrainConfig
+from burnish.config.stages import StagesConfig
 
 MINIMAL = ("model.new.num_layers=1", "data.train.task=sort_digits")
 
@@ -348,3 +351,18 @@ def test_a_default_correction_that_is_refused_is_said_when_all_else_is_right(cap
     with pytest.raises(UserError, match="prompts"):
         load(TrainConfig, recipe, ["rollout.weights=fp8", "rollout.prompts=0"])
     assert NO_CORRECTION_NOTE not in caplog.text
+
+
+def records(kind: type[Record] = Record) -> Iterator[type[Record]]:
+    for record in kind.__subclasses__():
+        yield record
+        yield from records(record)
+
+
+def test_every_section_has_a_validator_though_it_is_made_when_it_is_needed() -> None:
+    """A mistake in a section would otherwise show in the first run that uses it."""
+    ours = [record for record in records() if record.__module__.startswith("burnish.")]
+    assert {TrainConfig, SftConfig, StagesConfig, GrpoAdvantage} < set(ours)
+    for record in ours:
+        record.model_rebuild(force=True)
+        assert isinstance(record.__pydantic_validator__, SchemaValidator), record
