@@ -2,10 +2,12 @@
 
     python bench/simulated_searches.py --tokenizer DIR --data-dir FOLDER [--limit 50 300] [--profile]
 
-The engine is the paged one on `simulated_device.py`, with the tokenizer of a real model. The questions are
-those of gsm8k_test.jsonl, and the rows write sentences of the answers in gsm8k_train.jsonl with empty lines between, where the steps of searches end. So stop strings, the tree, the verifier (likelihood) and the scheduler cost what they
-cost on a GPU; prefills, launches and other passes do not. `device_share` is the time in which the device had work. A rate in which
-the host is the limit is that of this machine's cores. Results: bench/results/simulated_searches.json.
+The engine is the paged one on `simulated_device.py`, with the tokenizer of a real model. The questions are those of gsm8k_test.jsonl. The rows
+write sentences of the answers in gsm8k_train.jsonl with empty lines between, where the steps of searches end. So stop strings, the tree, the
+verifier (likelihood) and the scheduler cost what they cost on a GPU; launches of prefills and further passes do not.
+
+`device_share` is the time in which the device had work. `tokens_per_device_second` is the rate if the host never kept it waiting, whatever else
+runs on this machine. Results: bench/results/simulated_searches.json.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel
 from burnish.models.tokenizer import Tokenizer
 
-COLUMNS = ["system", "questions", "tokens_per_second", "share", "device_share", "cpu_s", "tokens", "requests"]
+COLUMNS = [
+    "system",
+    "questions",
+    "tokens_per_second",
+    "share",
+    "device_share",
+    "tokens_per_device_second",
+    "cpu_us_per_token",
+    "tokens",
+    "requests",
+]
 SENTENCES_A_STEP = 2
 
 
@@ -109,6 +121,8 @@ def main() -> None:
                     busy = engine.runner.clock.busy_s
                 plain_rate = plain_rate or found["tokens_per_second"]
                 found |= {"share": found["tokens_per_second"] / plain_rate, "device_share": busy / found["wall_s"]}
+                found |= {"tokens_per_device_second": found["tokens"] / busy}
+                found |= {"cpu_us_per_token": 1e6 * found["cpu_s"] / found["tokens"]}
                 rows.append({"work": "rate", "system": name, "questions": limit, **found})
                 print(table(rows[-1:], COLUMNS), flush=True)
     print("\n" + table(rows, COLUMNS))

@@ -314,8 +314,13 @@ class PagedEngine:
         return True
 
     def _steps_per_launch(self, width: int) -> int:
-        most = min(self.steps_per_launch, (RING_SIZE - 1) // width)
-        return max(1, most // 2) if self.scheduler.num_running <= self.quick_rows else most
+        """Return the steps of the next launch: half as many where the host should soon see first tokens, or the ends of rows with stop strings.
+
+        The device does not know stop strings. A row draws on, in vain, until the host has read the launch in which it ended and the next.
+        """
+        most, scheduler = min(self.steps_per_launch, (RING_SIZE - 1) // width), self.scheduler
+        is_quick = scheduler.num_running <= self.quick_rows or any(s.request.sampling.stop for s in scheduler.running())
+        return max(1, most // 2) if is_quick else most
 
     def _snapshot(self, steps: int = 0, width: int = 1) -> None:
         """Start the copy of drawn tokens to the host, and free the rows that draw no more."""

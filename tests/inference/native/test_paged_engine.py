@@ -219,6 +219,19 @@ def test_a_draining_row_has_its_stop_string_and_raw_log_probs(tools: Any, native
     native.no_block_is_held(engine)
 
 
+@pytest.mark.parametrize(("stop", "steps"), [("", 8), (" never ", 4)])
+def test_a_row_with_stop_strings_draws_less_in_vain(tools: Any, native: Any, stop: str, steps: int) -> None:
+    """A row whose end only the host can see draws on for the rest of its launch and one more, which are shorter for its sake."""
+    engine = PagedEngine(tools.successor(64), 1, native.spell, steps_per_launch=8)
+    many = tuple(range(40, 40 + MAX_STOP_TOKENS))  # the device knows these, and the host the one behind them
+    options = SamplingOptions(max_tokens=50, stop_tokens=(*many, 4), stop=(stop,) if stop else ())
+    (wanted,) = (replace(one, sampling=options) for one in tools.requests([(0,)]))
+    assert tools.run(engine, [wanted])["0.0"].tokens.tolist() == [1, 2, 3, 4]
+    assert engine.stats.decode_steps == 2 * steps, (
+        "the launch in which it ended, and the one that ran when the host read of it"
+    )
+
+
 @pytest.mark.parametrize("token", range(1, 9))
 def test_a_listener_that_raises_loses_no_request(tools: Any, native: Any, token: int) -> None:
     heard: list[int] = []
