@@ -1,7 +1,7 @@
 r"""Extracts the answer of a completion as its verifier would, for majority votes (maj@k) and for the format rate.
 
 A vote counts completions with equal answers. All right completions are equal, because the verifier found each equal to the
-expected answer. Wrong ones are equal if their normalised answers are (`\dfrac` and `\frac`, `0.50` and `1/2`, spaces). A
+expected answer. Wrong ones are equal if their normalised answers are (`answer_spelling.py`). A
 completion is in format if its answer is in `\boxed{}`, in an `<answer>` block or after `####`. A choice is in format if a
 letter is found; a program, if there is a code block.
 """
@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from burnish.config.consistency import may_give_verdict
 from burnish.config.data import RewardPart
+from burnish.evaluation.answer_spelling import math_spelling, normal_spelling
 from burnish.rewards.verifiers import answer_block, answered_number, chosen_letter, last_boxed
 
 MAX_CHARS = 20_000
 """Characters at the end of a completion that are searched for the answer."""
 _HASHES = "####"
-_SPELLING = (
-    (re.compile(r"\\(?:left|right|[,;:! ])|[$\s]|\\%|%|\\\(|\\\)"), ""),
-    (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\^\{?\\circ\}?"), ""),
-)
 _CODE = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -68,19 +62,6 @@ def marked_answer(text: str) -> str | None:
     return block or (text.rpartition(_HASHES)[2].strip() if _HASHES in text else None) or None
 
 
-def normal_spelling(text: str) -> str:
-    """Normalise the spelling of an answer. Equal numbers in different notations become equal texts."""
-    for pattern, replacement in _SPELLING:
-        text = pattern.sub(replacement, text)
-    text = text.rstrip(".")
-    fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}", text)
-    candidate = f"{fraction[1]}{fraction[2]}/{fraction[3]}" if fraction else re.sub(r"(?<=\d),(?=\d{3})", "", text)
-    try:
-        return str(Fraction(candidate)) if len(candidate) < 100 else candidate
-    except (ValueError, ZeroDivisionError):
-        return text
-
-
 def _read_number(text: str) -> Answer:
     value = answered_number(text)
     return Answer(None if value is None else str(value), value is not None and marked_answer(text) is not None)
@@ -88,7 +69,7 @@ def _read_number(text: str) -> Answer:
 
 def _read_math(text: str) -> Answer:
     found = marked_answer(text)
-    return Answer(normal_spelling(found) or None if found else None, found is not None)
+    return Answer(math_spelling(found) or None if found else None, found is not None)
 
 
 def _read_choice(text: str) -> Answer:

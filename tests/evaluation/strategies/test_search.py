@@ -44,6 +44,20 @@ def test_majority_takes_the_most_frequent_answer() -> None:
     assert search.text(program.choice.node) == max(counts, key=counts.__getitem__)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("majority", {"n": 5}), ("weighted_vote", {"n": 5}), ("early_stopping", {"n": 5, "window": 5})],
+)
+def test_spellings_of_one_value_win_over_a_wrong_answer_together(strategy: str, options: dict[str, int]) -> None:
+    said = [r"\boxed{3}", r"\boxed{\frac12}", r"\boxed{3}", r"\boxed{x = 0.50}", r"\boxed{1/2}"]
+    search, program = solve(
+        strategy, {"": [f"{text}{END}" for text in said]}, kind="math", score=lambda text: 1, **options
+    )
+    assert program.choice is not None
+    assert program.choice.votes == {"3": 2, "1/2": 3}
+    assert search.answer(program.choice.node) == "1/2"
+
+
 def test_best_of_n_takes_the_highest_score_and_leaves_out_what_could_not_be_scored() -> None:
     values = {"1": None, "2": 0.1}
     search, program = solve("best_of_n", coin, n=16, score=lambda text: values[text])
