@@ -16,6 +16,7 @@ from burnish.config.errors import UserError
 from burnish.data.curation.output_files import KeptRows, ProgressReport, no_progress, with_progress, write_output
 from burnish.data.files import Record
 from burnish.evaluation.scored_samples import Node, SearchedTree, prompts_of, read_trees, source_checksums
+from burnish.evaluation.strategies.search_tree import STEP_TEXT
 from burnish.evaluation.strategies.step_values import COUNT, VALUE
 
 
@@ -113,10 +114,10 @@ def tree_step_rows(tree: SearchedTree, step: str, options: StepRowOptions, kept:
     for nodes in tree.paths():
         steps: list[Node] = []
         for node in nodes:
-            text = node["text"].removesuffix(step)
+            text = _step_text(node).removesuffix(step)
             if step in text or not text.strip():
                 break
-            if not (node["text"].endswith(step) or _is_end(node)):
+            if not (_step_text(node).endswith(step) or _is_end(node)):
                 cut.add(node["node"])
                 break
             steps.append(node)
@@ -136,7 +137,7 @@ def tree_step_rows(tree: SearchedTree, step: str, options: StepRowOptions, kept:
         if options.mixed and len({value for value in values if value is not None}) == 1:
             kept.drop("answers whose steps all have the same value", tree.where)
             continue
-        texts = [node["text"].removesuffix(step) for node in steps]
+        texts = [_step_text(node).removesuffix(step) for node in steps]
         counts = [
             int(node.get(COUNT, 1)) if value is not None else 0 for node, value in zip(steps, values, strict=True)
         ]
@@ -147,6 +148,11 @@ def tree_step_rows(tree: SearchedTree, step: str, options: StepRowOptions, kept:
     # A row whose steps begin another one would weigh its steps twice.
     prefixes = {steps[:length] for steps in found for length in range(1, len(steps))}
     return [record for steps, record in found.items() if steps not in prefixes]
+
+
+def _step_text(node: Node) -> str:
+    """Return the text of a node with the delimiter in it, which may be the name of a special token."""
+    return str(node.get(STEP_TEXT, node["text"]))
 
 
 def _is_end(node: Node) -> bool:

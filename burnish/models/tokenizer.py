@@ -294,6 +294,10 @@ class Tokenizer:
         """Ids of the special tokens among some names."""
         return frozenset(self._special_names[name] for name in names if name in self._special_names)
 
+    def special_names_in(self, text: str) -> list[str]:
+        """The names of special tokens that stand in a text."""
+        return [name for name in self._special_names if name in text]
+
     @cached_property
     def _special_names(self) -> dict[str, int]:
         """The special tokens by their names. Reading a vocabulary of 150,000 tokens takes 0.2 s, too long for each row of a file."""

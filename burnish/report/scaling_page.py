@@ -160,7 +160,7 @@ def _branches(children: Mapping[int | None, Sequence[dict[str, Any]]]) -> str:
 
 def _node_text(node: Mapping[str, Any]) -> str:
     score = "" if node["score"] is None else f", score {node['score']:.4g}"
-    notes = {"node", "parent", "text", "tokens", "sampled", "end", "score", "chosen"}
+    notes = {"node", "parent", "text", "tokens", "sampled", "end", "score", "chosen", "step_text"}
     more = "".join(
         f", {name} {value:.4g}" for name, value in node.items() if name not in notes and isinstance(value, int | float)
     )

@@ -70,7 +70,15 @@ def data(*words: object) -> int:
     return main(["data", *map(str, words)])
 
 
-def test_paths_of_steps_become_rows_and_rollouts_do_not(completions: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("delimiter", ["\n\n", "<s>"])
+def test_paths_of_steps_become_rows_and_rollouts_do_not(completions: Path, tmp_path: Path, delimiter: str) -> None:
+    if delimiter == "<s>":  # a special token, which has no text
+        record = rows(completions)[0]
+        tree = [
+            n | {"text": n["text"].replace("\n\n", ""), "step_text": n["text"].replace("\n\n", "<s>")} for n in TREE
+        ]
+        record["search"] |= {"step": "<s>", "tree": tree}
+        completions.write_text(json.dumps(record) + "\n")
     out = tmp_path / "steps.jsonl"
     assert data("steps", completions, out) == 0
     assert rows(out) == [
@@ -92,7 +100,7 @@ def test_paths_of_steps_become_rows_and_rollouts_do_not(completions: Path, tmp_p
         },
     ]
     manifest = json.loads((tmp_path / "steps.jsonl.manifest.json").read_text())
-    assert manifest["asked"]["delimiter"] == "\n\n"
+    assert manifest["asked"]["delimiter"] == delimiter
 
 
 def test_paths_that_go_on_are_unfinished_and_texts_that_were_cut_off_are_no_steps(

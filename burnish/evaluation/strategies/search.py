@@ -129,6 +129,8 @@ class Search:
         self.budget, self.max_positions, self.log_scores = budget, max_positions, log_scores
         self.max_nodes, self.priority = max_nodes, priority
         self.cost = Cost()
+        self.step_token: int | None = None
+        """The special token that ends a step, in a strategy whose steps end so."""
         self.nodes: list[SearchNode] = []
         self._seed, self._number = seed, number
         self._texts: dict[SearchNode, str] = {}
@@ -336,6 +338,17 @@ class Search:
         # A character whose bytes two nodes share is in the later one.
         shared = next((k for k, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
         return text[shared:]
+
+    def text_with_steps(self, node: SearchNode) -> str:
+        """Return what a node adds to the text of its parent, with the name of the special token that ends a step."""
+        count = 0 if self.step_token is None else node.tokens.count(self.step_token)
+        if not count:
+            return self.added_text(node)
+        pieces = self.tokenizer.pieces(node.tokens, skip_special=False)
+        if count == 1 and node.tokens[-1] == self.step_token:
+            return self.added_text(node) + pieces[-1]
+        is_shown = (token == self.step_token or not self.tokenizer.is_special(token) for token in node.tokens)
+        return "".join(piece for piece, shown in zip(pieces, is_shown, strict=True) if shown)
 
     def _text_behind(self, node: SearchNode) -> str:
         """Return the text up to the end of a node, from that of its parent and the last tokens before the node.

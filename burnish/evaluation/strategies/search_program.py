@@ -177,7 +177,7 @@ class SearchProgram:
             options,
             node.key,
             priority=search.priority,
-            may_continue=node.may_continue or bool(node.stop) or limit < search.room(parent),
+            may_continue=node.may_continue or bool(node.stop or node.stop_tokens) or limit < search.room(parent),
             pictures=pictures,
         )
 

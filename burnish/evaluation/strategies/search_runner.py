@@ -19,7 +19,7 @@ from burnish.environments.dialogue import ChatRenderer
 from burnish.evaluation.strategies.registry import StartStrategy
 from burnish.evaluation.strategies.search import STREAM, Choice, Question, Search
 from burnish.evaluation.strategies.search_program import SearchProgram
-from burnish.evaluation.strategies.search_tree import SEARCH, answer_trajectory, mean_logp
+from burnish.evaluation.strategies.search_tree import SEARCH, STEP_TEXT, answer_trajectory, mean_logp
 from burnish.evaluation.strategies.verifiers import Verifier
 from burnish.models.tokenizer import Tokenizer
 
@@ -223,7 +223,10 @@ def search_record(program: SearchProgram) -> dict[str, Any]:
 
 
 def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:
-    """Return all nodes of a search as plain values: parent, text, tokens, how it ended, its score, and whether it was chosen."""
+    """Return all nodes of a search as plain values: parent, text, tokens, how it ended, its score, and whether it was chosen.
+
+    Where a special token ends steps, `step_text` is the text with the name of this token.
+    """
     chosen = set() if choice is None else {node.index for node in choice.node.upwards()}
     return [
         {
@@ -235,6 +238,7 @@ def tree_record(search: Search, choice: Choice | None) -> list[dict[str, Any]]:
             "end": node.end,
             "score": node.score,
             "chosen": node.index in chosen,
+            **({} if search.step_token is None else {STEP_TEXT: search.text_with_steps(node)}),
             **node.notes,
         }
         for node in search.nodes

@@ -9,7 +9,7 @@ from typing import Any
 from burnish.config.yaml_text import printable
 from burnish.evaluation.strategies.search import Search
 from burnish.evaluation.strategies.search_program import node_index
-from burnish.evaluation.strategies.search_tree import SearchNode
+from burnish.evaluation.strategies.search_tree import STEP_TEXT, SearchNode
 from burnish.evaluation.strategies.votes import count_votes
 
 MAX_INDENT = 40
@@ -18,7 +18,7 @@ MAX_CHARS = 1000
 """Characters of a node's text that a line may have."""
 MAX_LINES = 40
 """Lines of a tree that is printed in short."""
-NODE_KEYS = frozenset({"node", "parent", "text", "tokens", "sampled", "end", "score", "chosen"})
+NODE_KEYS = frozenset({"node", "parent", "text", "tokens", "sampled", "end", "score", "chosen", STEP_TEXT})
 """Keys of a node in `tree_record`. The others are notes of the strategy."""
 
 

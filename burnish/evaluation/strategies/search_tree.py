@@ -18,6 +18,8 @@ from burnish.core.trajectory import TokenNode, Trajectory, TrajectoryFinish
 
 SEARCH = "search"
 """Metadata key of a trajectory that a strategy chose: what the search cost, its votes and its numbers."""
+STEP_TEXT = "step_text"
+"""Key of a node in the record of a tree: its text with the name of the special token that ends a step."""
 NodeEnd = Literal["open", "stop", "length"]
 """open: the answer goes on (a step ended, or a strategy wrote the node). stop: an end token. length: the answer's limit of tokens."""
 

@@ -313,7 +313,7 @@ class StepValueSearch(StrategyRecord):
     rollouts: int = Field(8, ge=1)
     """Continuations of a step."""
     step: str = Field("\n\n", min_length=1)
-    """What ends a step."""
+    """The text, or the name of the special token, that ends a step."""
     order: Literal["every", "bisect"] = "every"
     """every: all steps. bisect: those that a search for the first wrong step of a wrong answer visits."""
     verifier: Verifier = VerifierPart(name=ORACLE)
@@ -334,7 +334,7 @@ class StepSearch(StrategyRecord):
 
     verified: ClassVar[bool] = True
     step: str | None = Field("\n\n", min_length=1)
-    """The text that ends a step. Give the same one to a process reward model as its `delimiter`."""
+    """The text, or the name of the special token, that ends a step. A process reward model has the same one as its `delimiter`."""
     step_tokens: int | None = Field(None, ge=1)
     """Most tokens of a step; null sets no limit. With step null, every step has this many."""
     verifier: Verifier = VerifierPart()

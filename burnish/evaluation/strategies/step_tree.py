@@ -1,6 +1,6 @@
 """`StepTree`: what searches over steps share. It samples steps, scores paths, completes them near the end of a budget, and chooses.
 
-A step ends with the text `step`, after `step_tokens`, or with the answer. Every finished answer is a candidate of the choice, whether the
+A step ends with the text `step` (or the special token of this name), after `step_tokens`, or with the answer. Every finished answer is a candidate of the choice, whether the
 search went on from its siblings or not. An answer that reaches its limit of tokens is finished, with the end `length`.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from burnish.config.errors import UserError
 from burnish.evaluation.strategies.search import Choice, Search, SearchFailed
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.spec import StepSearch
@@ -31,7 +32,10 @@ class StepTree:
         self.round_tokens = 0
         """Tokens that the last round of steps took."""
         self._scores: dict[tuple[str, bool], float | None] = {}
-        self._stop = () if options.step is None else (options.step,)
+        token = None if options.step is None else special_step_token(search, options.step)
+        search.step_token = token
+        self._stop = () if options.step is None or token is not None else (options.step,)
+        self._stop_tokens = () if token is None else (token,)
         self._step_tokens = options.step_tokens
 
     @property
@@ -43,7 +47,9 @@ class StepTree:
     async def expand(self, parents: Sequence[SearchNode]) -> list[SearchNode]:
         """Sample one step behind each of `parents`, which names a node as often as it gets children."""
         before = self.search.cost.tokens
-        children = await self.search.sample(parents, stop=self._stop, max_tokens=self._step_tokens)
+        children = await self.search.sample(
+            parents, stop=self._stop, stop_tokens=self._stop_tokens, max_tokens=self._step_tokens
+        )
         self.round_tokens = self.search.cost.tokens - before
         self.num_steps += 1
         self.answers += [node for node in children if not node.is_open]
@@ -51,7 +57,7 @@ class StepTree:
 
     async def score(self, nodes: Sequence[SearchNode]) -> list[SearchNode]:
         """Score paths, each text once in the search, and return them with the best first. Mark those with the text of another one."""
-        keys = [(self.search.text(node), node.is_open) for node in nodes]
+        keys = [(self._scored_text(node), node.is_open) for node in nodes]
         first: dict[tuple[str, bool], SearchNode] = {}
         for key, node in zip(keys, nodes, strict=True):
             original = first.setdefault(key, node)
@@ -107,7 +113,34 @@ class StepTree:
         return {"finished": len(self.answers), "cut": 0 if self.answers else 1, "steps": self.num_steps}
 
     def _ends_step(self, tokens: Sequence[int]) -> bool:
+        if self._stop_tokens:
+            return not set(self._stop_tokens).isdisjoint(tokens)
         return any(stop in self.search.tokenizer.decode(tokens) for stop in self._stop)
+
+    def _scored_text(self, node: SearchNode) -> str:
+        """Return what tells apart the paths that the verifier scores. A special token that ends steps is part of it."""
+        if not self._stop_tokens:
+            return self.search.text(node)
+        return "".join(self.search.text_with_steps(one) for one in node.path()[1:])
+
+
+def special_step_token(search: Search, step: str) -> int | None:
+    """Return the special token that `step` names; None for a text. A text that no sampled answer can have raises a `UserError`.
+
+    Special tokens have no text in an answer, so a search for the text would never end a step.
+    """
+    token = next(iter(search.tokenizer.special_ids([step])), None)
+    if token is None and (names := search.tokenizer.special_names_in(step)):
+        raise UserError(
+            f"strategy.step {step!r} has the special token {names[0]} beside a text, and never ends a step: name the special token alone, "
+            "or give a text without it"
+        )
+    if token in search.sampling.stop_tokens:
+        raise UserError(
+            f"strategy.step {step!r} is a token that ends the whole answer, so that every answer would be one step: give what ends a step "
+            "inside an answer"
+        )
+    return token
 
 
 def by_score(nodes: Sequence[SearchNode]) -> list[SearchNode]:

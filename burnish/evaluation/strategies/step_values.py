@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from burnish.evaluation.strategies.search import Choice, Search
 from burnish.evaluation.strategies.search_tree import SearchNode
 from burnish.evaluation.strategies.spec import StepValueSearch
+from burnish.evaluation.strategies.step_tree import special_step_token
 from burnish.evaluation.strategies.votes import best_scored
 from burnish.models.answer_steps import scored_positions
 
@@ -20,6 +21,7 @@ VALUE, COUNT = "value", "visits"
 
 async def step_values(search: Search, options: StepValueSearch) -> Choice:
     """Sample n answers, estimate the value of their steps, and return the answer with the highest score."""
+    search.step_token = special_step_token(search, options.step)
     answers = await search.sample(search.root, options.n, may_continue=True)
     await search.score(answers)
     choice = best_scored(answers)

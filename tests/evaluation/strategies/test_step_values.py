@@ -3,6 +3,7 @@
 import pytest
 
 from burnish.evaluation.strategies.search import Search
+from burnish.evaluation.strategies.search_runner import tree_record
 from burnish.evaluation.strategies.search_tree import SearchNode
 from tests.evaluation.strategies.toy import END, solve
 
@@ -67,3 +68,15 @@ def test_bisection_finds_the_first_step_without_a_right_continuation() -> None:
         # The step before the first wrong one and that step itself were visited, or are the borders of the search.
         assert first_wrong in valued
         assert first_wrong == 0 or first_wrong - 1 in valued
+
+
+def test_a_special_token_between_steps_is_in_the_record_of_the_tree() -> None:
+    def special(text: str) -> dict[str, float]:
+        written = text.partition("?")[2].replace("<s>", "\n")
+        return {"<s>" if name == "\n" else name: chance for name, chance in three_steps(f"?{written}").items()}
+
+    search, program = solve("step_values", special, score=all_a, n=4, rollouts=2, step="<s>", marks=["<s>"])
+    steps = [n for n in tree_record(search, program.choice) if "value" in n]
+    assert len(steps) == 4 * 3
+    assert {n["step_text"][1:] for n in steps} <= {"<s>", ""}
+    assert {n["text"] for n in steps} == {"a", "b"}

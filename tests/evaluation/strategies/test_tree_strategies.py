@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burnish.config.data import Data, Reward, RewardPart, Source
+from burnish.config.errors import UserError
 from burnish.config.model import Model, NewModel
 from burnish.config.rollout import Rollout
 from burnish.core.engine import Request, SamplingOptions
@@ -54,7 +55,7 @@ EACH = pytest.mark.parametrize("tree", TREES)
 
 
 def run(tree: str, model: Any, **options: Any) -> tuple[Search, SearchProgram]:
-    strategy = {"step": ",", **TREES[tree]}
+    strategy = {"step": options.pop("step", ","), **TREES[tree]}
     return solve(strategy.pop("name"), model, **strategy, **options)
 
 
@@ -136,6 +137,34 @@ def test_every_step_is_asked_for_once_and_children_share_their_context(tree: str
         assert request.may_continue is (node.stop == (",",))
     texts = {(search.text(node), node.is_open) for node in search.nodes if node.score is not None}
     assert search.cost.scores == len(texts) or tree == "dvts"  # whose subtrees do not see one another
+
+
+@EACH
+def test_a_special_token_ends_steps_as_a_comma_would(tree: str) -> None:
+    """The same model writes `<s>` in place of commas, and the tree is the same, node for node."""
+
+    def special(text: str) -> dict[str, float]:
+        return {"<s>" if name == "," else name: chance for name, chance in letters(text).items()}
+
+    def score(text: str) -> float:
+        return arbitrary(text.replace(",", ""))
+
+    found = []
+    for model, step in ((letters, ","), (special, "<s>")):
+        search, program = run(tree, model, score=score, max_tokens=20, marks=["<s>"], step=step)
+        nodes = tree_record(search, program.choice)
+        texts = [node.get("step_text", node["text"]).replace(step, "|") for node in nodes]
+        found.append((texts, search.cost.scores, [(n["parent"], n["tokens"], n["end"], n["score"]) for n in nodes]))
+    assert found[0] == found[1]
+    assert any(text.endswith("|") for text in found[0][0])
+
+
+def test_steps_that_no_answer_can_end_with_are_refused() -> None:
+    for step in ("a<s>", "<s>\n"):
+        with pytest.raises(UserError, match=r"has the special token <s> beside a text, and never ends a step"):
+            solve("beam_search", letters, marks=["<s>"], step=step)
+    with pytest.raises(UserError, match="ends the whole answer"):
+        solve("mcts", letters, step="<eos>")
 
 
 def test_answers_that_end_within_their_first_step_are_no_measure_of_whole_answers() -> None:
