@@ -42,7 +42,7 @@ from burnish.evaluation.strategies.search import Choice, Search
 from burnish.evaluation.strategies.search_runner import SearchRunner
 from burnish.evaluation.strategies.search_tree import NodeEnd, SearchNode
 from burnish.evaluation.strategies.spec import LIKELIHOOD, ORACLE, StrategyRecord, VerifierPart
-from burnish.evaluation.strategies.verifiers import Verifier, build_verifier
+from burnish.evaluation.strategies.verifiers import Verifier, build_verifier, check_steps, step_delimiter
 from burnish.models.compatibility import digest_parts
 from burnish.rollout.scoring import Progress
 from burnish.run.durable_files import atomic_write
@@ -234,8 +234,14 @@ def run_scaling(
 
 def _check_verifiers(jobs: Sequence[EvalJob], session: OpenSession) -> None:
     """Build each verifier of some searches once and close it, so that one that cannot be built stops the command before it samples."""
-    parts = [strategy_verifier(job.config.strategy) for job in jobs if job.config.strategy is not None]
-    for part in {part.model_dump_json(): part for part in parts if part is not None}.values():
+    parts: dict[str, VerifierPart] = {}
+    for job in jobs:
+        strategy = job.config.strategy
+        part = None if strategy is None else strategy_verifier(strategy)
+        if strategy is not None and part is not None:
+            check_steps(strategy, step_delimiter(part, job.base))
+            parts[part.model_dump_json()] = part
+    for part in parts.values():
         verifier = _scorer(part, session)
         if verifier is not None:
             verifier.close()

@@ -37,7 +37,7 @@ from burnish.evaluation.settings import EvalConfig
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import load_strategy, strategy_verifier, strategy_width
 from burnish.evaluation.strategies.spec import StrategyRecord
-from burnish.evaluation.strategies.verifiers import check_verifier
+from burnish.evaluation.strategies.verifiers import check_steps, check_verifier, step_delimiter
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB, MAX_FREE_SHARE, cache_token_bytes
 from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel, check_finite, load_policy, resolve_device
@@ -265,6 +265,7 @@ def _check_search(one: PreparedEval, policy: PolicyModel) -> None:
     part = strategy_verifier(config.strategy)
     if part is not None:
         check_verifier(part, policy, config.reward, base, {prompt.row.id: prompt.row for prompt in one.prompts})
+        check_steps(config.strategy, step_delimiter(part, base))
 
 
 def check_votes(strategy: Slot, one: PreparedEval) -> None:

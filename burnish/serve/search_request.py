@@ -31,8 +31,10 @@ from burnish.evaluation.strategies.spec import (
     StrategyRecord,
     VerifierPart,
 )
+from burnish.evaluation.strategies.verifiers import check_steps
 from burnish.gateway.openai_schema import ApiError, ChatRequest, CompletionRequest, bad_value
 from burnish.serve.request_to_engine import MAX_SCORED_TOKENS, ServedModel, chat_messages
+from burnish.serve.search_run import SearchVerifier
 
 OF_THE_SEARCH = ("name", "budget", "answer")
 """Keys of `strategy` that are not options of one strategy."""
@@ -60,7 +62,7 @@ class SearchRequest:
 
 
 def search_request(
-    asked: CompletionRequest | ChatRequest, verifiers: Collection[str], max_tokens: int
+    asked: CompletionRequest | ChatRequest, verifiers: Mapping[str, SearchVerifier], max_tokens: int
 ) -> SearchRequest | None:
     """Return the checked strategy of a request; None if it has none. `verifiers` are those that the server was started with."""
     if asked.strategy is None:
@@ -69,11 +71,13 @@ def search_request(
     fields = {name: value for name, value in asked.strategy.items() if value is not None}
     strategy = _strategy(fields)
     _check_parts(strategy, verifiers)
+    part = strategy_verifier(strategy)
     try:
         check_strategy(strategy, asked.temperature)
+        if part is not None and part.name in verifiers:
+            check_steps(strategy, verifiers[part.name].delimiter)
     except UserError as error:
         raise bad_value("strategy", str(error)) from error
-    part = strategy_verifier(strategy)
     budget, kind = fields.get("budget", max_tokens), fields.get("answer", DEFAULT_READER)
     if type(budget) is not int or not 1 <= budget <= max_tokens:
         raise bad_value(

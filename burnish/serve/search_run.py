@@ -34,12 +34,17 @@ Results = Sequence[Completion | Score]
 class SearchVerifier(Protocol):
     """Scores the paths of searches."""
 
+    delimiter: str | None
+    """What ends the steps that it scores; None if it scores any text."""
+
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return the scores of all requests."""
 
 
 class CertaintyVerifier:
     """Self-certainty, computed by the engine's model between two of its steps."""
+
+    delimiter: str | None = None
 
     def __init__(self, engine: AsyncEngine, scorer: Scorer) -> None:
         self._engine, self._scorer = engine, scorer

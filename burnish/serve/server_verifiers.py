@@ -19,7 +19,7 @@ from burnish.config.loading import load
 from burnish.config.plugins import is_plugin
 from burnish.config.records import Record
 from burnish.evaluation.strategies.spec import LIKELIHOOD, ORACLE, SELF_CERTAINTY, Verifier, VerifierPart
-from burnish.evaluation.strategies.verifiers import RewardVerifier, keyless_verifier
+from burnish.evaluation.strategies.verifiers import RewardVerifier, keyless_verifier, step_delimiter
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.score_types import Score, ScoreRequest
 
@@ -60,7 +60,8 @@ def load_verifiers(
     found: dict[str, ServerVerifier] = {}
     try:
         for name, part in parts.items():
-            found[name] = ServerVerifier(name, keyless_verifier(part, Reward(), tokenizer, Path.cwd()), log)
+            verifier = keyless_verifier(part, Reward(), tokenizer, Path.cwd())
+            found[name] = ServerVerifier(name, verifier, log, step_delimiter(part, Path.cwd()))
     except BaseException:
         for one in found.values():
             one.close()
@@ -80,8 +81,10 @@ class _Batch:
 class ServerVerifier:
     """A reward as a verifier of searches, in a thread of its own."""
 
-    def __init__(self, name: str, verifier: RewardVerifier, log: Callable[[str], None]) -> None:
-        self.name, self._verifier, self._log = name, verifier, log
+    def __init__(
+        self, name: str, verifier: RewardVerifier, log: Callable[[str], None], delimiter: str | None = None
+    ) -> None:
+        self.name, self.delimiter, self._verifier, self._log = name, delimiter, verifier, log
         self._inbox: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._waiting: dict[str, _Batch] = {}
         """The batch of each request that is being scored, by the request's id."""

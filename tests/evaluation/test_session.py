@@ -1,7 +1,8 @@
-"""Batch size and KV cache of an evaluation, from plain numbers."""
+"""What an evaluation checks and plans before it samples: batch size, KV cache, and strategies that fit the data and the verifier."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from burnish.evaluation.session import (
     plan_batch_size,
 )
 from burnish.evaluation.settings import load_settings
-from burnish.evaluation.strategies.registry import PLUGIN_WIDTH
+from burnish.evaluation.strategies.registry import PLUGIN_WIDTH, strategy_verifier
+from burnish.evaluation.strategies.verifiers import check_steps, step_delimiter
 from burnish.memory_plan.kv_cache import BLOCK_SIZE, GIB
 
 TOKEN = 28_672  # KV-cache bytes per token of a 1.5B model
@@ -123,3 +125,31 @@ def test_a_vote_on_answers_that_cannot_be_compared_is_refused(strategy: str, rew
 )
 def test_a_strategy_without_a_vote_or_with_comparable_answers_is_not_refused(strategy: str, reward: str) -> None:
     vote(strategy, reward)
+
+
+STEP_SCORER = "verifier: {name: model, options: {path: scorer}}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (f"{{name: beam_search, {STEP_SCORER}}}", r"with '\\n\\n' \(strategy.step\).*steps that end with ';'"),
+        (f"{{name: rebase, step: null, step_tokens: 8, {STEP_SCORER}}}", r"after step_tokens alone .*end with ';'"),
+        (f"{{name: by_difficulty, levels: [{{strategy: dvts}}], {STEP_SCORER}}}", r"dvts: .*end with ';'"),
+        (f'{{name: mcts, step: ";", {STEP_SCORER}}}', None),
+        (f"{{name: mcts, value: rollout, {STEP_SCORER}}}", None),  # which scores finished answers alone
+        (f"{{name: best_of_n, {STEP_SCORER}}}", None),
+    ],
+)
+def test_a_search_has_the_steps_that_its_reward_model_was_trained_on(
+    tmp_path: Path, strategy: str, said: str | None
+) -> None:
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer" / "config.json").write_text("{}")
+    (tmp_path / "scorer" / "steps.json").write_text('{"delimiter": ";"}')
+    chosen = prepared(1, f"strategy={strategy}").job.config.strategy
+    assert chosen is not None
+    part = strategy_verifier(chosen)
+    assert part is not None
+    with nullcontext() if said is None else pytest.raises(UserError, match=said):
+        check_steps(chosen, step_delimiter(part, tmp_path))

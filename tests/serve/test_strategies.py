@@ -40,7 +40,7 @@ def by_hand(
 ) -> SearchProgram:
     """The search of `CHAT`, on an engine of its own that runs one wave after the other."""
     asked = validate_fields(ChatRequest, CHAT | {"strategy": strategy} | options)
-    found = search_request(asked, (), 2**20)
+    found = search_request(asked, {}, 2**20)
     assert found is not None
     (one,) = engine_requests(asked, [chat_prompt(asked, running.served)], running.served, "x")
     program = open_search(asked, found, one, running.served)
@@ -283,6 +283,16 @@ def test_a_verifier_of_the_server_chooses_by_the_name_of_its_function(
         assert found.strategy["score"] == best
         assert (found.strategy["verifier"], found.strategy["verifier_calls"]) == ("low", 6)
         assert found.strategy["verifier_tokens"] is None
+
+
+def test_a_search_has_the_steps_that_the_verifier_of_the_server_scores(
+    random_server: Any, length_verifier: dict[str, ServerVerifier]
+) -> None:
+    length_verifier["low"].delimiter = ";"
+    with pytest.raises(openai.BadRequestError, match=r"with '\\n\\n' \(strategy.step\).*reads steps that end with ';'"):
+        chat(random_server, {"name": "beam_search", "n": 4, "verifier": "low"})
+    found = chat(random_server, {"name": "beam_search", "n": 4, "step": ";", "verifier": "low"})
+    assert found.strategy["verifier"] == "low"
 
 
 def test_a_verifier_that_fails_is_an_error_whose_cause_is_in_the_log_alone(

@@ -16,7 +16,7 @@ from burnish.evaluation.strategies.registry import load_strategy, strategy_needs
 from burnish.evaluation.strategies.search import no_chat_error
 from burnish.evaluation.strategies.search_program import SearchProgram
 from burnish.evaluation.strategies.search_runner import SearchRunner
-from burnish.evaluation.strategies.verifiers import build_verifier
+from burnish.evaluation.strategies.verifiers import build_verifier, check_steps, step_delimiter
 from burnish.models.policy import PolicyModel
 
 
@@ -42,6 +42,8 @@ def build_search_runner(
     if "chat" in strategy_needs(strategy) and not chat.is_chat:
         raise no_chat_error()
     part = strategy_verifier(strategy)
+    if part is not None:
+        check_steps(strategy, step_delimiter(part, base))
     by_id = {row.id: row for row in rows}
     verifier = None if part is None else build_verifier(part, policy, reward, base, by_id)
 

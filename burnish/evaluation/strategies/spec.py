@@ -340,6 +340,11 @@ class StepSearch(StrategyRecord):
     verifier: Verifier = VerifierPart()
     """What scores partial and finished answers, such as a process reward model whose `aggregate` is last, min, prod or mean."""
 
+    @property
+    def scores_steps(self) -> bool:
+        """Whether the verifier scores partial answers, rather than finished ones alone."""
+        return True
+
     @model_validator(mode="after")
     def _check_step(self) -> StepSearch:
         if self.step is None and self.step_tokens is None:
@@ -442,6 +447,10 @@ class Mcts(StepSearch):
     choose: Literal["best", "visits", "vote"] = "best"
     """best: the finished answer with the highest score. visits: the end of the most visited path. vote: the answer with the largest sum of
     scores of finished answers."""
+
+    @property
+    def scores_steps(self) -> bool:
+        return self.value == "verifier"
 
     @property
     def width(self) -> int:

@@ -20,17 +20,26 @@ from torch import Tensor
 from burnish.config.data import Reward, RewardPart
 from burnish.config.errors import UserError, unknown_name_error
 from burnish.config.plugins import is_plugin
+from burnish.config.records import Slot
 from burnish.core.segments import offsets_from_lengths
 from burnish.data.row import Row
 from burnish.distributed.roles import build_scorers
-from burnish.evaluation.strategies.spec import LIKELIHOOD, ORACLE, SELF_CERTAINTY, VerifierPart
+from burnish.evaluation.strategies.spec import (
+    LIKELIHOOD,
+    ORACLE,
+    SELF_CERTAINTY,
+    ByDifficulty,
+    StepSearch,
+    VerifierPart,
+)
 from burnish.models.decoder import Decoder
-from burnish.models.policy import PolicyModel
+from burnish.models.policy import PolicyModel, find_directory
 from burnish.models.tokenizer import Tokenizer
 from burnish.rewards.judge_options import JudgeOptions
-from burnish.rewards.reward_parts import JUDGE, MODEL, check_parts
+from burnish.rewards.reward_parts import JUDGE, MODEL, RewardModelOptions, check_parts
 from burnish.rewards.score_types import Score, ScoreRequest
 from burnish.rewards.scoring import Rewards
+from burnish.training.reward_scorer import delimiter_to_read
 
 KEYLESS_REWARDS = (MODEL, JUDGE, "format", "think_format", "language")
 """Rewards that read the completion, and at most the question."""
@@ -228,6 +237,29 @@ def keyless_verifier(part: VerifierPart, reward: Reward, tokenizer: Tokenizer, b
     with errors_of_verifier():
         scored = _scored(_with_part(reward, part.name, part.options), tokenizer, base)
         return RewardVerifier(scored, is_local=part.name == MODEL)
+
+
+def step_delimiter(part: VerifierPart, base: Path | None) -> str | None:
+    """Return what ends the steps that a verifier scores; None for one that scores any text."""
+    if part.name != MODEL:
+        return None
+    with errors_of_verifier():
+        options = RewardModelOptions.of(part.options, f"{REWARD_OPTION} ({MODEL})")
+        return delimiter_to_read(find_directory(options.path, base, with_weights=False), options)
+
+
+def check_steps(strategy: Slot, delimiter: str | None) -> None:
+    """Refuse a search whose partial answers end elsewhere than the steps that its verifier scores."""
+    inner = [level.strategy for level in strategy.levels] if isinstance(strategy, ByDifficulty) else []
+    for one in (strategy, *inner):
+        if isinstance(one, StepSearch) and one.scores_steps and delimiter not in (None, one.step):
+            ends = (
+                "after step_tokens alone (step is null)" if one.step is None else f"with {one.step!r} (strategy.step)"
+            )
+            raise UserError(
+                f"{one.name}: its steps end {ends}, and the step reward model that scores them reads steps that end with {delimiter!r}: it would "
+                f"score texts of a kind that it has not learnt; set step to {delimiter!r}, or search with another model"
+            )
 
 
 def _check_scored(reward: Reward, tokenizer: Tokenizer, base: Path | None) -> None:

@@ -17,7 +17,7 @@ from burnish.core.random_keys import fold
 from burnish.data.prompt_pool import Prompt
 from burnish.data.prompt_stream import PromptSample, validation_prompts
 from burnish.distributed.engine_builder import build_engine
-from burnish.evaluation.strategies import verifiers
+from burnish.evaluation.strategies import build, verifiers
 from burnish.evaluation.strategies.build import build_search_runner
 from burnish.evaluation.strategies.registry import strategy_record
 from burnish.evaluation.strategies.search_tree import SEARCH
@@ -124,6 +124,7 @@ def test_the_choice_is_the_same_for_answers_that_are_permuted_or_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verifiers, "_scored", lambda reward, tokenizer, base: TextRewards())
+    monkeypatch.setattr(build, "step_delimiter", lambda part, base: None)  # `model` has no directory here
     options: dict[str, Any] = dict(OPTIONS.get(name, {}))
     if verifier is not None:
         options |= {**VERIFIED.get(name, {}), "verifier": {"name": verifier}}
