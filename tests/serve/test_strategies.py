@@ -324,6 +324,7 @@ def test_a_verifier_that_fails_is_an_error_whose_cause_is_in_the_log_alone(
         ({"name": "best_of_n", "verifier": {"name": "model", "options": {"path": "/x"}}}, "strategy.verifier", "--verifier"),
         ({"name": "best_of_n", "verifier": {"name": "likelihood", "options": {"a": 1}}}, "strategy.verifier.options", "alone"),
         ("budget_forcing", "strategy", "tokens for the answer"),
+        ({"name": "revise", "feedback": "verifier"}, "strategy", "measures how sure the model was"),
         (7, "strategy", "dictionary"),
     ],
 )  # fmt: skip

@@ -23,13 +23,24 @@ from burnish.evaluation.strategies.rebase import rebase
 from burnish.evaluation.strategies.revise import revise
 from burnish.evaluation.strategies.search import Choice, Search
 from burnish.evaluation.strategies.search_tree import SearchNode
-from burnish.evaluation.strategies.spec import STRATEGY_RECORDS, ByDifficulty, StrategyRecord, VerifierPart
+from burnish.evaluation.strategies.spec import (
+    LIKELIHOOD,
+    SELF_CERTAINTY,
+    STRATEGY_RECORDS,
+    ByDifficulty,
+    Revise,
+    StrategyRecord,
+    VerifierPart,
+)
 from burnish.evaluation.strategies.step_values import step_values
 
 StrategyFunction = Callable[[Search, Any], Coroutine[Any, Any, Choice]]
 StartStrategy = Callable[[Search], Coroutine[Any, Any, Choice]]
 PLUGIN_WIDTH = 16
 """Requests at the same time that a plug-in is expected to have. It sets the size of an engine's batches and no result."""
+
+CONFIDENCE = (LIKELIHOOD, SELF_CERTAINTY)
+"""Verifiers that score an answer by the model's own probabilities."""
 
 STRATEGIES: Mapping[str, StrategyFunction] = {
     "single": votes.single,
@@ -76,8 +87,22 @@ def strategy_needs(strategy: Slot) -> set[str]:
     return {need for one in (strategy, *inner) for need in one.needs}
 
 
+def check_feedback(strategy: Slot) -> None:
+    """Refuse revisions that quote the score of a verifier that only measures how sure the model was, such as a mean log-prob."""
+    part = strategy_verifier(strategy)
+    inner = [level.strategy for level in strategy.levels] if isinstance(strategy, ByDifficulty) else []
+    for one in (strategy, *inner):
+        if isinstance(one, Revise) and one.feedback == "verifier" and part is not None and part.name in CONFIDENCE:
+            raise UserError(
+                f"revise.feedback=verifier tells the model the score of its answer, and the verifier {part.name} measures how sure the model was "
+                "of its own tokens: a log-prob such as -0.785 says nothing about a mistake. Set strategy.verifier to one that judges the answer "
+                "(model, judge, a function of yours), or strategy.feedback to self or none"
+            )
+
+
 def load_strategy(strategy: Slot, base: Path | None = None) -> StartStrategy:
     """Return the function that starts a strategy on a search."""
+    check_feedback(strategy)
     if not isinstance(strategy, Plugin):
         function = STRATEGIES[strategy.name]
         return lambda search: function(search, strategy)

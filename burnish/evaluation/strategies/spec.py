@@ -148,7 +148,7 @@ class Revise(StrategyRecord):
     """Conversations in parallel, each with a first answer of its own."""
     feedback: Literal["none", "self", "verifier"] = "none"
     """none: the model is just asked again. self: it first criticises its answer, which takes a turn of its own. verifier: the request quotes
-    the verifier's score and its details, such as a judge's reasons. A chain ends if the verifier failed."""
+    the verifier's score and its details, such as a judge's reasons; it cannot be likelihood or self_certainty. A chain ends if the verifier failed."""
     request: str | None = Field(None, min_length=1)
     """The text that asks for a revision; null has the one of the feedback. With feedback verifier, {score} and {details} stand for what the
     verifier said."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -116,15 +118,31 @@ def test_the_request_quotes_the_score_and_what_the_verifier_says() -> None:
         chat=TURNS,
         rounds=1,
         feedback="verifier",
+        verifier="judge",
         score=lambda text: 0.25,
         details=lambda text: f"No, {text} is {{score}}.",
         request="{details} {score}!",
     )
     assert readings(search)[1] == "<?>:0<eos><No, 0 is {score}. 0.25!>:"
     assert search.cost.scores == 1  # the last answer needs no score
-    search, _ = solve("revise", counter, chat=TURNS, rounds=1, feedback="verifier", score=lambda text: 0.5)
+    options: dict[str, Any] = {"rounds": 1, "feedback": "verifier", "verifier": "judge"}
+    search, _ = solve("revise", counter, chat=TURNS, score=lambda text: 0.5, **options)
     wanted = "A checker gave your answer the score 0.5.\nWrite a better answer to the question, complete and in the same form."
     assert readings(search)[1] == f"<?>:0<eos><{wanted}>:"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("revise", {"feedback": "verifier"}),
+        ("revise", {"feedback": "verifier", "verifier": "self_certainty"}),
+        ("by_difficulty", {"levels": [{"strategy": {"name": "revise", "feedback": "verifier"}}]}),
+    ],
+)
+def test_a_score_of_the_models_own_confidence_is_no_feedback(strategy: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"measures how sure the model was.*Set strategy.verifier to one that judges"):
+        load_strategy(strategy_record(strategy, **options))
+    load_strategy(strategy_record(strategy, **options | {"verifier": "judge"}))
 
 
 def test_a_chain_ends_where_the_verifier_failed() -> None:
@@ -134,6 +152,7 @@ def test_a_chain_ends_where_the_verifier_failed() -> None:
         chat=TURNS,
         rounds=5,
         feedback="verifier",
+        verifier="judge",
         score=lambda text: None if text == "1" else 0.5,
         request="{score}",
     )
