@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="DIR DATA ... key=value",
         help=f"a model directory, a run (its best checkpoint) or an id of the hub; \
-what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a glob, task:NAME; further settings",
+what to measure it on: {', '.join(BENCHMARKS)}, a jsonl, parquet or csv file, a glob, SHAPE:FILE, task:NAME; further settings",
     )
     add(
         "--compare",

@@ -150,6 +150,12 @@ def get_shape(name: str) -> DatasetShape:
     return SHAPES[name]
 
 
+def split_shape(text: str) -> tuple[str | None, str]:
+    """Divide `SHAPE:FILE` into the shape and the file. Any other text, also the name of a file with a colon, has no shape."""
+    head, _, rest = text.partition(":")
+    return (head, rest) if rest and head in SHAPES and not Path(text).exists() else (None, text)
+
+
 def to_verl_layout(record: Record, where: str, name: str) -> Record:
     """Convert a published record to verl's layout; UnusableRow if it has no answer, UserError if it has another shape."""
     shape = get_shape(name)

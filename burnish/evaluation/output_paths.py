@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.data.published_datasets import split_shape
 from burnish.evaluation.completions import SUFFIXES, refuse_other_settings
 from burnish.evaluation.settings import TASK_PREFIX
 
@@ -84,7 +85,9 @@ def find_output_paths(out: Path | None, model: Path, data: Sequence[str]) -> lis
     for one in data:
         name = "-".join(
             _file_name_part(
-                one.removeprefix(TASK_PREFIX) if one.startswith(TASK_PREFIX) else Path(one).name.partition(".")[0]
+                one.removeprefix(TASK_PREFIX)
+                if one.startswith(TASK_PREFIX)
+                else Path(split_shape(one)[1]).name.partition(".")[0]
             )
         )
         name = name or "data"

@@ -1,8 +1,8 @@
 """The settings of one evaluation, with the same keys as a training recipe: `burnish eval DIR DATA reward.timeout_s=30`.
 
-A benchmark sets its file, reward and max_tokens, the same for every model. A run sets its template and dtype. For data that
-is no benchmark, it also sets its reward, environment, seed and max_tokens, so that a checkpoint is evaluated the way it was
-trained. The command line overrides all of these. This module does not import torch.
+A benchmark sets its file, reward and max_tokens, the same for every model, and `SHAPE:FILE` is asked as the benchmark of this shape. A run
+sets its template and dtype. For data that is no benchmark, it also sets its reward, environment, seed and max_tokens, so that a checkpoint
+is evaluated the way it was trained. The command line overrides all of these. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from burnish.config.model import Model
 from burnish.config.records import Record, name_to_record
 from burnish.config.schema import ValidationMode
 from burnish.data.files import find_files, read_records
-from burnish.data.published_datasets import BENCHMARKS, benchmark_source
+from burnish.data.published_datasets import BENCHMARKS, benchmark_source, get_shape, split_shape
 from burnish.evaluation.strategies.spec import Strategy
 from burnish.rewards.verifiers import VERIFIERS
 
@@ -136,7 +136,9 @@ def load_settings(
     """
     source = _source(data, folder)
     given = {key: value for key, value in flags.items() if value is not None}
-    brought = {**_from_run(run, source.get("task"), data in BENCHMARKS), **_from_benchmark(data)}
+    shape = _given_shape(source, overrides)
+    published = data if data in BENCHMARKS else shape
+    brought = {**_from_run(run, source.get("task"), published in BENCHMARKS), **_from_published(published)}
     name = _given_environment(given, overrides)
     if name is not None and brought.get("environment", {}).get("name") != name:
         brought.pop("environment", None)  # the options of another environment
@@ -186,20 +188,32 @@ def is_given(key: str, flags: dict[str, Any], overrides: Sequence[str], run: dic
 
 
 def _source(data: str, folder: Path | None) -> dict[str, Any]:
-    """Resolve the data argument of the command: a task, the name of a benchmark, or files."""
+    """Resolve the data argument of the command: a task, the name of a benchmark, files, or `SHAPE:FILE`."""
     if data.startswith(TASK_PREFIX):
         return {"task": data.removeprefix(TASK_PREFIX)}
     if data in BENCHMARKS:
         return benchmark_source(data, folder)
     if re.fullmatch(r"[\w-]+", data) and not Path(data).exists():
         raise unknown_name_error("benchmark", data, BENCHMARKS)
-    return {"path": data}
+    shape, path = split_shape(data)
+    split = BENCHMARKS[shape].split if shape in BENCHMARKS else None
+    return {"path": path} | ({} if shape is None else {"shape": shape}) | ({} if split is None else {"split": split})
 
 
-def _from_benchmark(data: str) -> dict[str, Any]:
-    row = BENCHMARKS.get(data)
-    if row is None:
+def _given_shape(source: dict[str, Any], overrides: Sequence[str]) -> str | None:
+    """Return the shape of a file's rows, from `SHAPE:FILE` or from the key `data.source.shape`; None if none is given."""
+    given = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == "data.source.shape"]
+    name = given[-1] if given else source.get("shape")
+    return None if name in (None, "null") else name
+
+
+def _from_published(name: str | None) -> dict[str, Any]:
+    """Return what a benchmark sets. The shape of a file has the settings of its benchmark, or else its verifier alone."""
+    if name is None:
         return {}
+    row = BENCHMARKS.get(name)
+    if row is None:
+        return {"reward.parts": [{"name": get_shape(name).verifier}]}
     timeout = {} if row.timeout_s is None else {"reward.timeout_s": row.timeout_s}
     return {"reward.parts": row.reward, "sampling.max_tokens": row.max_tokens, **timeout}
 
@@ -249,5 +263,6 @@ def _reward_of_rows(data: str, is_played: bool) -> list[dict[str, Any]] | None:
         return None
     names = ", ".join(name for name in VERIFIERS if name != "task")
     raise UserError(
-        f"how are answers to {data} to be judged? give --reward with one of {names}, or path/to/file.py:function or package.module:function"
+        f"how are answers to {data} to be judged? give --reward with one of {names}, or path/to/file.py:function or package.module:function; a file "
+        f"in the form of a published data set names its verifier as SHAPE:{data} (`burnish data prepare --help` lists the shapes)"
     )

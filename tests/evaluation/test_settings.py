@@ -93,6 +93,34 @@ def test_a_benchmark_brings_its_file_reward_and_length_and_wins_over_a_runs() ->
     assert (config.sampling.max_tokens, config.reward.parts[0].name, config.seed) == (5, "math", 2)
 
 
+@pytest.mark.parametrize("run", [{}, RUN])
+@pytest.mark.parametrize(
+    ("shape", "verifier", "max_tokens", "split"),
+    [("gpqa", "choice", 4096, None), ("mbpp", "code", 1024, "test"), ("geometry3k", "math", 256, None)],
+)
+def test_a_file_in_the_form_of_a_published_set_is_asked_and_judged_as_that_set(
+    shape: str, verifier: str, max_tokens: int, split: str | None, run: dict[str, Any]
+) -> None:
+    Path("mine.csv").write_text("a,b\n1,2\n")
+    asked = made(f"{shape}:mine.csv", run=run)
+    by_key = made("mine.csv", None, f"data.source.shape={shape}", run=run)
+    for config in (asked, by_key):
+        assert (config.data.source.path, config.data.source.shape) == ("mine.csv", shape)
+        assert [part.name for part in config.reward.parts] == [verifier]
+        assert config.sampling.max_tokens == (33 if run and shape == "geometry3k" else max_tokens)
+    assert asked.data.source.split == split
+    assert made(f"{shape}:mine.csv", {"reward.parts": ["exact"]}, run=run).reward.parts[0].name == "exact"
+
+
+def test_a_file_whose_name_has_a_colon_and_an_unknown_shape_are_told_apart() -> None:
+    Path("math:d.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    assert made("math:d.jsonl", {"reward.parts": ["number"]}).data.source.path == "math:d.jsonl"
+    with pytest.raises(UserError, match="unknown data set 'gpqe'; did you mean 'gpqa'"):
+        made("d.jsonl", None, "data.source.shape=gpqe")
+    with pytest.raises(UserError, match=r"d.jsonl to be judged.* SHAPE:d.jsonl"):
+        made("d.jsonl")
+
+
 def test_an_unknown_benchmark_and_one_without_a_file_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="unknown benchmark 'gsm8l'; did you mean 'gsm8k'"):
         made("gsm8l")

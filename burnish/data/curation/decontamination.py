@@ -28,11 +28,11 @@ from burnish.data.images import content_text
 from burnish.data.math_datasets import strip_format_request
 from burnish.data.published_datasets import (
     BENCHMARKS,
-    SHAPES,
     find_benchmark_files,
     get_benchmark,
     get_shape,
     in_split,
+    split_shape,
     to_verl_layout,
 )
 from burnish.data.published_example import UnusableRow, question_of
@@ -72,11 +72,9 @@ def resolve_test_set(text: str, folder: Path | None) -> tuple[str, str | None, l
     """The name of a test set, the shape of its rows if it has one, and its files."""
     if text in BENCHMARKS:
         return text, get_benchmark(text).shape, find_benchmark_files(text, folder)
-    head, _, rest = text.partition(":")
-    if rest and head in SHAPES and not Path(text).exists():
-        return head, head, find_files(rest)
-    files = find_files(text)
-    return files[0].name, None, files
+    shape, path = split_shape(text)
+    files = find_files(path)
+    return shape or files[0].name, shape, files
 
 
 def read_test_questions(name: str, shape: str | None, files: list[Path]) -> list[tuple[str, str]]:
