@@ -153,7 +153,8 @@ def measure(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 def point_row(point: dict[str, Any], seed: int) -> dict[str, Any]:
     """One strategy at one budget."""
-    versus = point["versus_majority"] or {"mean": None, "low": None, "high": None}
+    none = {"mean": None, "low": None, "high": None}
+    versus, equal = (point[name] or none for name in ("versus_majority", "versus_equal_tokens"))
     return {
         "seed": seed,
         "strategy": point["strategy"],
@@ -164,6 +165,9 @@ def point_row(point: dict[str, Any], seed: int) -> dict[str, Any]:
         "minus_majority": versus["mean"],
         "versus_low": versus["low"],
         "versus_high": versus["high"],
+        "minus_equal_tokens": equal["mean"],
+        "equal_tokens_low": equal["low"],
+        "equal_tokens_high": equal["high"],
         "tokens": point["tokens"],
         "times": point["times_one_answer"],
         "estimate": point["estimate"],

@@ -58,6 +58,7 @@ COLUMNS = [
     "low",
     "high",
     "minus_majority",
+    "minus_equal_tokens",
     "tokens",
     "times",
     "cache",
@@ -132,7 +133,8 @@ def scaling(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str,
     best = {(one["strategy"], one["budget"]) for one in found["envelope"]}
     rows = []
     for point in found["points"]:
-        versus = point.pop("versus_majority") or {"mean": None, "low": None, "high": None}
+        none = {"mean": None, "low": None, "high": None}
+        versus, equal = (point.pop(name) or none for name in ("versus_majority", "versus_equal_tokens"))
         rows.append(
             {"measurement": "scaling", "data": data, "questions": found["num_questions"], "pool": found["pool_size"]}
             | {
@@ -146,6 +148,11 @@ def scaling(args: argparse.Namespace, data: str, folder: Path) -> list[dict[str,
                 "high": point["accuracy"]["high"],
             }
             | {"minus_majority": versus["mean"], "versus_low": versus["low"], "versus_high": versus["high"]}
+            | {
+                "minus_equal_tokens": equal["mean"],
+                "equal_tokens_low": equal["low"],
+                "equal_tokens_high": equal["high"],
+            }
             | {"times": point["times_one_answer"], "cache": point["cache_hit_rate"], "failed": point["num_failed"]}
             | {"best_at_its_cost": (point["strategy"], point["budget"]) in best}
         )

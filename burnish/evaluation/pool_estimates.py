@@ -59,7 +59,7 @@ def pooled_accuracy(strategy: Slot, question: PooledQuestion, k: int, scores: st
 def majority_at_k(answers: Sequence[str | None], accuracies: Sequence[float], k: int) -> float:
     """Return the expected accuracy of the majority's answer among k of n samples: sum_a P(a wins) mean accuracy of the samples with a.
 
-    Unlike maj@k, it does not join right answers of different spellings, because a strategy cannot know that they are right. Without any
+    Unlike maj@k, it does not join right answers whose normalised texts differ, because a strategy cannot know that they are right. Without any
     vote the first sample counts.
     """
     n, total = len(answers), 0.0

@@ -2,12 +2,12 @@
 
 A budget of k is the work of k parallel answers (`StrategyRecord.at_budget`). What a strategy really spent is measured: the axis of the
 chart is the mean of the sampled tokens of a question. Intervals are over questions. Every strategy is compared with majority at the same
-budget by a paired bootstrap over the questions that both have.
+budget, and with majority at the tokens that it really spent, by a paired bootstrap over the questions that both have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,8 +18,12 @@ from burnish.evaluation.statistics import Estimate
 
 NUM_RESAMPLES = 2000
 """Resamples of the paired bootstrap."""
+BEYOND_POOL = 0.02
+"""A strategy that costs at most this share more than the whole pool is compared with all of the pool."""
 Values = Mapping[str, float]
 """The expected accuracy of each question, by its id."""
+DIFFERENCES = ("versus_majority", "versus_equal_tokens")
+"""Fields of a point that compare it with majority."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class ScalingPoint:
     num_compared: int = 0
     verifier_tokens: float | None = None
     """Tokens that the verifier read and wrote; None if it does not say."""
+    versus_equal_tokens: Estimate | None = None
+    """Accuracy minus that of majority with the same mean tokens (`equal_samples`); None for majority, and beyond the pool."""
+    equal_samples: float | None = None
+    """How many samples of majority that is. Between two whole numbers its accuracy is interpolated."""
 
     @property
     def name(self) -> str:
@@ -91,6 +99,25 @@ def paired_bootstrap(a: Values, b: Values, seed: int, *names: str | int) -> tupl
     return Estimate(float(changes.mean()), float(low), float(high)), len(ids)
 
 
+def samples_at_equal_tokens(times_one_answer: float, pool_size: int) -> float | None:
+    """Return how many samples cost what a strategy did: at least one, because no vote costs less. None if the pool has fewer."""
+    if times_one_answer > pool_size * (1 + BEYOND_POOL):
+        return None
+    return min(max(times_one_answer, 1.0), float(pool_size))
+
+
+def interpolated(curve: Callable[[int], Values], k: float) -> dict[str, float]:
+    """Return the values at k samples, of `curve` at the whole numbers around it.
+
+    This is the exact value of drawing the larger number with the probability that makes k samples on average.
+    """
+    few, share = int(k), k - int(k)
+    if not share:
+        return dict(curve(few))
+    more = curve(few + 1)
+    return {question: (1 - share) * value + share * more[question] for question, value in curve(few).items()}
+
+
 def envelope(points: Iterable[ScalingPoint]) -> list[ScalingPoint]:
     """Return the compute-optimal points: each has a higher accuracy than all that cost no more. Oracles are no candidates."""
     found: list[ScalingPoint] = []
@@ -102,8 +129,17 @@ def envelope(points: Iterable[ScalingPoint]) -> list[ScalingPoint]:
 
 def scaling_table(scaling: Scaling) -> str:
     """Return all points as text, and the envelope."""
-    head = ["strategy", "budget", "accuracy", "95% interval", "- majority", "95% interval", "tokens", "x one"]
-    head += ["requests", "calls", "call tokens", "failed", "wall s", "cache", "estimate"]
+    head = [
+        "strategy",
+        "budget",
+        "accuracy",
+        "95% interval",
+        "- majority",
+        "95% interval",
+        "- at equal tokens",
+        "95% interval",
+    ]
+    head += ["tokens", "x one", "requests", "calls", "call tokens", "failed", "wall s", "cache", "estimate"]
     body = [head, *(_cells(point) for point in scaling.points)]
     widths = [max(len(row[i]) for row in body) for i in range(len(head))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in body]
@@ -116,14 +152,13 @@ def scaling_table(scaling: Scaling) -> str:
 
 
 def _cells(p: ScalingPoint) -> list[str]:
-    versus = p.versus_majority
     return [
         p.name,
         str(p.budget),
         f"{p.accuracy.mean:.3f}",
         f"{p.accuracy.low:.3f} to {p.accuracy.high:.3f}",
-        "-" if versus is None else f"{versus.mean:+.3f}",
-        "-" if versus is None else f"{versus.low:+.3f} to {versus.high:+.3f}",
+        *_difference(p.versus_majority),
+        *_difference(p.versus_equal_tokens),
         f"{p.tokens:,.1f}",
         f"{p.times_one_answer:.1f}",
         f"{p.requests:,.1f}",
@@ -134,6 +169,10 @@ def _cells(p: ScalingPoint) -> list[str]:
         "-" if p.cache_hit_rate is None else f"{p.cache_hit_rate:.1%}",
         p.estimate,
     ]
+
+
+def _difference(versus: Estimate | None) -> list[str]:
+    return ["-", "-"] if versus is None else [f"{versus.mean:+.3f}", f"{versus.low:+.3f} to {versus.high:+.3f}"]
 
 
 def scaling_json(scaling: Scaling) -> dict[str, Any]:
@@ -151,26 +190,22 @@ def scaling_json(scaling: Scaling) -> dict[str, Any]:
 
 
 def _point_json(point: ScalingPoint) -> dict[str, Any]:
-    versus = point.versus_majority
-    return asdict(point) | {
-        "accuracy": point.accuracy._asdict(),
-        "versus_majority": None if versus is None else versus._asdict(),
-    }
+    versus = {name: getattr(point, name) for name in DIFFERENCES}
+    found = {name: None if value is None else value._asdict() for name, value in versus.items()}
+    return asdict(point) | {"accuracy": point.accuracy._asdict(), **found}
 
 
 def scaling_of_json(found: Mapping[str, Any]) -> Scaling:
     """Read what `scaling_json` returned."""
     points: Sequence[dict[str, Any]] = found["points"]
     made = [
-        ScalingPoint(
-            **{
-                **point,
-                "accuracy": Estimate(**point["accuracy"]),
-                "versus_majority": None if point["versus_majority"] is None else Estimate(**point["versus_majority"]),
-            }
-        )
+        ScalingPoint(**{**point, **{name: _estimate(point.get(name)) for name in ("accuracy", *DIFFERENCES)}})
         for point in points
     ]
     return Scaling(
         **{key: found[key] for key in ("name", "model", "num_questions", "pool_size", "answer_tokens")}, points=made
     )
+
+
+def _estimate(found: Mapping[str, float] | None) -> Estimate | None:
+    return None if found is None else Estimate(**found)

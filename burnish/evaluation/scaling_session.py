@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,14 @@ from burnish.evaluation.pool_estimates import (
     pooled_accuracy,
 )
 from burnish.evaluation.result import Row, by_question
-from burnish.evaluation.scaling import Scaling, ScalingPoint, paired_bootstrap
+from burnish.evaluation.scaling import (
+    Scaling,
+    ScalingPoint,
+    Values,
+    interpolated,
+    paired_bootstrap,
+    samples_at_equal_tokens,
+)
 from burnish.evaluation.search_results import summarise_searches
 from burnish.evaluation.session import EvalJob, OpenSession, Say, check_votes
 from burnish.evaluation.settings import EvalConfig
@@ -370,22 +378,37 @@ def summarise_scaling(plan: ScalingPlan, model: str) -> Scaling:
     size = plan.pool.config.sampling.n
     answer_tokens = float(np.mean([np.mean(question.lengths) for question in pool.values()]))
     seed = plan.pool.config.seed
-    majority: dict[int, dict[str, float]] = {}
+
+    @cache
+    def majority(k: int) -> dict[str, float]:
+        return _pooled_values(strategy_record(MAJORITY, n=k), pool, k, LIKELIHOOD)
+
     points = []
     for one in plan.sizes:
-        if one.budget not in majority:
-            record = strategy_record(MAJORITY, n=one.budget)
-            majority[one.budget] = _pooled_values(record, pool, one.budget, LIKELIHOOD)
         if one.job is None:
             point, values = _pooled_point(one, pool, answer_tokens, num_all)
         else:
             point, values = _searched_point(one, one.job, answer_tokens, num_all)
-        common = [question for question in values if question in majority[one.budget]]
-        if one.label != MAJORITY and common:
-            versus, num = paired_bootstrap(majority[one.budget], values, seed, one.label, one.budget)
-            point = replace(point, versus_majority=versus, num_compared=num)
+        if one.label != MAJORITY:
+            point = _compared(point, values, majority, size, seed)
         points.append(point)
     return Scaling(plan.name, model, num_all, size, answer_tokens, points)
+
+
+def _compared(
+    point: ScalingPoint, values: Values, majority: Callable[[int], Values], pool_size: int, seed: int
+) -> ScalingPoint:
+    """Return a point with its differences from majority at the same budget, and at the tokens that it spent."""
+    same = majority(point.budget)
+    if not any(question in same for question in values):
+        return point
+    versus, num = paired_bootstrap(same, values, seed, point.strategy, point.budget)
+    samples = samples_at_equal_tokens(point.times_one_answer, pool_size)
+    equal = None
+    if samples is not None:
+        # The same resamples: at the budget itself both differences are the same numbers.
+        equal, _ = paired_bootstrap(interpolated(majority, samples), values, seed, point.strategy, point.budget)
+    return replace(point, versus_majority=versus, num_compared=num, versus_equal_tokens=equal, equal_samples=samples)
 
 
 def _pooled_values(strategy: Slot, pool: Mapping[str, PooledQuestion], k: int, scores: str) -> dict[str, float]:

@@ -22,7 +22,8 @@ CONFIG_NAME = "config.yaml"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 """Content security policy of a page with a measurement: no script, no connection."""
 POINT_COLUMNS = (
-    "strategy", "budget", "accuracy", "95% interval", "minus majority", "tokens", "times one answer", "verifier calls",
+    "strategy", "budget", "accuracy", "95% interval", "minus majority", "minus majority at equal tokens", "tokens",
+    "times one answer", "verifier calls",
     "verifier tokens", "failed", "seconds", "cache", "estimate",
 )  # fmt: skip
 Json = dict[str, Any]
@@ -76,13 +77,14 @@ def point_rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _point_cells(p: Mapping[str, Any], is_best: bool) -> list[str]:
-    versus, accuracy, read = p["versus_majority"], p["accuracy"], p.get("verifier_tokens")
+    accuracy, read = p["accuracy"], p.get("verifier_tokens")
     return [
         p["strategy"] + (" (oracle)" if p["is_oracle"] and "oracle" not in p["strategy"] else ""),
         str(p["budget"]),
         f"{accuracy['mean']:.3f}" + (" (best at its cost)" if is_best else ""),
         f"{accuracy['low']:.3f} to {accuracy['high']:.3f}",
-        "" if versus is None else f"{versus['mean']:+.3f} ({versus['low']:+.3f} to {versus['high']:+.3f})",
+        _difference(p["versus_majority"]),
+        _difference(p.get("versus_equal_tokens")),
         f"{p['tokens']:,.1f}",
         f"{p['times_one_answer']:.1f}",
         f"{p['verifier_calls']:,.1f}",
@@ -92,6 +94,10 @@ def _point_cells(p: Mapping[str, Any], is_best: bool) -> list[str]:
         "-" if p["cache_hit_rate"] is None else f"{p['cache_hit_rate']:.1%}",
         p["estimate"],
     ]
+
+
+def _difference(versus: Json | None) -> str:
+    return "" if versus is None else f"{versus['mean']:+.3f} ({versus['low']:+.3f} to {versus['high']:+.3f})"
 
 
 def scaling_section(run: Path) -> tuple[list[Json], list[str]]:

@@ -107,7 +107,9 @@ def scaling_document(scaling: Scaling, trees: Mapping[str, Sequence[Row]]) -> st
         f"<h1>{escape(title)}</h1><div class=numbers>{heads}</div>",
         f"<h2>Accuracy by tokens</h2><figure>{scaling_chart(scaling)}<figcaption>Bars are 95% intervals over questions. The grey line is "
         f"the best strategy at each cost.</figcaption></figure>{oracle}",
-        f"<h2>All strategies and budgets</h2><div class=scroll>{_points_table(scaling)}</div>",
+        "<h2>All strategies and budgets</h2><p class=dim>A search may spend more or fewer tokens than its budget of parallel answers. At equal "
+        "tokens it is compared with the vote of as many samples as cost the same. The best of several strategies is a selected maximum.</p><div"
+        f" class=scroll>{_points_table(scaling)}</div>",
     ]
     if trees:
         body.append("<h2>Searches</h2><p class=dim>The chosen path is marked. Scores are those of the verifier.</p>")

@@ -10,6 +10,8 @@ import pytest
 from burnish.cli.main import main
 from burnish.config.model import Model, NewModel
 from burnish.evaluation.completions import read_completions
+from burnish.evaluation.pool_estimates import majority_at_k
+from burnish.evaluation.result import by_question
 from burnish.evaluation.session import EvalJob, OpenSession
 from burnish.models.policy import load_policy
 
@@ -98,6 +100,22 @@ def test_strategies_share_a_pool_and_agree_with_their_own_runs(model: Path, caps
     assert reads == pytest.approx([k * (2 + mean) for k in (1, 2, 4)])
     assert points["best_of_n@likelihood", 4]["verifier_tokens"] == points["majority", 4]["verifier_tokens"] == 0
     assert by_chars["verifier_tokens"] is points["best_of_n@oracle", 4]["verifier_tokens"] is None
+    # What the pool answers has the same tokens at the same budget. The plug-in cost what it cost, and is compared with as many samples.
+    equal = points["best_of_n@oracle", 4]
+    assert (equal["versus_equal_tokens"], equal["equal_samples"]) == (versus, 4)
+    longest = points["p.py:longest", 2]
+    samples = longest["equal_samples"]
+    assert samples == pytest.approx(longest["tokens"] / mean)
+    groups = by_question(pool).values()
+
+    def majority(k: int) -> float:
+        values = [majority_at_k([r["answered"] for r in rows], [r["accuracy"] for r in rows], k) for rows in groups]
+        return sum(values) / 6
+
+    few, share = int(samples), samples - int(samples)
+    assert share > 0
+    expected = (1 - share) * majority(few) + share * majority(few + 1)
+    assert longest["versus_equal_tokens"]["mean"] == pytest.approx(longest["accuracy"]["mean"] - expected)
     page = Path("s/scaling.html").read_text()
     assert page.count("<details class=tree>") == 18  # six questions at three budgets
     assert "<svg" in Path("s/scaling.svg").read_text()

@@ -11,7 +11,9 @@ from burnish.evaluation.scaling import (
     Scaling,
     ScalingPoint,
     envelope,
+    interpolated,
     paired_bootstrap,
+    samples_at_equal_tokens,
     scaling_json,
     scaling_of_json,
     scaling_table,
@@ -43,19 +45,11 @@ def point(strategy: str, budget: int, accuracy: float, tokens: float, **more: ob
 POINTS = [
     point("majority", 1, 0.3, 10.0),
     point("majority", 4, 0.4, 40.0),
-    point(
-        "trees",
-        4,
-        0.45,
-        35.0,
-        wall_s=1.5,
-        cache_hit_rate=0.5,
-        verifier_tokens=1234.5,
-        versus_majority=Estimate(0.05, -0.1, 0.2),
-    ),
+    point("trees", 4, 0.45, 35.0, wall_s=1.5, cache_hit_rate=0.5, verifier_tokens=1234.5, versus_majority=Estimate(0.05, -0.1, 0.2),
+          versus_equal_tokens=Estimate(0.07, -0.05, 0.25), equal_samples=3.5),
     point("trees", 8, 0.42, 80.0),
     point("best@oracle", 4, 0.9, 40.0, is_oracle=True),
-]
+]  # fmt: skip
 SCALING = Scaling("toy", "m", 5, 4, 10.0, POINTS)
 
 
@@ -80,6 +74,24 @@ def test_the_bootstrap_is_seeded_and_agrees_with_the_normal_interval() -> None:
     assert paired_bootstrap(a, b, 1, "x", 4)[0] != found
     assert paired_bootstrap(a, {**dict.fromkeys(list(a)[:3], 1.0), "other": 0.0}, 0)[1] == 3
     assert paired_bootstrap(a, a, 0)[0] == Estimate(0.0, 0.0, 0.0)
+
+
+def test_a_vote_at_equal_tokens_is_between_its_neighbours_and_within_the_pool() -> None:
+    curve = {1: {"a": 0.0, "b": 0.5}, 2: {"a": 0.4, "b": 0.5}, 3: {"a": 1.0, "b": 0.0}}
+    assert interpolated(curve.__getitem__, 1.0) == curve[1]
+    assert interpolated(curve.__getitem__, 3.0) == curve[3]  # where there is no larger number
+    assert interpolated(curve.__getitem__, 2.25) == pytest.approx({"a": 0.55, "b": 0.375})
+    assert samples_at_equal_tokens(6.2, 16) == 6.2
+    assert samples_at_equal_tokens(0.7, 16) == 1  # no vote costs less than one answer
+    assert samples_at_equal_tokens(16.1, 16) == 16
+    assert samples_at_equal_tokens(17, 16) is None
+
+
+def test_differences_are_shown_at_the_same_budget_and_at_equal_tokens() -> None:
+    table, page = scaling_table(SCALING), scaling_document(SCALING, {})
+    (line,) = (line.split() for line in table.splitlines() if line.startswith("trees  ") and "1.50" in line)
+    assert line[6:14] == ["+0.050", "-0.100", "to", "+0.200", "+0.070", "-0.050", "to", "+0.250"]
+    assert "<td>+0.050 (-0.100 to +0.200)</td><td>+0.070 (-0.050 to +0.250)</td>" in page
 
 
 def test_json_holds_all_that_the_page_is_made_of() -> None:
