@@ -221,18 +221,22 @@ EXPERTS_ON_TWO: dict[str, Case] = {
         "dpo", {"pipeline": 2}, experts=4, balance=0.1, activations="recompute", token_budget=20, steps=FEW
     ),
     "expert, a critic": Case("value", {"expert": 2}, experts=4, steps=FEW),
+    "expert, a reference": Case("full kl", {"expert": 2}, experts=4, balance=0.1, steps=FEW),
     **{
-        f"{kind}, deepseek": Case("grpo", {kind: 2}, experts=4, deepseek=True, steps=FEW)
-        for kind in ("expert", "context")
+        f"{kind}, deepseek": Case("grpo", {kind: 2}, experts=4, deepseek=True, token_budget=20, steps=FEW)
+        for kind in ("expert", "context", "pipeline")
     },
     "expert, no rows for a rank": Case("grpo", {"expert": 2}, experts=4, even_routers=True, steps=FEW),
     "expert, lora": Case("grpo", {"expert": 2}, experts=4, lora=2, steps=FEW),
     "data, experts, lora in 4 bits": Case("grpo", {"data": 2}, experts=4, lora=2, base="nf4", steps=FEW),
-    "tensor, experts, recompute": Case("sft", {"tensor": 2}, experts=4, activations="recompute", steps=FEW),
-    **{f"{kind}, experts": Case("grpo", {kind: 2}, experts=4, steps=FEW) for kind in ("data", "context")},
+    "tensor, experts, recompute": Case(
+        "sft", {"tensor": 2}, experts=4, balance=0.1, activations="recompute", steps=FEW
+    ),
+    "data, experts": Case("grpo", {"data": 2}, experts=4, balance=0.1, steps=FEW),
+    "context, experts": Case("grpo", {"context": 2}, experts=4, steps=FEW),
     **{
         f"{kind}, experts, replay": Case("grpo", {kind: 2}, experts=4, replays=True, token_budget=20, steps=FEW)
-        for kind in ("data", "context", "tensor", "pipeline")
+        for kind in ("data", "context", "expert", "tensor", "pipeline")
     },
     "data, experts, replay, of a batch": Case("top entropies", {"data": 2}, experts=4, replays=True, steps=FEW),
     "context, experts, replay, one key head": Case(
@@ -243,7 +247,8 @@ EXPERTS_ON_FOUR: dict[str, Case] = {
     "expert x fsdp, muon": Case("grpo", {"expert": 2}, experts=4, optimizer="muon", steps=FEW),
     "expert x copies, offload": Case("grpo", {"expert": 2, "data": (2, 1), "offload": True}, experts=4, steps=FEW),
     "expert x context": Case("dpo", {"expert": 2, "context": 2}, experts=4, kv_heads=1, steps=FEW),
-    "expert x tensor": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, steps=FEW),
+    "expert x context, deepseek": Case("grpo", {"expert": 2, "context": 2}, experts=4, deepseek=True, steps=FEW),
+    "expert x tensor": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, balance=0.1, steps=FEW),
     "pipeline x expert": Case("grpo", {"pipeline": 2, "expert": 2}, experts=4, token_budget=20, balance=0.1, steps=FEW),
     "four expert ranks": Case("top entropies", {"expert": 4}, experts=4, steps=FEW),
     "tensor x fsdp, experts": Case("grpo", {"tensor": 2}, experts=4, steps=FEW),
@@ -257,6 +262,18 @@ EXPERTS_ON_EIGHT: dict[str, Case] = {
     "expert x context x tensor": Case("top entropies", {"expert": 2, "context": 2, "tensor": 2}, experts=4, steps=FEW),
     "pipeline x expert x tensor": Case(
         "grpo", {"pipeline": 2, "expert": 2, "tensor": 2}, experts=4, token_budget=20, steps=FEW
+    ),
+    "pipeline x expert x fsdp": Case(
+        "grpo", {"pipeline": 2, "expert": 2}, experts=4, balance=0.1, token_budget=20, steps=FEW
+    ),
+    "pipeline x expert x copies, deepseek": Case(
+        "grpo", {"pipeline": 2, "expert": 2, "data": (2, 1)}, experts=4, deepseek=True, token_budget=20, steps=FEW
+    ),
+    "expert x context x fsdp, deepseek, recompute": Case(
+        "grpo", {"expert": 2, "context": 2}, experts=4, deepseek=True, activations="recompute", steps=FEW
+    ),
+    "expert x context x tensor, replay": Case(
+        "grpo", {"expert": 2, "context": 2, "tensor": 2}, experts=4, replays=True, token_budget=20, steps=FEW
     ),
     "pipeline x expert x context": Case(
         "dpo", {"pipeline": 2, "expert": 2, "context": 2}, experts=4, kv_heads=1, token_budget=20, steps=FEW
