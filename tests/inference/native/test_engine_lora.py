@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from burnish.config.model import Lora
+from burnish.config.model import Lora, LoraBase
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.cached_forward import exact_logprobs
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
+from burnish.models.latent_shape import LatentShape
 from burnish.models.lora.adapters import adapter_weights, adapters_disabled, add_lora
 
 SOME = Lora(rank=3, alpha=6, targets=["k_proj", "v_proj", "gate_proj"])
 IN_4_BITS = SOME.model_copy(update={"base": "nf4-double"})
 LORAS = {"all": Lora(rank=4, alpha=6), "some": SOME, "in 4 bits": IN_4_BITS}
+LATENT = LatentShape(10, 9, 6, 4, 5)
+GROUPS = ExpertShape(6, 2, 20, (False, True), False, "sigmoid", True, 3, 2, shared_size=24)
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"qk_norm": True, "experts": ExpertShape(6, 2, 20, (True, True))},
+    "deepseek_v3": {"latent": LATENT, "head_dim": 10, "num_kv_heads": 4, "experts": GROUPS},
+}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -50,6 +58,28 @@ def test_both_engines_draw_the_tokens_of_the_model_with_its_adapter(
         other = tools.run(make(model, max_rows=4), wanted)
         native.agree(tools, model, other, wanted)
     assert any(got[r.id].tokens.tolist() != other[r.id].tokens.tolist() for r in wanted)
+
+
+@pytest.mark.parametrize("base", ["dtype", "nf4"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_both_engines_draw_the_tokens_of_experts_with_adapters(
+    family: str, base: LoraBase, tools: Any, native: Any, make: Any
+) -> None:
+    """Both parts of the experts change the distribution: their adapters, and the rounding of the frozen matrices to 4 bits."""
+    model = tools.decoder(family=family, **EXPERTS[family])
+    before = copy.deepcopy(model)
+    adapted(model, Lora(rank=4, alpha=6, targets=["gate_proj", "up_proj", "down_proj"], base=base))
+    wanted = tools.requests([(3,), (9, 8, 7, 1)], 2, max_tokens=12)
+    got = tools.run(make(model, max_rows=3), wanted)
+    native.agree(tools, model, got, wanted)
+
+    def furthest(other: Decoder) -> float:
+        gaps = [native.learner_logp(other, r, got[r.id]) - native.learner_logp(before, r, got[r.id]) for r in wanted]
+        return float(np.abs(np.concatenate(gaps)).max())
+
+    assert furthest(model) > 0.1
+    with adapters_disabled(model):
+        assert (furthest(model) > 1e-3) == (base == "nf4")
 
 
 def test_an_adapter_that_moved_is_read_at_the_next_request(tools: Any, native: Any, make: Any) -> None:
