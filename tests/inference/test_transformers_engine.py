@@ -1,4 +1,4 @@
-"""The transformers engine on a tiny GPT-2: the same contract as the native engines."""
+"""The transformers engine on a tiny GPT-2: the same contract as the native engines. And gpt-oss, which only it runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
+from burnish.algorithms.losses.policy_loss import PolicyLoss
+from burnish.algorithms.terms.loss_terms import aggregation_weights
 from burnish.config.errors import UserError
-from burnish.core.engine import Request, SamplingOptions
+from burnish.config.model import Optimizer
+from burnish.core.batch import Batch
+from burnish.core.engine import Completion, Request, SamplingOptions
 from burnish.core.random_keys import fold
+from burnish.core.segments import offsets_from_lengths
 from burnish.inference.transformers_engine import TransformersEngine
 from burnish.models.transformers_model import TransformersPolicy
+from burnish.training.learner import Learner
 
 VOCAB = 17
 SAMPLINGS = [
@@ -192,3 +198,55 @@ def test_requests_that_can_never_run_are_refused_with_the_numbers(tools: Any, po
     with pytest.raises(ValueError, match=r"0\.0 is already waiting"):
         engine.submit(tools.requests([(3,)]) * 2)
     assert list(engine.stream()) == []
+
+
+# --- gpt-oss ---------------------------------------------------------------------------------------------------------------
+
+
+def gpt_oss() -> TransformersPolicy:
+    """A tiny gpt-oss: attention sinks, a sliding window in every other layer, experts with biases."""
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=12, num_local_experts=4, num_experts_per_tok=2, sliding_window=4, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = GptOssForCausalLM(config)  # in float32: torch's grouped product has no float64
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return TransformersPolicy(model)
+
+
+def test_gpt_oss_trains_on_exactly_what_its_engine_sampled(tools: Any) -> None:
+    """Before and after an update, the learner's log-probs of the samples are the engine's."""
+    policy = gpt_oss()
+    learner = Learner(policy, Optimizer(lr=0.05), 2, token_budget=40)
+    wanted = tools.requests([(3, 4, 5), (9,)], 2)
+    sampled = []
+    for _ in range(2):
+        got = tools.run(engine_of(policy), wanted)
+        batch = batch_of(wanted, got)
+        gap = (learner.logprobs(batch) - batch.token["behaviour_logp"])[batch.token["loss_mask"]]
+        assert gap.abs().max() < 1e-5
+        sampled.append(float(batch.token["behaviour_logp"].sum()))
+        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        assert learner.update(batch, PolicyLoss()).skipped is None
+        unmoved = [name for name, p in policy.named_parameters() if torch.equal(p, before[name])]
+        assert unmoved == []
+    assert abs(sampled[0] - sampled[1]) > 1e-3
+
+
+def batch_of(wanted: list[Request], got: dict[str, Completion]) -> Batch:
+    """The samples as a batch, with advantages of both signs."""
+    rows = [(list(r.tokens), got[r.id]) for r in wanted]
+    tokens = [token for prompt, c in rows for token in (*prompt, *c.tokens.tolist())]
+    mask = torch.tensor([k >= len(prompt) for prompt, c in rows for k in range(len(prompt) + len(c.tokens))])
+    logp = [value for prompt, c in rows for value in (*[0.0] * len(prompt), *c.logp.tolist())]
+    batch = Batch(
+        torch.tensor(tokens),
+        offsets_from_lengths(torch.tensor([len(prompt) + len(c.tokens) for prompt, c in rows])),
+        {"action_mask": mask, "loss_mask": mask, "behaviour_logp": torch.tensor(logp)},
+        {"advantages": torch.tensor([1.0 if k % 2 else -1.0 for k in range(len(rows))])},
+    )
+    return batch.with_token(weight=aggregation_weights(batch, "token-mean"))
