@@ -325,10 +325,6 @@ def check_placement_fits(config: TrainConfig) -> None:
         *([config.algorithm.process.optimizer] if config.algorithm.process else []),
     ):
         check_parallel_fits(parallel, config.model, optimizer, config.training.activations)
-    if parallel.context > 1 and config.algorithm.router.balance:
-        raise ValueError(
-            "algorithm.router.balance needs whole sequences in a process: set it to 0, or parallel.context=1"
-        )
     _check_gpus(config, placement)
     _check_engine_ranks(config, placement)
     if config.rollout.mismatch is not None:

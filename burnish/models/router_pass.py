@@ -11,19 +11,21 @@ The balance loss is that of DeepSeek-V3 (2412.19437), for each sequence by itsel
     f_e = E / (k T) * tokens of the sequence that chose expert e        P_e = mean over its T tokens of the scores of e
     loss = coefficient * mean over sequences and layers of sum_e f_e P_e
 
+Processes that divide the rows of a sequence (context parallelism) add their counts for f_e; each has the term of its own rows' scores.
+
 A sum over a whole batch, as in Switch (2101.03961), would depend on the split into micro-batches; this one does not. It sees
 the router's own choice, not a replayed one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from burnish.config.errors import UserError
 from burnish.core.routed_experts import UNKNOWN_EXPERT
 from burnish.models.experts import Choice, ExpertMlp, choose_experts, route
 from burnish.models.kernels.paged_cache import Placement
@@ -161,6 +163,8 @@ class LearnerRouting:
     _stored_rows: tuple[Tensor, Tensor] | None = None
     """Positions in the batch of the tokens that this process computes, and their rows; None if the pass is not stored."""
     _membership: Tensor | None = None
+    _sum_over_rows: Callable[[Tensor], Tensor] | None = None
+    """The sum over the rows of all processes from a sum over those of this one."""
     _is_row: Tensor | None = None
     """[rows] whether a row is a token, not padding; None if all are."""
     _is_measured: bool = True
@@ -189,11 +193,8 @@ class LearnerRouting:
             tokens, own = _token_rows(int(offsets[-1]), rows, shard, offsets.device)
             self._stored_rows = self.store.positions[tokens], own
         if self.num_sequences is not None and not is_exact:
-            if not isinstance(shard, UnshardedRows):
-                raise UserError(
-                    "algorithm.router.balance needs whole sequences in a process: set it to 0, or parallel.context=1"
-                )
-            self._membership = _membership(offsets, rows)
+            self._membership = shard.rows(_membership(offsets, rows).t()).t()
+            self._sum_over_rows = shard.sum_over_rows
 
     def choose(self, mlp: ExpertMlp, logits: Tensor, score_bias: Tensor | None) -> Choice:
         """Choose by the router or by the record; compare, measure, and add a term of the balance loss."""
@@ -212,14 +213,17 @@ class LearnerRouting:
             rows = slice(None) if self._is_row is None else self._is_row
             records = (None if one is None else one[rows] for one in (record, old))
             _measure(self.sums, mlp, scores.detach()[rows], own[rows], *records)
-        if self._membership is not None and self.num_sequences is not None:
+        if self._membership is not None and self._sum_over_rows is not None and self.num_sequences is not None:
             # Computed in a recomputation too, which must save the same tensors.
-            term = _balance(self._membership, own, scores, mlp) / self.num_sequences
+            term = _balance(self._membership, self._sum_over_rows, own, scores, mlp) / self.num_sequences
             self.terms += [term] if is_first else []
         return choice
 
     def balance_term(self) -> Tensor | None:
-        """The sum of the balance losses of this process's layers, without its coefficient; None if it has none."""
+        """The sum of the balance losses of this process's layers, without its coefficient; None if it has none.
+
+        Where several processes divide the rows of a sequence (context parallelism), the loss is the sum of their terms.
+        """
         return torch.stack(self.terms).sum() if self.terms else None
 
 
@@ -279,10 +283,15 @@ def _membership(offsets: Tensor, rows: ComputedRows | None) -> Tensor:
     return member / lengths[:, None]
 
 
-def _balance(membership: Tensor, own: Tensor, scores: Tensor, mlp: ExpertMlp) -> Tensor:
-    """The sum over sequences of sum_e f_e P_e."""
+def _balance(
+    membership: Tensor, sum_over_rows: Callable[[Tensor], Tensor], own: Tensor, scores: Tensor, mlp: ExpertMlp
+) -> Tensor:
+    """The sum over sequences of sum_e f_e P_e, with f_e of all rows and the part of P_e that this process's rows have.
+
+    Since f_e has no gradient, the sum over processes has the value and the gradient of the whole.
+    """
     shape = mlp.shape
     chosen = torch.zeros_like(scores, dtype=membership.dtype).scatter_(1, own, 1.0)
-    f = membership @ chosen * (shape.num_experts / shape.experts_per_token)
+    f = sum_over_rows(membership @ chosen) * (shape.num_experts / shape.experts_per_token)
     p = scores / scores.sum(-1, keepdim=True) if shape.scoring == "sigmoid" else scores
     return (f * (membership @ p.to(membership.dtype))).sum()

@@ -188,7 +188,6 @@ def test_one_process_needs_no_cluster() -> None:
         (["parallel.tensor=2"], "parallel has no effect with placement=local"),
         (["placement=ray", "placement.workers=3", "parallel.tensor=2"], "placement.workers=3: parallel: .* does not make 3 processes"),
         (["placement=ray", "placement.workers=2", "parallel.tensor=2", "training.activations=selective"], "use recompute or keep"),
-        (["placement=ray", "placement.workers=2", "parallel.context=2", "algorithm.router.balance=0.1"], "whole sequences in a process"),
         (["placement=ray", "rollout.mismatch=stale"], "rollout.mismatch needs placement=local"),
         (["placement=ray", "rollout.exact=true"], "rollout.exact needs placement=local"),
         (["placement=ray", "model.device=cuda:1"], "Ray gives each process its GPU"),

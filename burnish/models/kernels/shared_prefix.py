@@ -104,6 +104,9 @@ class RowShard(Protocol):
     def gather_wanted(self, values: MaybeTensor) -> MaybeTensor:
         """[m] to [M]: add the values of the other processes. The gradient flows to this process's values only."""
 
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        """The sum of sums over rows that each process has of its own. It has no gradient."""
+
 
 ShardRows = Callable[[Sequence[int], ComputedRows | None, Tensor], RowShard]
 """(lengths of the sequences [S], the computed rows if prefixes are shared, indices of the wanted rows [M]) -> this process's shard."""
@@ -125,4 +128,7 @@ class UnshardedRows:
         return column
 
     def gather_wanted(self, values: MaybeTensor) -> MaybeTensor:
+        return values
+
+    def sum_over_rows(self, values: Tensor) -> Tensor:
         return values

@@ -66,6 +66,14 @@ class GatheredOutputs:
         padded = functional.pad(values[: self.count], (0, self.width - self.count))
         return _AllGather.apply(padded, self.group)[self.place]
 
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' values, without gradient."""
+        from torch.distributed import all_reduce
+
+        total = values.detach().clone()
+        all_reduce(total, group=self.group)
+        return total
+
 
 class SequenceSlice(GatheredOutputs):
     """This rank's slice of a micro-batch of `num_rows` rows. All slices have `each` rows; the last ones are padded."""

@@ -233,7 +233,8 @@ EXPERTS_ON_TWO: dict[str, Case] = {
         "sft", {"tensor": 2}, experts=4, balance=0.1, activations="recompute", steps=FEW
     ),
     "data, experts": Case("grpo", {"data": 2}, experts=4, balance=0.1, steps=FEW),
-    "context, experts": Case("grpo", {"context": 2}, experts=4, steps=FEW),
+    "context, experts": Case("grpo", {"context": 2}, experts=4, balance=0.1, activations="recompute", steps=FEW),
+    "context, experts, one key head": Case("dpo", {"context": 2}, experts=4, balance=0.1, kv_heads=1, steps=FEW),
     **{
         f"{kind}, experts, replay": Case("grpo", {kind: 2}, experts=4, replays=True, token_budget=20, steps=FEW)
         for kind in ("data", "context", "expert", "tensor", "pipeline")
@@ -247,7 +248,9 @@ EXPERTS_ON_FOUR: dict[str, Case] = {
     "expert x fsdp, muon": Case("grpo", {"expert": 2}, experts=4, optimizer="muon", steps=FEW),
     "expert x copies, offload": Case("grpo", {"expert": 2, "data": (2, 1), "offload": True}, experts=4, steps=FEW),
     "expert x context": Case("dpo", {"expert": 2, "context": 2}, experts=4, kv_heads=1, steps=FEW),
-    "expert x context, deepseek": Case("grpo", {"expert": 2, "context": 2}, experts=4, deepseek=True, steps=FEW),
+    "expert x context, deepseek": Case(
+        "grpo", {"expert": 2, "context": 2}, experts=4, balance=0.1, deepseek=True, steps=FEW
+    ),
     "expert x tensor": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, balance=0.1, steps=FEW),
     "pipeline x expert": Case("grpo", {"pipeline": 2, "expert": 2}, experts=4, token_budget=20, balance=0.1, steps=FEW),
     "four expert ranks": Case("top entropies", {"expert": 4}, experts=4, steps=FEW),
@@ -257,7 +260,7 @@ EXPERTS_ON_EIGHT: dict[str, Case] = {
     "expert x tensor x fsdp": Case("grpo", {"expert": 2, "tensor": 2}, experts=4, steps=FEW),
     "expert x tensor x copies": Case("grpo", {"expert": 2, "tensor": 2, "data": (2, 1)}, experts=4, steps=FEW),
     "expert x context x fsdp, recompute": Case(
-        "grpo", {"expert": 2, "context": 2}, experts=4, kv_heads=1, activations="recompute", steps=FEW
+        "grpo", {"expert": 2, "context": 2}, experts=4, balance=0.1, kv_heads=1, activations="recompute", steps=FEW
     ),
     "expert x context x tensor": Case("top entropies", {"expert": 2, "context": 2, "tensor": 2}, experts=4, steps=FEW),
     "pipeline x expert x tensor": Case(
