@@ -3,7 +3,7 @@
     python bench/plan_accuracy.py
 
 It measures nothing itself. The measured numbers are those of bench/results/*-h200.json, made by `rollout.py`, `learner.py`, `grpo_step.py` and
-`big_models.py`. Of the step of 30B-A3B there only the memory is compared: its times are older than the kernels for experts. The planner's shares of the hardware's peak were chosen on these rows, so they show how far one set of shares describes
+`big_models.py`. The planner's shares of the hardware's peak were chosen on these rows, so they show how far one set of shares describes
 different sizes, not how well it predicts a new machine.
 """
 
@@ -113,9 +113,10 @@ def big_models() -> list[dict[str, Any]]:
     found, rows = measured("big_models"), []
     for name, options in BIG.items():
         work = workload(name.rpartition("-")[0], prompts=8, samples=8, activations="recompute", **options)
-        if name != "30B-A3B-lora":
-            total = step_time(work, MeshSizes(), 1, 100 * GIB, H200).total
-            rows.append(row(name, "step s", total, found[name]["step_s"]))
+        time = step_time(work, MeshSizes(), 1, 100 * GIB, H200)
+        rows.append(row(name, "rollout s", time.rollout, found[name]["rollout_s"]))
+        rows.append(row(name, "learning s", time.update, found[name]["learn_s"]))
+        rows.append(row(name, "step s", time.total, found[name]["step_s"]))
         rows.append(row(name, "peak GiB", peak(work), found[name]["peak_gib"]))
     return rows
 

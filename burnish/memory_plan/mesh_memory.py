@@ -24,6 +24,7 @@ from burnish.models.architecture import Architecture
 from burnish.models.flops import causal_pairs
 from burnish.models.kernels.fp8 import FP8_SCALE_BYTES
 
+MLP_PROJECTIONS = frozenset(("gate_proj", "up_proj", "down_proj"))
 NF4_BYTES = {"nf4": 4.5 / 8, "nf4-double": 4.13 / 8}
 """Bytes of a number in 4 bits with its share of the scales."""
 
@@ -114,6 +115,20 @@ class Workload:
     def is_recomputed(self) -> bool:
         """Whether a backward computes the layers again."""
         return self.activations in ("recompute", "offload")
+
+    @property
+    def num_adapters(self) -> int:
+        """Projections of a layer that have an adapter."""
+        if self.lora is None:
+            return 0
+        return (8 if self.shape.is_latent else 7) if self.lora.targets == "all-linear" else len(self.lora.targets)
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether the matrices of experts have adapters or are in 4 bits."""
+        return self.lora is not None and (
+            self.lora.base != "dtype" or not MLP_PROJECTIONS.isdisjoint(self.lora.projections)
+        )
 
     @property
     def expert_forward_flops(self) -> float:

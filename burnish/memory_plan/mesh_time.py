@@ -32,6 +32,11 @@ OPTIMIZER_BYTES = {"adamw": 42, "adam8bit": 160, "muon": 42}
 its matrix products are not counted."""
 HOST_BANDWIDTH = 55e9
 """Bytes per second between a GPU and host memory in one direction, for optimizer state that is kept there."""
+TORCH_EXPERT_SHARE, TORCH_EXPERT_S = 0.6, 70e-6
+"""Experts in decode steps without our kernels (adapters, 4 bits, engines of several GPUs): share of the memory bandwidth of torch's grouped product,
+and seconds of a layer's choice of experts and sorting. Layers of 30B-A3B in `bench/results/expert_kernels-h200.json` are met to 6% from 16 to 1,024 rows."""
+ADAPTER_S = 8.4e-6
+"""Seconds of the two small products of one adapter in a decode step: what the rollout of `32B-lora` takes beyond that of the model."""
 LAYER_OVERHEAD_S = 14e-6
 """Seconds of a layer's small kernels in a decode step."""
 QUANTISATION_S, QUANTISATION_ROW_S = 8e-6, 12e-9
@@ -199,7 +204,7 @@ def decode_step_seconds(work: Workload, rows: int, length: float, engine_gpus: i
     shape, gpu, element = work.shape, cluster.gpu, work.element
     bandwidth = gpu.bandwidth * BANDWIDTH_SHARE * engine_gpus
     peak = gpu.half_flops * DECODE_SHARE * engine_gpus
-    small = shape.num_layers * LAYER_OVERHEAD_S
+    small = shape.num_layers * (LAYER_OVERHEAD_S + work.num_adapters * ADAPTER_S)
     if work.weights_in_8_bits:
         faster = peak * PRODUCT_SPEED_8_BITS
         layers = max(shape.common_size / bandwidth, 2.0 * rows * shape.common_size / faster)
@@ -207,12 +212,16 @@ def decode_step_seconds(work: Workload, rows: int, length: float, engine_gpus: i
         products = layers + head
         small += shape.num_layers * (QUANTISATION_S + QUANTISATION_ROW_S * rows)
     else:
-        read = shape.common_size + shape.embedding_size
-        products = max(read * element / bandwidth, 2.0 * rows * read / peak)
+        common = shape.common_size + shape.embedding_size
+        products = max(common * element / bandwidth, 2.0 * rows * common / peak)
     if shape.num_experts:
         # Their matrices are read once, and the products of their few rows are not hidden behind that (docs/experts.md has both).
+        share = BANDWIDTH_SHARE
+        if engine_gpus > 1 or work.adapts_experts:
+            share, small = TORCH_EXPERT_SHARE, small + shape.num_expert_layers * TORCH_EXPERT_S
         chosen = 1 - (1 - shape.experts_per_token / shape.num_experts) ** rows  # share of experts that some row chooses
-        products += shape.num_expert_layers * shape.routed_size * chosen * element / bandwidth
+        read = shape.num_expert_layers * shape.routed_size * chosen * element
+        products += read / (gpu.bandwidth * share * engine_gpus)
         products += 2.0 * rows * shape.active_routed_size / peak
     cached, parts = rows * length * shape.kv_size * shape.num_layers, shape.cache_parts(engine_gpus)
     key_bytes = cached * (KEY_BYTES_8_BITS if work.cache_in_8_bits else element)
