@@ -82,6 +82,12 @@ def check_engine_fits(rollout: Rollout) -> None:
         )
 
 
+def is_vllm_in_process(config: TrainConfig) -> bool:
+    """Whether vLLM samples in the run's own processes, and not in servers."""
+    rollout, has_server = config.rollout, getattr(config.placement, "server", None) is not None
+    return rollout.engine == "vllm" and not has_server and (rollout.vllm is None or rollout.vllm.url is None)
+
+
 def check_servers_fit(config: TrainConfig) -> None:
     """Refuse an engine without a server, and options of servers that have no effect."""
     rollout, placement = config.rollout, config.placement

@@ -13,6 +13,7 @@ from burnish.algorithms.terms.spec import TeacherReference, TeachersReference
 from burnish.config.data import Source
 from burnish.config.errors import UserError, hub_dataset_hint
 from burnish.config.extras import install_hint
+from burnish.config.foreign_engines import is_vllm_in_process
 from burnish.config.loading import ConfigType, Loaded, to_plain_values
 from burnish.config.model_ids import ModelId, fetch_model, local_directory, model_directory, parse_model_id
 from burnish.config.plugins import is_plugin_file, is_plugin_module, is_reference, plugin_source
@@ -226,12 +227,7 @@ def _required_packages(config: AnyConfig) -> Iterator[tuple[str, str, str]]:
         yield f"environment {config.environment.name}", *ENVIRONMENT_PACKAGES[config.environment.name]
     if config.placement.name == "ray":
         yield "placement=ray", "ray", "ray"
-    has_server = getattr(config.placement, "server", None) is not None
-    if (
-        config.rollout.engine == "vllm"
-        and not has_server
-        and (config.rollout.vllm is None or config.rollout.vllm.url is None)
-    ):
+    if is_vllm_in_process(config):
         yield "rollout.engine=vllm", "vllm", "vllm"
 
 

