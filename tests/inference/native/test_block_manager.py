@@ -158,7 +158,7 @@ def whole(tools: Any, native: Any, model: Decoder) -> dict[str, Completion]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(options=ENGINES, actions=ACTIONS)
 def test_whatever_happens_every_request_is_answered_and_no_block_leaks(
     native: Any, model: Decoder, whole: dict[str, Completion], options: dict[str, int], actions: list[tuple[str, Any]]
