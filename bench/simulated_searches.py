@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from common import save, table
+from common import save_beside, table
 from simulated_device import SimulatedEngine
 from test_time_scaling import SEARCHES, one_rate, rated_systems, rates_session
 
@@ -123,11 +123,11 @@ def main() -> None:
                 found |= {"share": found["tokens_per_second"] / plain_rate, "device_share": busy / found["wall_s"]}
                 found |= {"tokens_per_device_second": found["tokens"] / busy}
                 found |= {"cpu_us_per_token": 1e6 * found["cpu_s"] / found["tokens"]}
-                rows.append({"work": "rate", "system": name, "questions": limit, **found})
+                rows.append({"work": "rate", "system": name, "questions": limit, "code": "now", **found})
                 print(table(rows[-1:], COLUMNS), flush=True)
     print("\n" + table(rows, COLUMNS))
     if not args.profile:
-        save("simulated_searches", rows)
+        save_beside("simulated_searches", rows, lambda row: (row["system"], row["questions"], row["code"]))
 
 
 if __name__ == "__main__":
