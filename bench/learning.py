@@ -22,6 +22,7 @@ import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +116,25 @@ def overrides_of(job: Job) -> list[str]:
     return list({text.partition("=")[0]: text for text in ordered}.values())
 
 
+def offline_overrides(job: Job) -> list[str]:
+    """The overrides of a run of `prefer` or `sft`, without its data and places."""
+    row = ROWS[job.preset]
+    section = OFFLINE[row.command][0]
+    return [f"{section}.{text}" for text in (*OFFLINE_SIZES, *row.overrides, *job.more)]
+
+
+def objective(job: Job) -> dict[str, Any]:
+    """What a run optimises, with every preset and default resolved: the algorithm, or the section of `prefer` or `sft`."""
+    row = ROWS[job.preset]
+    if row.command == "train":
+        own = [text.replace("{right}", "right") for text in overrides_of(job)]
+        loaded = load(TrainConfig, BASE, [*own, *from_model(Path("start"))])
+        return loaded.config.algorithm.model_dump(mode="json")
+    section, config_type, _ = OFFLINE[row.command]
+    loaded = load(config_type, None, ["model.path=start", f"{section}.data=[{{path: rows}}]", *offline_overrides(job)])
+    return getattr(loaded.config, section).model_dump(mode="json")
+
+
 def own_pairs(folder: Path, start: Path, seed: int) -> Path:
     """Pairs of a warm start's own samples, made once: a right answer beside up to four wrong ones of the same train problem."""
     file = folder / f"pairs-{seed}.jsonl"
@@ -145,9 +165,7 @@ def offline(job: Job, folder: Path, start: Path, data: dict[str, Any]) -> Path:
     row = ROWS[job.preset]
     section, config_type, trainer = OFFLINE[row.command]
     overrides = [f"seed={job.seed}", f"model.path={start}", "model.device=cpu", f"run.directory={folder}", *OFFLINE_RUN]
-    overrides += [
-        f"{section}.{text}" for text in (f"data={json.dumps([data])}", *OFFLINE_SIZES, *row.overrides, *job.more)
-    ]
+    overrides += [f"{section}.data={json.dumps([data])}", *offline_overrides(job)]
     loaded = load(config_type, None, overrides)
     with redirect_stdout(io.StringIO()):
         outcome = trainer.execute(loaded.config, loaded.resolved, loaded.base, "offline")
@@ -194,11 +212,28 @@ def cpu_seconds() -> float:
 
 
 def digest(job: Job) -> str:
-    """A run whose settings have changed since is made again."""
+    """A short hash of all settings of a run but its seed. A run whose settings have changed since is made again."""
+    return digest_of_any_seed(job._replace(seed=0))
+
+
+@cache
+def digest_of_any_seed(job: Job) -> str:
+    """The hash, with the algorithm slot by slot, so that a preset that changes makes its rows old.
+
+    Options that are off are left out: a new option whose default is off leaves all rows as they are.
+    """
     row = ROWS[job.preset]
-    settings = [BASE.read_text(encoding="utf-8"), overrides_of(job), row.command, STARTS[TOYS[row.toy].start].__dict__]
-    settings += [OFFLINE_SIZES] if row.command != "train" else []
-    return hashlib.sha256(json.dumps(settings).replace(str(REPOSITORY), "").encode()).hexdigest()[:12]
+    settings = [BASE.read_text(encoding="utf-8"), sorted(overrides_of(job)), row.command]
+    settings += [STARTS[TOYS[row.toy].start].__dict__, without_off(objective(job))]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).replace(str(REPOSITORY), "").encode()).hexdigest()[:12]
+
+
+def without_off(value: Any) -> Any:
+    """A tree of settings without null, false, 0 and what is empty."""
+    if isinstance(value, dict):
+        pairs = {key: without_off(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in pairs.items() if inner not in (None, False, 0, "", [], {})}
+    return [without_off(inner) for inner in value] if isinstance(value, list) else value
 
 
 # --- all runs -----------------------------------------------------------------------------------------------------------
@@ -285,6 +320,18 @@ def choice_table(rows: list[dict[str, Any]]) -> str:
     return table(lines, ["lr", "runs", *CHOICE_PRESETS, "mean"])
 
 
+def choice_file(results: Path) -> Path:
+    return results.with_name(f"{results.stem}-choice.json")
+
+
+def report(results: Path, docs: Path) -> str:
+    """Write page and picture from the results that are current; returns the table."""
+    lines, chosen = summaries(current_rows(results)), choice_file(results)
+    write_picture(docs / "learning.svg", lines)
+    write_page(docs / "learning.md", lines, choice_table(current_rows(chosen)) if chosen.is_file() else "")
+    return table(lines, ["preset", "toy", "seeds", "before", "after", "low", "high", "steps_to_0.9", "cpu_s"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name in PRESETS if name not in LEFT_OUT]
@@ -303,19 +350,14 @@ def main() -> None:
     # Seed by seed, so that a budget that is too small leaves every preset with the same number of seeds.
     jobs = [Job(preset, seed) for seed in args.seeds for preset in args.presets]
     args.folder.mkdir(parents=True, exist_ok=True)
-    chosen = args.out.with_name(f"{args.out.stem}-choice.json")
     if args.choose:
+        chosen = choice_file(args.out)
         run_jobs(chosen_jobs(), chosen, args.folder.resolve(), args.workers, args.budget)
         print(choice_table(current_rows(chosen)))
         return
     if not args.report:
         run_jobs(jobs, args.out, args.folder.resolve(), args.workers, args.budget)
-    found = summaries(current_rows(args.out))
-    print(table(found, ["preset", "toy", "seeds", "before", "after", "low", "high", "steps_to_0.9", "cpu_s"]))
-    if args.docs.is_dir():
-        write_picture(args.docs / "learning.svg", found)
-        write_page(args.docs / "learning.md", found, choice_table(current_rows(chosen)) if chosen.is_file() else "")
-        print(f"written: {args.docs / 'learning.md'}, {args.docs / 'learning.svg'}; rows in {args.out}")
+    print(report(args.out, args.docs))
 
 
 if __name__ == "__main__":

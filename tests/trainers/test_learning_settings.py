@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,11 +20,12 @@ from burnish.environments.base import Answer, Episode, Observation
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
     known = set(sys.modules)
-    yield importlib.import_module("learning")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        yield importlib.import_module("learning")
     for name in set(sys.modules) - known:  # `common` is a name that other modules may have
         del sys.modules[name]
 
@@ -37,6 +40,40 @@ def test_every_preset_takes_part_or_says_why_not(bench: ModuleType) -> None:
         assert config.algorithm.preset == name
         assert config.training.optimizer.lr == 2e-4
         assert row.why or not row.overrides, f"{name} differs from the others without a reason"
+
+
+def test_page_and_picture_are_those_of_the_results(bench: ModuleType, tmp_path: Path) -> None:
+    """`python bench/learning.py --report` after a change of presets, settings or results."""
+    bench.report(ROOT / "bench" / "results" / "learning.json", tmp_path)
+    for name in ("learning.md", "learning.svg"):
+        written, shown = ((folder / name).read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
+        assert written == shown, f"docs/{name} is not what the results say"
+
+
+def test_rows_of_a_preset_that_changed_are_made_again(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, other = bench.Job("dapo", 0), bench.Job("grpo", 0)
+    before, of_other = bench.digest(job), bench.digest(other)
+    assert bench.digest(bench.Job("dapo", 1)) == before
+    slots = PRESETS["dapo"].slots
+    changed = dataclasses.replace(PRESETS["dapo"], slots={**slots, "clip": {**slots["clip"], "high": 0.3}})
+    monkeypatch.setitem(PRESETS, "dapo", changed)
+    bench.digest_of_any_seed.cache_clear()
+    after = bench.digest(job), bench.digest(other)
+    bench.digest_of_any_seed.cache_clear()
+    assert after[0] != before
+    assert after[1] == of_other
+
+
+def test_an_option_that_is_off_is_not_in_the_digest(bench: ModuleType) -> None:
+    known = {"clip": {"high": 0.3}, "filters": [{"name": "a"}]}
+    newer = {
+        "clip": {"high": 0.3, "drift": None},
+        "filters": [{"name": "a", "least": 0.0}],
+        "replay": None,
+        "router": {},
+    }
+    assert bench.without_off(newer) == bench.without_off(known) == known
+    assert bench.without_off({"clip": {"high": 0.3, "drift": 2}}) != bench.without_off(known)
 
 
 @pytest.mark.parametrize(
