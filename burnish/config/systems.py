@@ -92,7 +92,7 @@ SYSTEMS: tuple[System, ...] = (
     System("Kimina-Prover", "2504.11354", ("kimina_prover", "proofs"), "bring Lean, a built Mathlib, formal statements and your own cold start of the 72B model; no run with Lean was made here. proofs needs none of them: propositional logic in a language of our own, GRPO on a small decoder made from nothing"),
     System("RM-R1", "2505.02387", ("rm_r1",), "our own question, asked in both orders of every pair; your pairs; not the distillation of reasoning chains before RL; sizes and rates are ours"),
     System("Absolute Zero", "2505.03335", ("absolute_zero",), "a 1.5B model, 16 tasks of each type and shorter answers; the 8 attempts that measure a task are trained on; the buffer begins with one task", ("AZR", "Absolute Zero Reasoner")),
-    System("SPIRAL", "2506.24119", ("spiral",), "Kuhn poker alone, not three games at once; half of the games against earlier weights; 1024 tokens a turn"),
+    System("SPIRAL", "2506.24119", ("spiral", "spiral_tic_tac_toe"), "one game a run, not three at once; three of four games against earlier weights; 1024 tokens a turn"),
     System("Vision-SR1", "2508.19652", ("vision_sr1",), "not its prompts and cold start; the answer from the description alone is trained too"),
     System("VAGEN", "2510.16907", ("vagen", "frozen_lake_pictures", "sokoban_pictures"), "our own boards and drawings; no reward for describing states, no robot and navigation tasks"),
     System("Easy-R1", "github.com/hiyouga/EasyR1", ("easy_r1", "count_shapes"), "the number of steps; count_shapes is a run of minutes on a CPU"),

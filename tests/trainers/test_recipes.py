@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,15 @@ def test_a_recipe_of_preferences_is_of_its_preset_and_trains_shrunk(
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["preference/grad_norm"] > 1e-3 for row in rows[1:])
     assert all(math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_spiral_plays_as_the_bench_in_which_nothing_collapsed() -> None:
+    """`rae-pool` of bench/self_play.py, whose numbers docs/games.md shows."""
+    text = (Path(__file__).parents[2] / "bench" / "self_play.py").read_text(encoding="utf-8")
+    (pool,) = re.findall(r'"rae-pool": \["algorithm=rae", "rollout.opponents=(\{.*\})"\]', text)
+    for recipe in ("spiral", "spiral_tic_tac_toe"):
+        path = next(path for path in RECIPES if path.stem == recipe)
+        config = load(TrainConfig, path).config
+        measured = load(TrainConfig, path, [f"rollout.opponents={pool}"]).config
+        assert config.algorithm.preset == "rae"
+        assert config.rollout.opponents == measured.rollout.opponents
