@@ -167,16 +167,19 @@ def check_game_task(environment: Environment, task: str | None, what: str) -> No
 
 
 def check_self_made_tasks(config: TrainConfig) -> None:
-    """Refuse absolute_zero without the rows of its task, rows without it, too few turns, and sources that sample ahead."""
+    """Refuse absolute_zero without the rows of its task, rows without it, too few turns, and sources that sample ahead.
+
+    Validation may have rows of a file or a plug-in: held-out tasks of the user.
+    """
     environment = config.environment
-    tasks = [source.task for source in [*config.data.train, *config.data.validation]]
+    trained, held_out = ([source.task for source in data] for data in (config.data.train, config.data.validation))
     if environment.name != ABSOLUTE_ZERO:
-        if ABSOLUTE_ZERO in tasks and not is_plugin(environment.name):
+        if ABSOLUTE_ZERO in [*trained, *held_out] and not is_plugin(environment.name):
             raise ValueError(
                 f"rows of the task {ABSOLUTE_ZERO} need environment.name={ABSOLUTE_ZERO}, which plays them"
             )
         return
-    if other := [task for task in tasks if task != ABSOLUTE_ZERO]:
+    if other := [task for task in [*trained, *filter(None, held_out)] if task != ABSOLUTE_ZERO]:
         raise ValueError(
             f"environment {ABSOLUTE_ZERO} needs rows of the task {ABSOLUTE_ZERO}, but data has {other[0] or 'a file'}"
         )

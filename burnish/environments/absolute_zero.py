@@ -93,7 +93,8 @@ class AbsoluteZero(Environment):
         extra = episode.extra
         if extra.get("task") != "absolute_zero":
             raise UserError(
-                f"environment absolute_zero: row {episode.id} is not of the task absolute_zero: set data.train={{task: absolute_zero}}"
+                f"environment absolute_zero: row {episode.id} is not of the task absolute_zero: set data.train={{task: absolute_zero}}; a "
+                "held-out task of your own has the columns task: absolute_zero, format, type and solve"
             )
         self.kind, self.format, self.extra = extra["type"], extra["format"], extra
         self.proposed: CodeTask | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from burnish.data.tasks.code_tasks import (
     read_proposal,
     read_solution,
     solve_prompt,
+    task_from_json,
 )
 from burnish.run.task_journal import TaskJournal
 
@@ -190,3 +195,38 @@ def test_programs_with_forbidden_names_are_refused_before_they_run(text: str) ->
     assert "forbidden" in str(program_problem(f"{text}\ndef f(x):\n    return x"))
     assert program_problem("import math\ndef f(x):\n    return math.floor(x)") is None
     assert "no function f" in str(program_problem("def g(x):\n    return x"))
+
+
+# --- the rows of bench/absolute_zero.py
+
+
+@pytest.fixture
+def bench_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    yield importlib.import_module("absolute_zero_rows")
+    del sys.modules["absolute_zero_rows"]
+
+
+def test_held_out_tasks_of_the_bench_are_right_and_in_no_demonstration(bench_rows: ModuleType) -> None:
+    inputs = set[str]()
+    for kind in bench_rows.KINDS:
+        for row in bench_rows.held_out(kind):
+            task = task_from_json(row["solve"])
+            expression = task.program.rpartition("return ")[2]
+            assert task.outputs == tuple(repr(eval(expression, {"x": eval(text)})) for text in task.inputs)
+            inputs |= set(task.inputs)
+    shown = " ".join(row["prompt"] + row["completion"] for row in bench_rows.demonstrations(600, 0))
+    assert len(inputs) > 100
+    assert not any(text in shown for text in inputs)
+
+
+def test_demonstrations_of_the_bench_are_flawed_and_in_the_format(bench_rows: ModuleType) -> None:
+    right = []
+    for row in bench_rows.demonstrations(1200, 0):
+        program, found, text = row["prompt"].removesuffix("=").partition(";")
+        if row["prompt"].endswith("=") and found and " " not in row["prompt"]:
+            right.append(str(eval(program, {"x": eval(text)})) == row["completion"])
+        kinds = {"ded?": "deduction", "abd?": "abduction", "ind?": "induction"}
+        if (kind := kinds.get(row["prompt"][:4])) is not None:
+            assert read_proposal(row["completion"], kind, "expression", bench_rows.INPUTS) is not None
+    assert 0.5 < sum(right) / len(right) < 0.8

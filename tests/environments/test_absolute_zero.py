@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Coroutine
 from pathlib import Path
@@ -19,6 +20,7 @@ from burnish.core.engine import SamplingOptions
 from burnish.core.trajectory import RECORD, pack
 from burnish.data.prompt_stream import PromptStream
 from burnish.data.row import Row
+from burnish.data.row_formats import read_rows
 from burnish.data.tasks.absolute_zero import AbsoluteZeroTask
 from burnish.data.tasks.code_tasks import CodeTask
 from burnish.environments.absolute_zero import AbsoluteZero, learnability
@@ -259,6 +261,18 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "absolute_zero.yaml"
 def test_settings_that_cannot_work_are_refused(override: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load(TrainConfig, RECIPE, [override])
+
+
+def test_held_out_tasks_may_be_rows_of_a_file(tmp_path: Path) -> None:
+    (task,) = [task for task in AbsoluteZeroTask(0).held_out() if task.inputs == ("[3, 1, 3]",)]
+    columns = {"task": "absolute_zero", "format": "blocks", "type": "deduction", "solve": task.to_json()}
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "shown in samples", **columns}) + "\n")
+    config = load(TrainConfig, RECIPE, [f"data.validation=[{{path: '{tmp_path / 'mine.jsonl'}'}}]"]).config
+    (row,) = read_rows(config.data.validation[0])
+    for written, reward in (("[3, 1]", 1.0), ("[1, 3]", -0.5)):
+        _, _, end = run(play(row, [tagged(("output", written))]))
+        assert isinstance(end, End)
+        assert end.rewards == {"deduction_solve#0": reward}
 
 
 def made(options: dict[str, Any]) -> AbsoluteZero:
