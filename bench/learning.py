@@ -20,8 +20,10 @@ import resource
 import shutil
 import time
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,21 +33,31 @@ from learning_presets import (
     CHOICE_PRESETS,
     CHOICE_RATES,
     CHOICE_SEEDS,
-    LEFT_OUT,
     OFFLINE_RATE,
     OFFLINE_UPDATES,
+    OWN_CHOICES,
     ROWS,
     SAMPLES,
+    SHARED,
     STARTS,
     TOYS,
+    Row,
 )
 from learning_report import summaries, write_page, write_picture
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from burnish.algorithms.presets import PRESETS
 from burnish.api.evaluation_call import evaluate
 from burnish.config.loading import load
+from burnish.config.model import NewModel
 from burnish.config.schema import PreferConfig, SftConfig, TrainConfig
 from burnish.data.tasks.sort_digits import SortDigits
+from burnish.models.architecture import new_architecture
+from burnish.models.decoder import Decoder, initialise
+from burnish.models.tokenizer import EOS, PAD, Tokenizer
+from burnish.models.weight_files import save_decoder
 from burnish.run.metrics import read_metrics
 from burnish.trainers import preference, sft
 from burnish.trainers.rl_run import checked_run, execute
@@ -102,11 +114,41 @@ def started(folder: Path, name: str, seed: int) -> Path:
         work = folder / f"start-{name}-{seed}-run"
         shutil.rmtree(work, ignore_errors=True)  # of a process that ended before it was complete
         data = start.data.replace("{seed}", str(seed))
-        overrides = [f"warm_start.data=[{data}]", f"warm_start.updates={start.updates}", "validation.limit=10"]
-        train(work, "run", [*STILL, *overrides, f"seed={seed}", "rollout.prompts=4"])
+        overrides = [f"warm_start.data=[{data}]", f"warm_start.updates={start.updates}", *start.overrides]
+        if start.merges:
+            overrides += ["model.new=null", f"model.path={untrained(folder, start.merges, seed)}"]
+        train(work, "run", [*STILL, *overrides, f"seed={seed}", "rollout.prompts=4", "validation.limit=10"])
         (work / "run" / "warm_start").rename(model)
         shutil.rmtree(work)
     return model
+
+
+def untrained(folder: Path, merges: tuple[str, ...], seed: int) -> Path:
+    """The directory of the bench's decoder with random weights, and a tokenizer in which pairs of characters are one token."""
+    path = folder / f"untrained-{'-'.join(merges)}-{seed}"
+    if not path.is_dir():
+        pieces = [PAD, EOS, *SortDigits.alphabet, *merges]
+        pairs = [(pair[0], pair[1]) for pair in merges]
+        backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
+        backend.decoder = decoders.Fuse()
+        tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS))
+        decoder = Decoder(new_architecture(NewModel(**SHARED["model"]["new"]), tokenizer.vocab_size))
+        initialise(decoder, seed)
+        save_decoder(decoder, path, None, tokenizer.eos_ids, tokenizer.pad_id)
+        tokenizer.save(path)
+    return path
+
+
+def teachers_of(row: Row) -> list[str]:
+    """The warm starts whose names stand in braces in a row's overrides."""
+    return [name for name in STARTS if any(f"{{{name}}}" in text for text in row.overrides)]
+
+
+def with_teachers(overrides: list[str], paths: Mapping[str, Path]) -> list[str]:
+    """Overrides with the directories of teachers in place of their names."""
+    for name, path in paths.items():
+        overrides = [text.replace(f"{{{name}}}", str(path)) for text in overrides]
+    return overrides
 
 
 def overrides_of(job: Job) -> list[str]:
@@ -127,7 +169,7 @@ def objective(job: Job) -> dict[str, Any]:
     """What a run optimises, with every preset and default resolved: the algorithm, or the section of `prefer` or `sft`."""
     row = ROWS[job.preset]
     if row.command == "train":
-        own = [text.replace("{right}", "right") for text in overrides_of(job)]
+        own = with_teachers(overrides_of(job), {name: Path(name) for name in teachers_of(row)})
         loaded = load(TrainConfig, BASE, [*own, *from_model(Path("start"))])
         return loaded.config.algorithm.model_dump(mode="json")
     section, config_type, _ = OFFLINE[row.command]
@@ -178,7 +220,7 @@ def learn(job: Job, folder: Path) -> dict[str, Any]:
     """One run from its warm start. A run that fails is a row too, with the error."""
     row, before_s = ROWS[job.preset], cpu_seconds()
     start = started(folder, TOYS[row.toy].start, job.seed)
-    teacher = started(folder, "right", job.seed) if any("{right}" in text for text in row.overrides) else None
+    teachers = {name: started(folder, name, job.seed) for name in teachers_of(row)}
     data: dict[str, Any] = {"task": "sort_digits", "options": {"num": 2000, "clean": True}}
     if row.command == "prefer":
         data = {"path": str(own_pairs(folder, start, job.seed))}
@@ -186,9 +228,10 @@ def learn(job: Job, folder: Path) -> dict[str, Any]:
     place = folder / f"{job.preset}-{job.seed}-{digest(job)}"
     shutil.rmtree(place, ignore_errors=True)
     found = {"preset": job.preset, "seed": job.seed, "toy": row.toy, "settings": digest(job), "more": list(job.more)}
+    found["cpu"] = machine()["cpu"]  # the rows of a file may be from several machines
     try:
         if row.command == "train":
-            own = [text.replace("{right}", str(teacher)) for text in overrides_of(job)]
+            own = with_teachers(overrides_of(job), teachers)
             curve = train(place, "run", [*own, *from_model(start), f"seed={job.seed}"])
         else:
             common = [*STILL, f"seed={job.seed}", "rollout.prompts=1", "algorithm=grpo"]
@@ -224,7 +267,7 @@ def digest_of_any_seed(job: Job) -> str:
     """
     row = ROWS[job.preset]
     settings = [BASE.read_text(encoding="utf-8"), sorted(overrides_of(job)), row.command]
-    settings += [STARTS[TOYS[row.toy].start].__dict__, without_off(objective(job))]
+    settings += [without_off(asdict(STARTS[TOYS[row.toy].start])), without_off(objective(job))]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).replace(str(REPOSITORY), "").encode()).hexdigest()[:12]
 
 
@@ -232,7 +275,7 @@ def without_off(value: Any) -> Any:
     """A tree of settings without null, false, 0 and what is empty."""
     if isinstance(value, dict):
         pairs = {key: without_off(inner) for key, inner in value.items()}
-        return {key: inner for key, inner in pairs.items() if inner not in (None, False, 0, "", [], {})}
+        return {key: inner for key, inner in pairs.items() if inner not in (None, False, 0, "", [], (), {})}
     return [without_off(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -292,18 +335,15 @@ def next_job(waiting: list[Job], running: list[Job], folder: Path) -> Job | None
 def made_once(job: Job) -> set[str]:
     """Names of the warm starts and the file of pairs that a job shares with others."""
     row = ROWS[job.preset]
-    names = {TOYS[row.toy].start} | ({"right"} if any("{right}" in text for text in row.overrides) else set())
+    names = {TOYS[row.toy].start, *teachers_of(row)}
     pairs = {f"pairs-{job.seed}.jsonl"} if row.command == "prefer" else set()
     return {f"start-{name}-{job.seed}" for name in names} | pairs
 
 
 def chosen_jobs() -> list[Job]:
-    return [
-        Job(preset, seed, (f"training.optimizer.lr={rate}",))
-        for preset in CHOICE_PRESETS
-        for seed in CHOICE_SEEDS
-        for rate in CHOICE_RATES
-    ]
+    settings = dict.fromkeys(CHOICE_PRESETS, tuple((f"training.optimizer.lr={rate}",) for rate in CHOICE_RATES))
+    settings |= OWN_CHOICES
+    return [Job(preset, seed, more) for preset in settings for seed in CHOICE_SEEDS for more in settings[preset]]
 
 
 def choice_table(rows: list[dict[str, Any]]) -> str:
@@ -320,6 +360,16 @@ def choice_table(rows: list[dict[str, Any]]) -> str:
     return table(lines, ["lr", "runs", *CHOICE_PRESETS, "mean"])
 
 
+def own_choice_table(rows: list[dict[str, Any]]) -> str:
+    """Accuracy before and after training with the settings that were compared for single rows."""
+    found = [
+        row | {"setting": ", ".join(row["more"])} for row in rows if row["preset"] in OWN_CHOICES and "after" in row
+    ]
+    order = [(job.preset, list(job.more)) for job in chosen_jobs()]
+    found.sort(key=lambda row: order.index((row["preset"], row["more"])))
+    return table(found, ["preset", "setting", "before", "after"])
+
+
 def choice_file(results: Path) -> Path:
     return results.with_name(f"{results.stem}-choice.json")
 
@@ -328,13 +378,14 @@ def report(results: Path, docs: Path) -> str:
     """Write page and picture from the results that are current; returns the table."""
     lines, chosen = summaries(current_rows(results)), choice_file(results)
     write_picture(docs / "learning.svg", lines)
-    write_page(docs / "learning.md", lines, choice_table(current_rows(chosen)) if chosen.is_file() else "")
+    choices = current_rows(chosen)
+    write_page(docs / "learning.md", lines, choice_table(choices), own_choice_table(choices))
     return table(lines, ["preset", "toy", "seeds", "before", "after", "low", "high", "steps_to_0.9", "cpu_s"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name in PRESETS if name not in LEFT_OUT]
+    names = list(PRESETS)
     parser.add_argument("--presets", nargs="+", default=names, choices=names, metavar="PRESET")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--workers", type=int, default=2, help="runs side by side, each with one thread")
@@ -354,6 +405,7 @@ def main() -> None:
         chosen = choice_file(args.out)
         run_jobs(chosen_jobs(), chosen, args.folder.resolve(), args.workers, args.budget)
         print(choice_table(current_rows(chosen)))
+        print(own_choice_table(current_rows(chosen)))
         return
     if not args.report:
         run_jobs(jobs, args.out, args.folder.resolve(), args.workers, args.budget)

@@ -10,7 +10,6 @@ from learning_presets import (
     CHOICE_PRESETS,
     CHOICE_SEEDS,
     LEARNING_RATE,
-    LEFT_OUT,
     MINI_BATCHES,
     PROMPTS,
     ROWS,
@@ -38,7 +37,7 @@ STYLE = (
 
 def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line for each preset, in the order of the table of algorithms; a preset without a finished run has a line too."""
-    return [summary(name, [row for row in rows if row["preset"] == name]) for name in PRESETS if name not in LEFT_OUT]
+    return [summary(name, [row for row in rows if row["preset"] == name]) for name in PRESETS]
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -58,6 +57,7 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "high": max(after),
         "steps_to_0.9": steps_to_level(name, done),
         "cpu_s": statistics.mean(row["cpu_s"] for row in done),
+        "cpu": done[0]["cpu"],
     }
 
 
@@ -120,10 +120,16 @@ def write_picture(path: Path, lines: list[dict[str, Any]]) -> None:
 # --- the page -----------------------------------------------------------------------------------------------------------
 
 
-def write_page(path: Path, lines: list[dict[str, Any]], choice: str) -> None:
+def write_page(path: Path, lines: list[dict[str, Any]], choice: str, own_choice: str) -> None:
     """docs/learning.md."""
     measured = [line for line in lines if "after" in line]
-    parts = [intro(measured), settings_text(choice), result_table(measured), failures_text(lines), missing_text(lines)]
+    parts = [
+        intro(measured),
+        settings_text(choice, own_choice),
+        result_table(measured),
+        failures_text(lines),
+        missing_text(lines),
+    ]
     path.write_text("\n".join(part for part in parts if part), encoding="utf-8")
 
 
@@ -131,6 +137,13 @@ def intro(measured: list[dict[str, Any]]) -> str:
     learnt = sum(has_learnt(line) for line in measured)
     runs, seconds = sum(line["seeds"] for line in measured), sum(line["cpu_s"] * line["seeds"] for line in measured)
     toys = "\n".join(f"- `{name}`: {toy.title}" for name, toy in TOYS.items())
+    most = statistics.mode(line["cpu"] for line in measured)
+    others = [f"`{line['preset']}`" for line in measured if line["cpu"] != most]
+    elsewhere = (
+        f" Another machine, on which they end with slightly different weights, made the rows of {', '.join(others)}."
+        if others
+        else ""
+    )
     return f"""\
 # What each algorithm learns
 
@@ -145,14 +158,14 @@ nothing to gain here, and differences smaller than the ranges are noise.
 A dot is the mean over the seeds, the line behind it their range, and the circle the accuracy before training. The dashed line is the untrained
 level of `sort`. Red presets have not learnt.
 
-The toys are made of the built-in task sort_digits. A policy is a decoder of 0.4 million parameters after a supervised warm start on flawed
-demonstrations; all presets of a toy and a seed begin with the same weights.
+The toys are made of the built-in tasks sort_digits and calculator. A policy is a decoder of 0.4 million parameters after a supervised warm start on flawed
+demonstrations; all presets of a toy and a seed begin with the same weights.{elsewhere}
 
 {toys}
 """
 
 
-def settings_text(choice: str) -> str:
+def settings_text(choice: str, own_choice: str) -> str:
     common = f"{STEPS} steps of {PROMPTS} prompts x {SAMPLES} samples in {MINI_BATCHES} updates, learning rate {LEARNING_RATE:g} falling to a tenth"
     presets, seeds = ", ".join(f"`{name}`" for name in CHOICE_PRESETS), ", ".join(map(str, CHOICE_SEEDS))
     text = f"""\
@@ -164,9 +177,12 @@ blind as the others. The learning rate is one of three, compared by the mean of 
 on seed {seeds} (`bench/learning.py --choose`), which is in no other number here and has held-out problems of its own:
 
 """
-    if not choice:
-        return text + "No comparison is in the results yet.\n"
-    return text + "\n".join(f"    {line}" for line in choice.splitlines()) + "\n"
+    own = "\nTwo rows have a setting of their own that was compared on that seed:\n\n"
+    return f"{text}{indented(choice)}{own}{indented(own_choice)}"
+
+
+def indented(text: str) -> str:
+    return "".join(f"    {line.rstrip()}\n" for line in text.splitlines())
 
 
 def result_table(measured: list[dict[str, Any]]) -> str:
@@ -201,13 +217,12 @@ def failures_text(lines: list[dict[str, Any]]) -> str:
 
 
 def missing_text(lines: list[dict[str, Any]]) -> str:
-    """Presets that take no part, and those without all seeds."""
-    parts = [f"- `{name}`: takes no part: {reason}." for name, reason in LEFT_OUT.items()]
+    """Presets without all seeds."""
     by_seeds: dict[int, list[str]] = {}
     for line in lines:
         if line["seeds"] < NUM_SEEDS:
             by_seeds.setdefault(line["seeds"], []).append(f"`{line['preset']}`")
-    parts += [
+    parts = [
         f"- {count} of {NUM_SEEDS} seeds measured: {', '.join(names)}." for count, names in sorted(by_seeds.items())
     ]
     return "\n".join(["## Missing", "", *parts]) + "\n" if parts else ""

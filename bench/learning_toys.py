@@ -1,6 +1,7 @@
 """The toys of `bench/learning.py`: environments and warm-start rows, all made of the built-in task sort_digits.
 
 - `SortInTurns`: the model names the smallest digit that is left, turn by turn. For rows that give credit to turns or states.
+- `SortInConversations`: the same, each turn in a conversation of its own, up to the first mistake. For rows that count samples and not conversations.
 - `SortRace`: two roles sort strings of six and of four digits; a right answer beats a wrong one. For baselines of roles in zero-sum games.
 - `ProposeOrder`: a proposer shuffles digits, and four solvers sort what it wrote. For rows with proposers and solvers.
 
@@ -59,6 +60,17 @@ class SortInTurns(Environment):
 
     def _ask(self, reward: float = 0.0) -> Observation:
         return Observation(messages=question(f"{self.left}>"), reward=reward, state="".join(sorted(self.left)))
+
+
+class SortInConversations(SortInTurns):
+    """The model does not see earlier turns, and a wrong turn ends the episode: samples have from one to three conversations."""
+
+    async def step(self, answer: Answer) -> Observation | End:
+        seen = await super().step(answer)
+        return seen if self.is_right else End(reward=0.0, success=False)
+
+    def _ask(self, reward: float = 0.0) -> Observation:
+        return Observation(messages=question(f"{self.left}>"), reward=reward, new_conversation=True)
 
 
 class SortRace(Environment):
@@ -147,6 +159,12 @@ def shuffled(digits: str, dice: Dice) -> str:
     return found
 
 
+def single_turns(num: int, seed: int) -> list[dict[str, str]]:
+    """The turns of `turns` as rows of their own."""
+    talks = [[row["prompt"], *(said["content"] for said in row["completion"])] for row in turns(num, seed)]
+    return [{"prompt": talk[k], "completion": talk[k + 1]} for talk in talks for k in range(0, len(talk), 2)]
+
+
 def turns(num: int, seed: int) -> list[dict[str, Any]]:
     """Dialogues of `SortInTurns` by a player who names the first digit too often."""
     task, rows = SortDigits(seed, 4, 4), []
@@ -183,11 +201,38 @@ def with_copies(num: int, seed: int) -> list[dict[str, str]]:
     return [row for pair in zip(rows, copies, strict=True) for row in pair]
 
 
-def with_proposals(num: int, seed: int) -> list[dict[str, str]]:
-    """Flawed demonstrations, and as many rows of a proposer who writes random orders."""
+def both_orders(num: int, split: str) -> list[dict[str, str]]:
+    """Rows of two kinds: `3142>` asks for the digits in rising order, `>3142>` in falling order."""
+    rows = [SortDigits(0).row(split, index) for index in range(num)]
+    return [
+        {"prompt": f"{row.prompt}", "answer": row.answer, "kind": "rising"}
+        if index % 2
+        else {"prompt": f">{row.prompt}", "answer": row.answer[::-1], "kind": "falling"}
+        for index, row in enumerate(rows)
+    ]
+
+
+def falling(num: int, seed: int) -> list[dict[str, str]]:
+    """Right demonstrations of the falling order."""
+    rows = SortDigits(seed).demonstrations(num=num, seed=seed, clean=True)
+    return [{"prompt": f">{row['prompt']}", "completion": row["completion"][::-1]} for row in rows]
+
+
+def with_both_orders(num: int, seed: int) -> list[dict[str, str]]:
+    """Flawed demonstrations of the rising and of the falling order. A wrong one copies its input."""
+    found = []
+    for row in SortDigits(seed).demonstrations(num=num, seed=seed):
+        digits, said = row["prompt"].removesuffix(">"), row["completion"]
+        found += [row, {"prompt": f">{row['prompt']}", "completion": digits if said == digits else said[::-1]}]
+    return found
+
+
+def with_swaps(num: int, seed: int, at_digits: int) -> list[dict[str, str]]:
+    """Flawed demonstrations, and rows of a proposer who swaps the first two of `at_digits` digits, which a small model learns without a slip."""
     rows = SortDigits(seed).demonstrations(num=num, seed=seed)
+    exact = SortDigits(seed, at_digits, at_digits).demonstrations(num=num, seed=seed)
     proposals = []
-    for index, row in enumerate(rows):
+    for row in exact:
         digits = row["prompt"].removesuffix(">")
-        proposals.append({"prompt": f">{digits}", "completion": shuffled(digits, Dice(seed, "proposal", index))})
+        proposals.append({"prompt": f">{digits}", "completion": digits[1] + digits[0] + digits[2:]})
     return [row for pair in zip(rows, proposals, strict=True) for row in pair]
