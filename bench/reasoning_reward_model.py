@@ -184,7 +184,7 @@ def small(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str,
         "training": {"steps": args.steps, "optimizer": {"lr": 3e-4, **BETAS}},
     }
     test = ["task:pair_verdict", "--max-tokens", "36", "--seed", str(seed), f"data.source.options={json.dumps(DIGITS)}"]
-    return compare(stages, seed, "new, 0.5M", base, scorer, judge, test, args)
+    return compare(stages, seed, "new, 0.5M", base, scorer, judge, test, args.pairs, args)
 
 
 # --- a model that answers GSM8K --------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def real(stages: Stages, seed: int, args: argparse.Namespace) -> list[dict[str, 
     }
     test = [stages.folder / "test_questions.jsonl", "--max-tokens", "768", "--seed", str(seed)]
     test += ["data.max_prompt_tokens=1536", "data.overlong_prompts=filter"]
-    return compare(stages, seed, args.model.name, args.model, scorer, judge, test, args)
+    return compare(stages, seed, args.model.name, args.model, scorer, judge, test, min(num_pairs, args.pairs), args)
 
 
 def answered_pairs(stages: Stages, seed: int, split: str, source: Path, args: argparse.Namespace, most: int) -> Path:
@@ -266,9 +266,10 @@ def compare(
     scorer: dict[str, Any],
     judge: dict[str, Any],
     test: list[Any],
+    num_pairs: int,
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Train the scorer and the judge, and measure both and the base on the held-out pairs."""
+    """Train the scorer and the judge on `num_pairs` pairs, and measure both and the base on the held-out pairs."""
     dtype = judge["model"].get("dtype", "float32")
     scoring = {
         "model": {"path": str(base.resolve()), "dtype": dtype},
@@ -292,7 +293,7 @@ def compare(
         | {"pairs": rows[0]["pairs"], "wall_s": seconds["scorer"]}
     )
     for row in rows:
-        row.update(model=model, seed=seed, trained_pairs=0 if row["who"] == "base as judge" else args.pairs)
+        row.update(model=model, seed=seed, trained_pairs=0 if row["who"] == "base as judge" else num_pairs)
         row.update(sft_updates=args.sft_updates if args.model is None else 0, steps=args.steps)
     return rows
 
