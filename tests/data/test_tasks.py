@@ -105,6 +105,17 @@ def test_flawed_demonstrations_are_right_as_often_as_stated_and_otherwise_copies
         assert abs(sum(by_length[length]) / len(by_length[length]) - share) < 0.06  # 3.7 deviations of 1,000 throws
 
 
+def test_a_yaml_file_says_how_often_demonstrations_are_right() -> None:
+    lengths = {"min_digits": 2, "max_digits": 3, "num": 200}
+    of_numbers, of_texts = (
+        make_demonstrations("sort_digits", {**lengths, "right": right}, seed=0)
+        for right in ({2: 0.5, 3: 1.0}, {"2": 0.5, "3": 1.0})
+    )
+    assert of_texts == of_numbers
+    three = [row for row in of_texts if len(row["prompt"]) == 4]
+    assert all(row["completion"] == "".join(sorted(row["prompt"][:-1])) for row in three)
+
+
 def test_clean_and_verified_demonstrations_are_all_right_and_as_many_as_asked() -> None:
     for options in ({"clean": True, "min_digits": 4, "max_digits": 5}, {"verified": True}):
         rows = make_demonstrations("sort_digits", {"num": 300, **options}, seed=0)

@@ -6,6 +6,7 @@ alone. A hash of the sorted digits decides the split, so every permutation of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from burnish.config.errors import UserError
@@ -45,7 +46,7 @@ class SortDigits:
         seed: int = 0,
         clean: bool = False,
         verified: bool = False,
-        right: dict[int, float] | None = None,
+        right: Mapping[int | str, float] | None = None,
     ) -> list[dict[str, str]]:
         """Supervised rows from the train split.
 
@@ -122,18 +123,19 @@ class SortDigits:
 
         return first_on_split(split, propose, SORT_DIGITS)
 
-    def _chances(self, clean: bool, right: dict[int, float] | None) -> dict[int, float]:
+    def _chances(self, clean: bool, right: Mapping[int | str, float] | None) -> dict[int, float]:
         lengths = range(self.min_digits, self.max_digits + 1)
         if clean:
             if right is not None:
                 raise UserError(f"{SORT_DIGITS}: clean demonstrations are always right; give either clean or right")
             return dict.fromkeys(lengths, 1.0)
-        chances = FLAWED_ACCURACY if right is None else right
+        # Keys of a YAML file are texts.
+        chances = FLAWED_ACCURACY if right is None else {int(n): c for n, c in right.items() if str(n).isdigit()}
         missing = [str(n) for n in lengths if n not in chances]
         if missing:
             raise UserError(
                 f"{SORT_DIGITS}: `right` does not say how often demonstrations of {', '.join(missing)} digits are right; "
-                "give right: {digits: chance} for every length, or clean: true"
+                "give right: {'digits': chance} for every length, or clean: true"
             )
         if max(chances[n] for n in lengths) <= 0 or any(not 0 <= chances[n] <= 1 for n in lengths):
             raise UserError(f"{SORT_DIGITS}: `right` should hold chances between 0 and 1, not all zero; got {chances}")
