@@ -255,3 +255,27 @@ def test_an_endpoint_that_is_gone_is_a_failure_the_run_tells(tmp_path: Path) -> 
         UserError, match=rf"step 1: not one of {SAMPLES} samples could be scored(.|\n)*Connection refused"
     ):
         run_of(tmp_path / "run", TINY, [f"reward.parts=[{part}]", "training.steps=1"])
+
+
+def test_a_trained_judge_compares_a_policys_answers_with_the_expected_ones(tmp_path: Path) -> None:
+    """A judge that learnt to name A whatever it reads: every answer gets a half, and no vote is consistent."""
+    dice = Dice(0, "questions")
+
+    def text(least: int, most: int) -> str:
+        return "".join("0123456789>"[dice.between(0, 10)] for _ in range(dice.between(least, most)))
+
+    asked = [f"{text(2, 3)}>{text(0, 4)}:A {text(0, 4)}:B?" for _ in range(400)]
+    rows = [{"prompt": question, "completion": "<answer>[[A]]</answer>"} for question in asked]
+    (tmp_path / "verdicts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taught = [
+        "data.train=[{task: pair_verdict, options: {min_digits: 2, max_digits: 2}}]",
+        f"warm_start={{data: [{{path: '{tmp_path}/verdicts.jsonl'}}], updates: 100, batch_size: 32, optimizer: {{lr: 1.0e-2}}}}",
+    ]
+    judge = run_of(tmp_path / "judge", TINY, [*taught, "training.steps=1", "reward.workers=1"]) / "warm_start"
+    options = {"path": str(judge), "parser": "pair", "template": "{question}{first}:A {second}:B?", "max_tokens": 24}
+    part = json.dumps({"name": "judge", "options": {**options, "device": "cpu"}})
+    run = run_of(tmp_path / "policy", TINY, [f"reward.parts=[{part}, {{name: task, weight: 0}}]", "training.steps=2"])
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["reward/mean"] for row in rows] == [0.5] * 2
+    assert [row["reward/part/judge/consistent"] for row in rows] == [0] * 2
+    assert [row["reward/part/judge/parse_fail"] for row in rows] == [0] * 2
