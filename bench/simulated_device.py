@@ -100,7 +100,7 @@ class SimulatedRows:
 
 
 class SentenceRows(SimulatedRows):
-    """Rows that write sentences of a pool in random order. After each of them the answer ends with probability 1 / `mean_sentences`."""
+    """Rows that write sentences of a pool in random order. After each of them the answer ends with probability 1 / MEAN_SENTENCES."""
 
     def __init__(self, size: int, vocab: int, clock: DeviceClock, sentences: Sequence[Sequence[int]], end: int) -> None:
         super().__init__(size, vocab, clock)

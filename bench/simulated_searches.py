@@ -27,7 +27,6 @@ from common import save_beside, table
 from simulated_device import SimulatedEngine
 from test_time_scaling import SEARCHES, one_rate, rated_systems, rates_session
 
-from burnish.inference.native.paged_engine import STEPS_PER_LAUNCH
 from burnish.models.architecture import Architecture
 from burnish.models.decoder import Decoder, initialise
 from burnish.models.policy import PolicyModel
@@ -87,7 +86,6 @@ def main() -> None:
     parser.add_argument("--plain", type=int, default=16, help="plain samples of each question")
     parser.add_argument("--searches", nargs="*", default=SEARCHES, choices=SEARCHES)
     parser.add_argument("--max-rows", type=int, default=1024)
-    parser.add_argument("--steps-per-launch", type=int, default=STEPS_PER_LAUNCH)
     parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,7 +111,6 @@ def main() -> None:
                         steps_of(args.data_dir / "gsm8k_train.jsonl", tokenizer),
                         tokenizer.eos_ids[0],
                     )
-                    engine.steps_per_launch = args.steps_per_launch
                     engine.reserve(4096)
                     session.engine = engine
                     with profiled(args.profile):
